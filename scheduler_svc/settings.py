@@ -121,13 +121,14 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
         "does since",
         choices=("array", "map"),
     )
+    kv_events_disk: bool = setting(False, "publish events about blocks on disk (--kv-disk), too, with medium STORAGE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.record_tokens and self.record is None:
             raise ValueError("--record-tokens needs --record FILE")
-        for flag, value in (("replay", self.kv_events_replay), ("topic", self.kv_events_topic)):
-            if value is not None and self.kv_events is None:
+        for flag in ("replay", "topic", "disk"):
+            if getattr(self, f"kv_events_{flag}") and self.kv_events is None:
                 raise ValueError(f"--kv-events-{flag} needs --kv-events ADDRESS")
 
 

@@ -1,7 +1,9 @@
 """What entered a prefix cache and what left it since somebody last asked. Nobody has to ask: without a log nothing is
-noted, and a log holds changes of the content, not a history, so it is bounded by twice the blocks of the pool."""
+noted, and a log holds changes of the content, not a history, so it is bounded by twice the blocks of the pool and of
+the tier below it."""
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, field
 
 from quire.prefix_hashes import BlockHash
 
@@ -23,23 +25,34 @@ class CacheChanges:
 
     A block in `stored` has None if its tokens are not known: an earlier scheduler sealed it. It is stored again,
     with its tokens, when a request uses it. Of stored blocks that follow each other, the parent comes first.
+
+    `tier_stored` and `tier_removed` are changes of the tier below the pool, where a block may be beside the pool. Their
+    tokens are those of the pool's block of the same name. A block is stored again when its tokens become known.
     """
 
     is_cleared: bool
     removed: list[BlockHash]
     stored: dict[BlockHash, CachedTokens | None]
+    tier_stored: list[BlockHash] = field(default_factory=list[BlockHash])
+    tier_removed: list[BlockHash] = field(default_factory=list[BlockHash])
 
 
 class CacheLog:
     """Changes of one prefix cache. What came and left between two calls of `take` is in neither of them.
 
     A new log says that all was cleared; it does not have what the cache holds already.
+
+    Attributes:
+        tier: Which blocks are in the tier below the pool.
     """
 
     def __init__(self) -> None:
+        self.tier: Container[BlockHash] = ()
         self._is_cleared = True
         self._removed: dict[BlockHash, None] = {}
         self._stored: dict[BlockHash, CachedTokens | None] = {}
+        # Whether each block came into the tier or left it.
+        self._in_tier: dict[BlockHash, bool] = {}
         # Blocks whose tokens are not known, and blocks that `take` has handed out and will again, with tokens.
         self._unread: set[BlockHash] = set()
         self._retold: dict[BlockHash, CachedTokens] = {}
@@ -68,10 +81,15 @@ class CacheLog:
             self._removed[content] = None
 
     def cleared(self) -> None:
-        """The pool is gone."""
+        """The pool is gone, and what was known of the tier."""
         self._is_cleared = True
-        self._removed, self._stored, self._retold = {}, {}, {}
+        self._removed, self._stored, self._retold, self._in_tier = {}, {}, {}, {}
         self._unread.clear()
+
+    def tier_changed(self, content: BlockHash, *, is_stored: bool) -> None:
+        """A block came into the tier or left it."""
+        if self._in_tier.pop(content, is_stored) is is_stored:
+            self._in_tier[content] = is_stored
 
     @property
     def has_unread(self) -> bool:
@@ -85,6 +103,8 @@ class CacheLog:
     def read(self, content: BlockHash, tokens: CachedTokens) -> None:
         """A block's tokens are known now."""
         self._unread.discard(content)
+        if content in self.tier:
+            self._in_tier[content] = True
         if content in self._stored:
             self._stored[content] = tokens
         else:
@@ -92,9 +112,15 @@ class CacheLog:
 
     def take(self) -> CacheChanges | None:
         """What changed since the last call; None if nothing did."""
-        if not (self._is_cleared or self._removed or self._stored or self._retold):
+        if not (self._is_cleared or self._removed or self._stored or self._retold or self._in_tier):
             return None
-        changes = CacheChanges(self._is_cleared, list(self._removed), {**self._stored, **self._retold})
+        changes = CacheChanges(
+            self._is_cleared,
+            list(self._removed),
+            {**self._stored, **self._retold},
+            [content for content, is_stored in self._in_tier.items() if is_stored],
+            [content for content, is_stored in self._in_tier.items() if not is_stored],
+        )
         self._is_cleared = False
-        self._removed, self._stored, self._retold = {}, {}, {}
+        self._removed, self._stored, self._retold, self._in_tier = {}, {}, {}, {}
         return changes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.cache_log import CacheLog
 
 Lease = NewType("Lease", bytes)
 """A random name: who knows it may fetch the blocks."""
@@ -75,9 +76,14 @@ class Leases:
 
 
 class Tier:
-    """Which blocks the workers keep below the pool, as far as they said."""
+    """Which blocks the workers keep below the pool, as far as they said.
+
+    Attributes:
+        log: What is told which blocks come and leave; None if nobody asks.
+    """
 
     def __init__(self) -> None:
+        self.log: CacheLog | None = None
         self._by_slot: dict[int, BlockHash] = {}
         self._slots: dict[BlockHash, int] = {}
 
@@ -91,20 +97,33 @@ class Tier:
         """The first of these slots hold these blocks now, and the others none."""
         for slot in slots:
             before = self._by_slot.pop(slot, None)
-            if before is not None and self._slots[before] == slot:
+            if before is not None and self._slots.get(before) == slot:
                 del self._slots[before]
+                self._note(before, is_stored=False)
         for slot, content in zip(slots, hashes, strict=False):
             self._by_slot[slot], self._slots[content] = content, slot
+            self._note(content, is_stored=True)
 
     def forget(self, content: BlockHash) -> None:
         """The block did not come, and is not worth another try."""
         if (slot := self._slots.pop(content, None)) is not None:
             del self._by_slot[slot]
+            self._note(content, is_stored=False)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        for content in list(self._slots):
+            self.forget(content)
+        self._by_slot.clear()
 
     def rename(self, content: BlockHash, name: BlockHash) -> None:
         """Gives a block another name, if there is such a block."""
         if (slot := self._slots.pop(content, None)) is not None:
             self._by_slot[slot], self._slots[name] = name, slot
+
+    def _note(self, content: BlockHash, *, is_stored: bool) -> None:
+        if self.log is not None:
+            self.log.tier_changed(content, is_stored=is_stored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class Scheduler:
         )
         if self._cache_log is not None:
             self._cache_log.cleared()
-            self.batch.blocks.pool.log = self._cache_log
+            self._set_cache_log(self._cache_log)
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
         self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self._give_way)
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
@@ -156,12 +156,18 @@ class Scheduler:
 
     def log_cache(self) -> CacheLog:
         """Notes changes of the prefix cache from now on."""
-        self._cache_log = self.batch.blocks.pool.log = CacheLog()
-        return self._cache_log
+        log = CacheLog()
+        self._set_cache_log(log)
+        return log
 
     def stop_cache_log(self) -> None:
         """Notes no changes of the prefix cache any more."""
-        self._cache_log = self.batch.blocks.pool.log = None
+        self._set_cache_log(None)
+
+    def _set_cache_log(self, log: CacheLog | None) -> None:
+        self._cache_log = self.batch.blocks.pool.log = self.tier.log = log
+        if log is not None:
+            log.tier = self.tier
 
     # Requests
 
@@ -285,7 +291,7 @@ class Scheduler:
     def forget_cached(self) -> int:
         """Forgets what is cached in blocks that nobody holds; returns their number. Blocks of sequences and of pins
         keep their names. What the tier has is not fetched until workers are attached again."""
-        self.tier = Tier()
+        self.tier.clear()
         pool = self.batch.blocks.pool
         num_before = pool.num_cached
         pool.free(pool.allocate(pool.num_free))

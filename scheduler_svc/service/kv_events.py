@@ -26,8 +26,11 @@ from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
 
-_MEDIUM = "GPU"
-"""Where the blocks are: in the pool that the model reads, on whatever device."""
+_POOL = "GPU"
+"""vLLM's name of where blocks are that the model reads, on whatever device."""
+
+_DISK = "STORAGE"
+"""vLLM's name of disks: since 0.27, "FS" for some weeks before."""
 
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBED, _UNSUBSCRIBED = b"\x01", b"\x00"
@@ -50,7 +53,7 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
-    medium: str = _MEDIUM
+    medium: str = _POOL
     lora_name: str | None = None
 
 
@@ -58,7 +61,7 @@ class BlockRemoved(msgspec.Struct, tag=True, gc=False):
     """Blocks left the cache."""
 
     block_hashes: list[int]
-    medium: str = _MEDIUM
+    medium: str = _POOL
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
@@ -75,14 +78,19 @@ def payload_of(events: list[Event], *, at: float, as_maps: bool) -> bytes:
     return msgspec.msgpack.encode((at, written, 0))
 
 
-def events_of(changes: CacheChanges, block_size: int) -> list[Event]:
-    """The same changes as events, in the order in which they are to be applied."""
+def events_of(changes: CacheChanges, block_size: int, *, with_disk: bool) -> list[Event]:
+    """The same changes as events, in the order in which they are to be applied. A subscriber that forgets the tokens of
+    blocks that are nowhere any more still has those of blocks that moved between pool and disk."""
     events: list[Event] = []
     if changes.is_cleared:
         events.append(AllBlocksCleared())
+    if with_disk and changes.tier_stored:
+        events.append(BlockStored(list(map(_number, changes.tier_stored)), None, [], block_size, medium=_DISK))
     if changes.removed:
         events.append(BlockRemoved(list(map(_number, changes.removed))))
     events += _stored(changes, block_size)
+    if with_disk and changes.tier_removed:
+        events.append(BlockRemoved(list(map(_number, changes.tier_removed)), _DISK))
     return events
 
 
@@ -124,6 +132,7 @@ class KvEventPublisher:
         self._pub = pub
         self._topic = (settings.kv_events_topic or "").encode()
         self._as_maps = settings.kv_events_format == "map"
+        self._with_disk = settings.kv_events_disk
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._max_batches = settings.kv_events_buffer
         self._num_bytes = 0
@@ -164,7 +173,9 @@ class KvEventPublisher:
 
     def publish(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Sends the changes of a step, or keeps them for the next subscriber."""
-        payload = payload_of(events_of(changes, config.block_size), at=clock.unix_s(), as_maps=self._as_maps)
+        if not (events := events_of(changes, config.block_size, with_disk=self._with_disk)):
+            return
+        payload = payload_of(events, at=clock.unix_s(), as_maps=self._as_maps)
         self._buffer.append((self._next_number.to_bytes(_NUMBER_BYTES, "big"), payload))
         self._num_bytes += len(payload)
         while len(self._buffer) > self._max_batches or (self._num_bytes > _MAX_BUFFER_BYTES and len(self._buffer) > 1):

@@ -469,6 +469,7 @@ class StepLoop:
                 continue
             if isinstance(answer, TierChanged):
                 scheduler.tier_changed(answer.slots, answer.hashes)
+                self.cache.tell()
                 continue
             if isinstance(answer, Fetched):
                 scheduler.renew_lease(answer.lease, now, 0 if answer.is_done else LEASE_S)

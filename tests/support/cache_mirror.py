@@ -11,6 +11,7 @@ class CacheMirror:
 
     def __init__(self, scheduler: Scheduler, tenants: tuple[str, ...] = ("",)) -> None:
         self.blocks: dict[BlockHash, CachedTokens | None] = {}
+        self.tier: set[BlockHash] = set()
         self._tenants = tenants
         self._log: CacheLog
         self.watch(scheduler)
@@ -20,6 +21,7 @@ class CacheMirror:
         self._scheduler, self._log = scheduler, scheduler.log_cache()
         assert self._log.take() == CacheChanges(True, [], {})
         self.blocks = dict.fromkeys(scheduler.batch.blocks.pool.sealed_hashes())
+        self.tier = set(scheduler.tier._slots)
 
     def check(self) -> None:
         """Takes in what changed, and compares."""
@@ -29,11 +31,17 @@ class CacheMirror:
             self._apply(changes)
         pool = self._scheduler.batch.blocks.pool
         assert self.blocks.keys() == set(pool.sealed_hashes())
+        assert self.tier == set(self._scheduler.tier._slots)
 
     def _apply(self, changes: CacheChanges) -> None:
         assert len(changes.removed) + len(changes.stored) <= 2 * self._scheduler.config.num_blocks
         if changes.is_cleared:
             self.blocks.clear()
+            self.tier.clear()
+        assert set(changes.tier_removed) <= self.tier
+        assert set(changes.tier_stored).isdisjoint(changes.tier_removed)
+        self.tier |= set(changes.tier_stored)
+        self.tier -= set(changes.tier_removed)
         for content in changes.removed:
             del self.blocks[content]
         for content, tokens in changes.stored.items():

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire import clock
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
@@ -15,6 +16,7 @@ from quire.rpc.server import RpcServer
 from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.disk_tier import BlockFile, DiskTier
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import HEARTBEAT_INTERVAL_S, Worker, WorkerServicer, start_server
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
@@ -48,6 +50,8 @@ class FakeWorkerConfig:
     world_size: int = 1
     generation: int | None = None
     """None for another one in each incarnation."""
+    disk: Path | None = None
+    """The file of its blocks on disk, with room for 64."""
 
     def info(self) -> WorkerInfo:
         """A new incarnation of this worker."""
@@ -116,14 +120,25 @@ class FakeWorker:
             script=config.script,
         )
         self._device_loop.use(self._runner)
+        info, blocks, disk = config.info(), self._runner.blocks, None
+        if config.disk is not None:
+            self.file = file = BlockFile(
+                config.disk, 4096 + 64 * (64 + blocks.block_bytes), bytes(32), blocks.block_bytes
+            )
+            disk = DiskTier(file, blocks, config.num_blocks)
         worker = Worker(
-            config.info(),
+            info,
             self._runner,
             self._device_loop,
             prepare=lambda sent: self.prepare(sent),
-            blocks=self._runner.blocks,
+            blocks=blocks,
+            disk=disk,
         )
         self._servicer.open(worker)
+
+    def on_disk(self) -> set[int]:
+        """What its file has, as KV events name blocks."""
+        return {int.from_bytes(name[-8:], "big") for _, name in self.file.entries()}
 
     @property
     def num_steps(self) -> int:
@@ -153,6 +168,7 @@ class FakeWorker:
         self.hang.clear()
         assert self._server is not None
         await self._server.stop(grace_s=0)
+        await self._servicer.stop_disk()
         assert await asyncio.to_thread(self._device_loop.stop, _DEVICE_STOP_S)
         if self.faults:
             raise self.faults[0]

@@ -36,6 +36,7 @@ class KvSubscriber:
     replay: zmq.asyncio.Socket
     blocks: dict[int, tuple[int | None, tuple[int, ...]]] = field(default_factory=dict)
     """What is cached: hash -> the parent's hash and the tokens, which are empty if they are not known."""
+    on_disk: set[int] = field(default_factory=set)
     next_number: int = 0
     num_replays: int = 0
     num_clears: int = 0
@@ -94,6 +95,10 @@ class KvSubscriber:
                 case "AllBlocksCleared":
                     self.num_clears += 1
                     self.blocks.clear()
+                    self.on_disk.clear()
+                case "BlockRemoved" if fields["medium"] == "STORAGE":
+                    assert self.on_disk.issuperset(fields["block_hashes"])
+                    self.on_disk.difference_update(fields["block_hashes"])
                 case "BlockRemoved":
                     self.num_removed += len(fields["block_hashes"])
                     for content in fields["block_hashes"]:
@@ -103,7 +108,12 @@ class KvSubscriber:
 
     def _store(self, fields: dict[str, Any]) -> None:
         hashes, size, token_ids = fields["block_hashes"], fields["block_size"], fields["token_ids"]
-        assert (fields["lora_id"], fields["medium"], fields["lora_name"]) == (None, "GPU", None)
+        assert (fields["lora_id"], fields["lora_name"]) == (None, None)
+        if fields["medium"] == "STORAGE":
+            assert not token_ids
+            self.on_disk.update(hashes)
+            return
+        assert fields["medium"] == "GPU"
         assert len(token_ids) in (0, len(hashes) * size)
         parent = fields["parent_block_hash"]
         for index, content in enumerate(hashes):

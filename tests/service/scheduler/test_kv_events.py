@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,14 @@ SMALL_POOL = FakeWorkerConfig(num_blocks=24, block_size=4)
 
 @contextlib.asynccontextmanager
 async def publishing(directory: Path, config: FakeWorkerConfig, **settings) -> AsyncIterator[tuple]:
-    """A scheduler that publishes; yields its stub and what replaces its worker."""
+    """A scheduler that publishes; yields its stub and its worker."""
     worker = FakeWorker(config)
     await worker.start(f"unix:{directory}/worker")
 
     events = {"kv_events": f"ipc://{directory}/events", "kv_events_replay": f"ipc://{directory}/replay"}
     async with running_scheduler(str(directory / "s.sock"), worker.address, **events, **settings) as stub:
         await wait_attached(stub)
-        yield stub, worker.restart
+        yield stub, worker
     await worker.stop()
 
 
@@ -77,13 +78,13 @@ def content_of(stub):
 async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_worker_and_scheduler(tmp_path):
     with subscribed(tmp_path) as subscriber:
         async with following(subscriber):
-            async with publishing(tmp_path, SMALL_POOL) as (stub, restart_worker):
+            async with publishing(tmp_path, SMALL_POOL) as (stub, worker):
                 await run_requests(stub, range(1, 21))
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.blocks
                 assert subscriber.num_removed > 0
                 assert subscriber.num_clears == 1
-                await restart_worker()
+                await worker.restart()
                 await run_requests(stub, range(21, 25))
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.num_clears >= 2
@@ -93,6 +94,26 @@ async def test_the_mirror_is_the_cache_under_load_eviction_and_the_loss_of_worke
                 await run_requests(stub, range(25, 29))
                 await until_equal(subscriber, content_of(stub))
                 assert subscriber.num_clears > num_clears
+
+
+async def test_what_is_on_disk_is_a_medium_of_its_own(tmp_path):
+    config = replace(SMALL_POOL, disk=tmp_path / "disk" / "blocks.kv")
+    with subscribed(tmp_path) as subscriber:
+        async with following(subscriber), publishing(tmp_path, config, kv_events_disk=True) as (stub, worker):
+            for handle in range(1, 12):
+                await run_requests(stub, range(handle, handle + 1))
+                await until_on_disk(subscriber, worker, at_least=handle)
+            await until_equal(subscriber, content_of(stub))
+            assert subscriber.on_disk - subscriber.blocks.keys()
+            await worker.restart()
+            await until_on_disk(subscriber, worker, at_least=11)
+            assert subscriber.num_clears >= 2
+
+
+async def until_on_disk(subscriber: KvSubscriber, worker: FakeWorker, at_least: int) -> None:
+    async with asyncio.timeout(60):
+        while len(subscriber.on_disk) < at_least or subscriber.on_disk != worker.on_disk():
+            await asyncio.sleep(0.01)
 
 
 async def test_whoever_subscribes_first_gets_all_and_who_comes_later_replays_it(tmp_path):

@@ -41,7 +41,7 @@ def test_an_address_of_events_that_zeromq_cannot_use_is_refused(address: str) ->
         load("--kv-events", address)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--kv-events-replay", "tcp://*:5558"), ("--kv-events-topic", "kv@a@b")])
+@pytest.mark.parametrize(("flag", "value"), [("replay", "=tcp://*:5558"), ("topic", "=kv@a@b"), ("disk", "")])
 def test_what_belongs_to_events_goes_with_them(flag: str, value: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{flag} needs --kv-events ADDRESS"):
-        load(flag, value)
+    with pytest.raises(ConfigurationError, match=f"--kv-events-{flag} needs --kv-events ADDRESS"):
+        load(f"--kv-events-{flag}{value}")

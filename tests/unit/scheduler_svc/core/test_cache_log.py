@@ -41,3 +41,30 @@ def test_restored_blocks_are_stored_again_with_their_tokens_when_a_request_uses_
     run(driver, 2, [*PROMPT[:8], 40, 41, 42, 43, 44])
     mirror.check()
     assert [mirror.blocks[content] is not None for content in HASHES] == [True, True, False]
+
+
+def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
+    driver = Driver(make_config())
+    mirror = CacheMirror(driver.scheduler)
+    run(driver, 1, PROMPT)
+    # A step tells the worker what the results before it sealed.
+    run(driver, 2, [49])
+    driver.tell_disk(driver.device.keep_on_disk(100))
+    mirror.check()
+    assert mirror.tier == mirror.blocks.keys() == set(HASHES)
+    pool = driver.scheduler.batch.blocks.pool
+    pool.free(pool.allocate(pool.num_free))
+    mirror.check()
+    assert (mirror.tier, mirror.blocks) == (set(HASHES), {})
+    # Who came late learns the tokens when a prompt has them.
+    late = driver.scheduler.log_cache()
+    late.take()
+    run(driver, 3, PROMPT)
+    changes = late.take()
+    assert changes.tier_stored == HASHES
+    assert [each.token_ids for each in changes.stored.values()] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:12]]
+    slots = list(driver.device.disk)
+    driver.device.disk.clear()
+    driver.tell_disk(slots)
+    changes = late.take()
+    assert (changes.removed, changes.stored, changes.tier_removed) == ([], {}, HASHES)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from quire.prefix_hashes import BlockHash
-from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.service import kv_events
 from scheduler_svc.service.kv_events import KvEventPublisher
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.core_driver import make_config
+from tests.support.kv_subscriber import events_in
 
 
 class FakeSocket:
@@ -19,6 +20,7 @@ class FakeSocket:
     def __init__(self) -> None:
         self.incoming: list[bytes] = []
         self.numbers: list[int] = []
+        self.payloads: list[bytes] = []
         self._is_read = asyncio.Event()
 
     async def recv(self) -> bytes:
@@ -37,6 +39,7 @@ class FakeSocket:
 
     def send_multipart(self, frames: list[bytes]) -> None:
         self.numbers.append(int.from_bytes(frames[1], "big"))
+        self.payloads.append(frames[2])
 
 
 def make_publisher(**settings: Any) -> tuple[KvEventPublisher, Any]:
@@ -66,6 +69,32 @@ async def test_large_batches_are_bounded_by_their_bytes(monkeypatch) -> None:
     publish(publisher, 1, num_removed=5000)
     assert len(publisher._buffer) == 1
     assert socket.numbers[-1] == 100
+
+
+@pytest.mark.parametrize("format_", ["array", "map"])
+async def test_blocks_on_disk_have_a_medium_of_their_own_and_only_where_that_is_asked_for(format_: str) -> None:
+    name = [BlockHash(bytes([number]) * 32) for number in range(4)]
+    number = [int.from_bytes(each[-8:], "big") for each in name]
+    to_disk = CacheChanges(False, [], {}, [name[0]], [name[1]])
+    both = CacheChanges(False, [name[2]], {name[3]: CachedTokens(name[0], [1, 2, 3, 4])}, [name[2]], [name[3]])
+    told = {}
+    for with_disk in (False, True):
+        publisher, socket = make_publisher(kv_events_format=format_, kv_events_disk=with_disk)
+        publisher.publish(to_disk, make_config())
+        publisher.publish(both, make_config())
+        await socket.until_read(publisher, b"\x01")
+        assert socket.numbers == list(range(1 + with_disk))
+        events = [event for payload in socket.payloads for event in events_in(payload)]
+        told[with_disk] = [(kind[5:], fields["medium"], fields["block_hashes"]) for kind, fields in events]
+    assert told[False] == [("Removed", "GPU", [number[2]]), ("Stored", "GPU", [number[3]])]
+    # What leaves the pool is on disk before, for a router that forgets the tokens of a block that is nowhere.
+    assert told[True] == [
+        ("Stored", "STORAGE", [number[0]]),
+        ("Removed", "STORAGE", [number[1]]),
+        ("Stored", "STORAGE", [number[2]]),
+        *told[False],
+        ("Removed", "STORAGE", [number[3]]),
+    ]
 
 
 @pytest.mark.parametrize(
