@@ -101,7 +101,6 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             set, there are more after the first hundred.
         emits: While it is clear, no step is made.
         refusal: Answers to the next submits instead of tokens; None accepts one.
-        answers_aborts: Says what an aborted request has cost, where it is asked.
         drains: Answers DRAINING to new streams and to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         checks_hello: Refuses gateways of other versions or with another model; else they have to find out themselves.
@@ -137,7 +136,6 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     tokens_per_step: int = 1
     refuses_connections: bool = False
     checks_hello: bool = True
-    answers_aborts: bool = True
     drains: bool = False
     epoch: int = 1000
     refusal: deque[scheduler_pb2.RequestFailure | None] = field(default_factory=deque)
@@ -424,7 +422,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         ended = self.live.pop(abort.handle, None)
         if ended is not None:
             self.aborted.append(ended.submit.request_id)
-        if abort.wants_usage and self.answers_aborts:
+        if abort.wants_usage:
             end = scheduler_pb2.RequestEnd(
                 handle=abort.handle, usage=None if ended is None else _usage(ended, self.drafts)
             )

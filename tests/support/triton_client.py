@@ -40,10 +40,6 @@ class TritonClient:
         """All responses of one stream with these requests, errors as {"error": ...} among them."""
         return await self._call(call="stream", requests=requests, **options)
 
-    async def aio_stream(self, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-        """As `stream`, by the client for asyncio."""
-        return await self._call(call="aio_stream", requests=requests)
-
     async def _call(self, **arguments: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

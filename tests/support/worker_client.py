@@ -91,12 +91,6 @@ class StepClient:
             return from_rpc_error(error)
         raise AssertionError("a result came where an error was expected")
 
-    async def finish(self) -> None:
-        """Says that no more steps come and waits for the end."""
-        await self._call.done_writing()
-        async with asyncio.timeout(TIMEOUT_S):
-            assert await self._call.code() == grpc.StatusCode.OK
-
     def cancel(self) -> None:
         self._call.cancel()
 

@@ -4,16 +4,14 @@ It is run by the environment that has that client and imports nothing of the pro
 {"call": NAME, ...arguments}; its answer is {"result": ...} or {"error": {"message": TEXT, "status": TEXT or null}}.
 """
 
-import asyncio
 import json
 import queue
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 
 _TIMEOUT_S = 20.0
 _DATATYPES = {str: ("BYTES", object), bool: ("BOOL", bool), int: ("INT32", np.int32)}
@@ -47,45 +45,20 @@ def _infer(url: str, timeout_s: float = _TIMEOUT_S, **asked: Any) -> dict[str, A
 
 
 def _stream(
-    url: str,
-    requests: list[dict[str, Any]],
-    headers: dict[str, str] | None = None,
-    empty_final: bool = False,
-    cancels: bool = False,
+    url: str, requests: list[dict[str, Any]], headers: dict[str, str] | None = None, empty_final: bool = False
 ) -> list[dict[str, Any]]:
-    """All responses to the requests of one stream, in the order of their coming; `cancels` ends it at the first."""
+    """All responses to the requests of one stream, in the order of their coming."""
     came: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with triton.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: came.put(error or result), headers=headers, stream_timeout=_TIMEOUT_S)
         for asked in requests:
             client.async_stream_infer(**_inference(**asked), enable_empty_final_response=empty_final)
-        first = [came.get()] if cancels else []
-        client.stop_stream(cancel_requests=cancels)
-    return [_response(response) for response in (*first, *_drained(came))]
-
-
-def _drained(came: "queue.SimpleQueue[Any]") -> Iterator[Any]:
-    while not came.empty():
-        yield came.get()
+        client.stop_stream()
+    return [_response(came.get()) for _ in range(came.qsize())]
 
 
 def _response(response: Any) -> dict[str, Any]:
     return {"error": _error(response)} if isinstance(response, Exception) else _shown(response)
-
-
-def _aio_stream(url: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As `_stream`, by the client for asyncio."""
-
-    async def asked() -> AsyncIterator[dict[str, Any]]:
-        for each in requests:
-            yield _inference(**each)
-
-    async def responses() -> list[dict[str, Any]]:
-        async with triton_aio.InferenceServerClient(url) as client:
-            stream = client.stream_infer(asked(), stream_timeout=_TIMEOUT_S)
-            return [_response(error or result) async for result, error in stream]
-
-    return asyncio.run(responses())
 
 
 def _inference(
@@ -123,7 +96,6 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "simple": _simple,
     "infer": _infer,
     "stream": _stream,
-    "aio_stream": _aio_stream,
 }
 
 if __name__ == "__main__":

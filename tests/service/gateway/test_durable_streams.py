@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -69,37 +68,6 @@ async def test_the_rest_of_a_stream_is_the_same_bytes_through_any_gateway(two, n
         rest = await gateway.http.post(path, json={}, headers={"last-event-id": ids[number]})
         assert rest.status_code == 200, rest.text
         assert _without_time(rest.text) == _without_time("".join(f"{each}\n\n" for each in events[number + 1 :]))
-
-
-async def test_a_reader_that_is_cut_off_goes_on_at_the_other_gateway(two):
-    body = CALLS["chat"][1] | {"stream": True, "durable": True}
-    whole = (await two.first.http.post(CALLS["chat"][0], json=body)).text
-    pieces: list[str] = []
-    async with two.first.http.stream("POST", CALLS["chat"][0], json=body) as answer:
-        async for line in answer.aiter_lines():
-            pieces.append(line)
-            if len(pieces) == 90:
-                break
-    last = max(index for index, line in enumerate(pieces) if not line)
-    ids = [line.removeprefix("id: ") for line in pieces[:last] if line.startswith("id: ")]
-    rest = await two.second.http.post(CALLS["chat"][0], headers={"last-event-id": ids[-1]})
-    text = "\n".join(pieces[:last]) + "\n\n" + rest.text
-    assert _choices(text) == _choices(whole)
-
-
-def _choices(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
-    found = [json.loads(line)["choices"] for line in lines]
-    # The ids of calls are those of their request.
-    for choice in (choice for choices in found for choice in choices):
-        for call in choice["delta"].get("tool_calls", ()):
-            call.pop("id", None)
-    return found
-
-
-async def test_a_stream_without_durable_has_no_ids(two):
-    answer = await two.first.http.post(CALLS["chat"][0], json=CALLS["chat"][1] | {"stream": True})
-    assert "id: " not in answer.text.replace('"id": ', "")
 
 
 async def test_ids_are_private_to_a_tenant_and_to_a_path(scheduler, tmp_path):

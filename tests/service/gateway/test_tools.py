@@ -8,16 +8,13 @@ import pytest_asyncio
 from google.protobuf import json_format
 from openai import AsyncOpenAI
 
-from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import error_of, refusal_of, running_gateway
-from tests.support.parameters import row_sampling
 from tests.support.rig import (
     CALL,
     REASONED,
-    TOKENIZER,
     WEATHER,
     WEATHER_SCHEMA,
     constraint_of,
@@ -274,31 +271,3 @@ async def test_a_message_that_the_stream_helper_puts_together_goes_back_with_a_r
     again = await chat(openai, messages=[*USER, message, result])
     assert again.choices[0].message.content == "It is warm."
     assert "<think>Hm.</think>" in prompt_text_of(rig.scheduler.submits[-1])
-
-
-async def test_a_prediction_reaches_the_worker_as_tokens_and_its_share_is_counted(rig, openai):
-    text = "The cat sat on the mat, and the dog slept."
-    rig.says(text)
-    predicted = TOKENIZER.encode(text.replace("cat", "bird"), add_special_tokens=False).ids
-    prediction = {"type": "content", "content": [{"type": "text", "text": text.replace("cat", "bird")}]}
-    answer = await chat(openai, tools=[], extra_body={"prediction": prediction})
-    assert answer.choices[0].message.content == text
-    sent = row_sampling(rig.scheduler.submits[-1])
-    assert decode_int32(sent.predicted_token_ids, "predicted").tolist() == predicted
-    assert not rig.scheduler.submits[-1].output.prediction
-    details = answer.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == len(predicted)
-    assert 0 < details.rejected_prediction_tokens < details.accepted_prediction_tokens
-
-
-@pytest.mark.parametrize(
-    ("prediction", "field"),
-    [
-        ({"type": "audio", "content": "a"}, "prediction.type"),
-        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content"),
-    ],
-)
-async def test_a_prediction_that_is_none_is_refused(rig, prediction, field):
-    body = {"model": "quire-tiny", "messages": USER, "prediction": prediction}
-    response = await rig.http.post("/v1/chat/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, field)

@@ -120,12 +120,3 @@ async def test_a_request_without_stream_gets_one_final_response_in_a_stream(gate
     (response,) = await client.stream({"inputs": INPUTS, "parameters": EIGHT, "request_id": "whole"})
     assert response["outputs"] == {"text_output": [await expected_text(gateway, "hello")]}
     assert response["parameters"] == {"triton_final_response": True}
-
-
-async def test_a_stream_that_is_cancelled_ends_its_requests(gateway, scheduler, client: TritonClient):
-    num_aborted = len(scheduler.aborted)
-    pieces = await client.stream(streamed("hello", "mine", max_tokens=900, ignore_eos=True), cancels=True)
-    assert pieces[0]["outputs"]["text_output"]
-    await scheduler.until(lambda: len(scheduler.aborted) == num_aborted + 1)
-    async with asyncio.timeout(30):
-        await gateway.gateway._ledger.wait_until_empty()

@@ -3,21 +3,16 @@
 import asyncio
 import contextlib
 import dataclasses
-from concurrent.futures import Future
 
 import grpc
 import pytest
-from google.rpc import code_pb2
 
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.service import servicer, worker_link
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
-from tests.support.fake_worker import FakeWorker
-from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
     GatewayStream,
-    attached_scheduler,
     expected_tokens,
     make_submit,
     resubmit,
@@ -47,33 +42,6 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
     assert (await state_of(scheduler)).scheduler_epoch > first_epoch
     for handle in (1, 2):
         assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
-
-
-async def test_a_constraint_that_the_worker_never_compiles_fails_its_requests_and_disturbs_no_other(tmp_path):
-    worker = FakeWorker(heartbeat_interval_s=0.02)
-    answers = [Future[None](), None, None]
-    compiled = iter(answers)
-    worker.prepare = lambda row_sampling: next(compiled)
-    async with attached_scheduler(tmp_path, await worker.start(), step_timeout=0.3) as stub:
-        epoch = (await state_of(stub)).scheduler_epoch
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, has_constraint=True))
-        other = make_row_sampling(temperature=0.5)
-        await stream.submit(make_submit(2, has_constraint=True, row_sampling=other, max_tokens=60))
-        await stream.submit(make_submit(3, max_tokens=60))
-        await stream.read_until_over(1, 2, 3)
-        assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.INTERNAL, "CONSTRAINT_TIMEOUT")
-        for handle in (2, 3):
-            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
-        # The answer that nobody waits for any more.
-        assert answers[0] is not None
-        answers[0].set_result(None)
-        await stream.submit(make_submit(4, has_constraint=True))
-        await stream.read_until_over(4)
-        assert stream.outputs[4] == expected_tokens(4)
-        assert (await state_of(stub)).scheduler_epoch == epoch
-        stream.close()
-    await worker.stop()
 
 
 async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_keeps_it(worker, tmp_path):

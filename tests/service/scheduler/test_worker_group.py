@@ -168,15 +168,6 @@ async def test_a_request_that_ranks_sample_differently_fails_alone(
         await rank.stop()
 
 
-async def test_the_group_is_lost_with_any_of_its_ranks() -> None:
-    async with running_rank(0) as first, contextlib.AsyncExitStack() as stack:
-        second = await stack.enter_async_context(running_rank(1))
-        async with attached(first, second) as link:
-            await stack.aclose()
-            with pytest.raises(WorkerLostError, match=second):
-                await receive_for_ever(link)
-
-
 async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_have_compiled_it() -> None:
     async with (
         running_rank(0, fingerprint=A) as first,

@@ -22,7 +22,7 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from quire.common.v1.common_pb2 import KvSource
-from quire.compatibility import UNKNOWN_MODEL
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.replica_role import ReplicaRole
 from quire.rpc.errors import Internal, ResourceExhausted, Unavailable
 from tests.support.parameters import make_request
@@ -263,6 +263,23 @@ async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(dur
     scheduler.regain_stream()
     assert aborted == [live.handle] * is_ended
     cluster.replicas.release(again)
+
+
+async def test_a_request_with_tokens_goes_on_with_no_other_model_and_one_without_does():
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    scheduler.model = ModelFingerprint(weights="w1")
+    begun, waiting = cluster.place("begun"), cluster.place("waiting")
+    scheduler.tell(runs=[TokenRun(begun.handle, 0, 0, [50])])
+    scheduler.lose_stream()
+    scheduler.model = ModelFingerprint(weights="w2")
+    scheduler.regain_stream()
+    says = r"before and now: weights w1 and w2\); it cannot go on: send it again"
+    with pytest.raises(Unavailable, match=says) as caught:
+        await begun.result()
+    assert caught.value.reason == "MODEL_CHANGED"
+    assert scheduler.submitted == [begun.handle, waiting.handle, waiting.handle]
+    cluster.replicas.release(waiting)
 
 
 def lose_for_good(cluster: Cluster, scheduler: Scheduler) -> None:
