@@ -86,6 +86,7 @@ async def test_usage_says_what_came_of_it(gateway, openai) -> None:
     [
         ({"type": "text", "content": "a"}, "prediction.type", "content"),
         ({"type": "content", "content": 5}, "prediction.content", "a string or a list of text parts"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content", "has a part without text"),
         ({"type": "content", "content": "a word of some length " * 20000}, "prediction.content", "bytes; the max is"),
     ],
 )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from google.rpc.code_pb2 import UNAVAILABLE
 
 from gateway.replicas.events import (
     EventBatch,
@@ -16,6 +17,7 @@ from gateway.replicas.events import (
     SequenceEnded,
     TokenRun,
     Usage,
+    event_batch_from,
 )
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
@@ -25,6 +27,7 @@ from quire.common.v1.common_pb2 import KvSource
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.replica_role import ReplicaRole
 from quire.rpc.errors import Internal, ResourceExhausted, Unavailable
+from quire.scheduler.v1.scheduler_pb2 import RequestFailure, TokenEvents
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
@@ -280,6 +283,28 @@ async def test_a_request_with_tokens_goes_on_with_no_other_model_and_one_without
     assert caught.value.reason == "MODEL_CHANGED"
     assert scheduler.submitted == [begun.handle, waiting.handle, waiting.handle]
     cluster.replicas.release(waiting)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_change_of_model_moves_its_requests_and_keeps_others_away_until_the_welcome_says_so(is_known):
+    cluster = Cluster(2, lambda *_: None)
+    live = cluster.place("moved")
+    changed, other = sorted(cluster.schedulers, key=lambda each: not each.submitted)
+
+    def fail(scheduler: Scheduler) -> None:
+        failure = RequestFailure(handle=live.handle, code=UNAVAILABLE, reason="MODEL_CHANGED", message="send it again")
+        failure.scheduler_epoch = scheduler.welcome.scheduler_epoch + (not is_known)
+        scheduler.tell(failed=event_batch_from(TokenEvents(failed=[failure])).failed)
+
+    fail(changed)
+    assert (live.replica, other.submitted) == (other.address, [live.handle])
+    other.lose_stream()
+    assert cluster.place("next").replica == (changed.address if is_known else None)
+    other.regain_stream()
+    changed.is_connected = False
+    fail(other)
+    with pytest.raises(Unavailable, match="send it again"):
+        await live.result()
 
 
 def lose_for_good(cluster: Cluster, scheduler: Scheduler) -> None:
