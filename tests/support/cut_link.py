@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -53,14 +52,3 @@ class CutLink:
             while data := await reader.read(_CHUNK_BYTES):
                 writer.write(data)
                 await writer.drain()
-
-
-@contextlib.asynccontextmanager
-async def cut_link(target: str) -> AsyncIterator[CutLink]:
-    """A link to "HOST:PORT" or "unix:PATH" that is cut when the block ends, if not before."""
-    link = CutLink(target)
-    await link.start()
-    try:
-        yield link
-    finally:
-        link.cut()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.app import Gateway
+from gateway.app import serve
 from gateway.settings import GatewaySettings
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
@@ -51,17 +51,17 @@ async def test_drain_that_takes_too_long_aborts_the_rest(scheduler):
     assert scheduler.aborted == ["stuck"]
 
 
-@pytest.mark.parametrize("port", ["grpc_port", "http_port"])
+@pytest.mark.parametrize("port", ["grpc_port", "http_port", "metrics_port"])
 async def test_port_in_use_is_one_clear_line(port):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         ports: dict[str, Any] = {"grpc_port": 0, "http_port": 0} | {port: number}
         with pytest.raises(AddressInUse, match=rf"{number}: the port is in use"):
-            await Gateway.start(GatewaySettings(**ports))
+            await serve(GatewaySettings(**ports))
 
 
 async def test_broken_tokenizer_is_one_clear_line(tmp_path):
     directory = write_model_directory(tmp_path / "broken", byte_level(), tokenizer__json="{}")
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not a tokenizer") as caught:
-        await Gateway.start(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
+        await serve(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
     assert "\n" not in str(caught.value)

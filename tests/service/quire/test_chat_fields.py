@@ -5,18 +5,10 @@ from typing import Any, cast
 
 import pytest
 from pydantic import BaseModel
-from tokenizers import Tokenizer
 
 from quire.client import AsyncClient, ChatMessage, FinishReason, TokenChunk, Tool, ToolCall
-from quire.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument
-from tests.support.chat_models import write_chat_model
-from tests.support.fake_scheduler import FakeScheduler, scripted
-from tests.support.gateway_process import running_gateway
-from tests.support.tokenizers import id_of
-
-TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+from tests.support.rig import CALL, running_rig
 
 
 class Place(BaseModel):
@@ -27,43 +19,32 @@ WEATHER = Tool("get_weather", "Tells the weather.", Place)
 
 
 @pytest.fixture
-async def scheduler():
-    fake = FakeScheduler()
-    await fake.start()
-    yield fake
-    await fake.stop()
+async def rig(tmp_path):
+    async with running_rig(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture
-async def client(scheduler, tmp_path):
-    model = str(write_chat_model(tmp_path / "model"))
-    async with (
-        running_gateway(scheduler, model=model) as running,
-        AsyncClient(running.gateway.grpc_address) as client,
-    ):
+async def client(rig):
+    async with AsyncClient(rig.gateway.gateway.grpc_address) as client:
         yield client
 
 
-def says(scheduler, text):
-    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-    scheduler.rule = scripted([*ids, id_of(TOKENIZER, "</s>")])
-
-
-async def test_a_call_and_its_result(client, scheduler):
-    says(scheduler, f"<think>Hm.</think>{CALL}")
+async def test_a_call_and_its_result(client, rig):
+    rig.says(f"<think>Hm.</think>{CALL}")
     messages = [ChatMessage("user", "Is it warm in Rome?")]
     answer = await client.chat(messages, tools=[WEATHER], tool_choice="auto")
     (call,) = answer.tool_calls
     assert (call.name, call.input) == ("get_weather", {"city": "Rome"})
     assert answer.sequences[0].finish_reason is FinishReason.TOOL_CALLS
     assert answer.message == ChatMessage("assistant", "", tool_calls=(call,), reasoning="Hm.")
-    says(scheduler, "Yes.")
+    rig.says("Yes.")
     messages += [answer.message, ChatMessage("tool", "30 degrees", tool_call_id=call.id)]
     assert (await client.chat(messages, tools=[WEATHER])).text == "Yes."
 
 
-async def test_only_allowed_tools_are_called(client, scheduler):
-    says(scheduler, f"<think>Hm.</think>{CALL}")
+async def test_only_allowed_tools_are_called(client, rig):
+    rig.says(f"<think>Hm.</think>{CALL}")
     tools, asked = [WEATHER, Tool("now")], [ChatMessage("user", "Is it warm in Rome?")]
     answer = await client.chat(asked, tools=tools, allowed_tools=["get_weather"])
     assert [call.name for call in answer.tool_calls] == ["get_weather"]
@@ -73,8 +54,8 @@ async def test_only_allowed_tools_are_called(client, scheduler):
         await client.chat(asked, tools=tools, allowed_tools=["other"])
 
 
-async def test_a_stream_has_calls_in_parts(client, scheduler):
-    says(scheduler, f"<think>Hm.</think>Wait.{CALL}")
+async def test_a_stream_has_calls_in_parts(client, rig):
+    rig.says(f"<think>Hm.</think>Wait.{CALL}")
     chunks = []
     async with client.chat_stream([{"role": "user", "content": "Is it warm?"}], tools=[WEATHER]) as stream:
         async for event in stream:
@@ -86,14 +67,14 @@ async def test_a_stream_has_calls_in_parts(client, scheduler):
     assert json.loads("".join(call.arguments for call in calls)) == {"city": "Rome"}
 
 
-async def test_an_answer_in_a_format_is_parsed(client, scheduler):
-    says(scheduler, '{"city": "Rome"}')
+async def test_an_answer_in_a_format_is_parsed(client, rig):
+    rig.says('{"city": "Rome"}')
     thinks_not = {"template_arguments": {"enable_thinking": False}}
     asked = [ChatMessage("user", "Where?")]
     assert (await client.chat(asked, response_format=Place, **thinks_not)).parsed == Place(city="Rome")
     schema = Place.model_json_schema()
     assert (await client.chat(asked, response_format=schema, **thinks_not)).parsed == {"city": "Rome"}
-    says(scheduler, '{"city": ')
+    rig.says('{"city": ')
     assert (await client.chat(asked, response_format=Place, **thinks_not)).parsed is None
 
 
