@@ -1,6 +1,7 @@
 """How many connections and calls a gateway takes, and how long it waits for a client to say what it wants."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from typing import Any
@@ -15,11 +16,10 @@ from quire.rpc import server
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
 from tests.support.grpc_types import health_stub
-from tests.support.raw_http import connection_to, read_to_end
+from tests.support.raw_http import connection_to, read_answer, read_to_end, request
 
 CHECK = health_pb2.HealthCheckRequest()
 SHORT_S = 0.3
-REQUEST = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 # Connections of one process to one address share one otherwise.
 APART = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -64,8 +64,8 @@ async def test_an_http_connection_too_many_is_closed_and_counted_until_another_o
     async with running_gateway(scheduler, max_connections=2) as gateway:
         held = [await connection_to(gateway) for _ in range(2)]
         # Answered, and so accepted.
-        await asyncio.get_running_loop().sock_sendall(held[0], REQUEST + b"\r\n")
-        assert b" 200 " in await asyncio.wait_for(asyncio.get_running_loop().sock_recv(held[0], 65536), 30)
+        held[0].sendall(request("GET /health"))
+        assert (await read_answer(held[0])).status == 200
         surplus = await connection_to(gateway)
         assert await read_to_end(surplus) == b""
         held[1].close()
@@ -86,33 +86,28 @@ async def answered(client: httpx.AsyncClient, path: str) -> str:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET", REQUEST])
+@pytest.mark.parametrize("sent", [b"", b"GET", request("GET /health")[:-2]])
 async def test_an_http_client_that_does_not_end_its_headers_is_cut_off(scheduler, sent):
     async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
-        connection = await connection_to(gateway)
-        await asyncio.get_running_loop().sock_sendall(connection, sent)
-        assert await read_to_end(connection) == b""
-        connection.close()
+        with await connection_to(gateway) as connection:
+            connection.sendall(sent)
+            assert await read_to_end(connection) == b""
 
 
 async def test_headers_that_come_byte_by_byte_have_no_longer_than_those_that_stop(scheduler):
     async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
-        loop = asyncio.get_running_loop()
-        connection = await connection_to(gateway)
-        # The clock starts anew with the second request.
-        await loop.sock_sendall(connection, REQUEST + b"\r\n")
-        assert b" 200 " in await asyncio.wait_for(loop.sock_recv(connection, 65536), 30)
-        reading = asyncio.ensure_future(read_to_end(connection))
-        began = time.monotonic()
-        while not reading.done():
-            try:
-                await loop.sock_sendall(connection, b"G")
-            except (BrokenPipeError, ConnectionResetError):
-                break
-            await asyncio.wait([reading], timeout=SHORT_S / 10)
-        assert await reading == b""
+        with await connection_to(gateway) as connection:
+            # The clock starts anew with the second request.
+            connection.sendall(request("GET /health"))
+            assert (await read_answer(connection)).status == 200
+            began = time.monotonic()
+            reading = asyncio.ensure_future(read_to_end(connection))
+            while not reading.done():
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(b"G")
+                await asyncio.wait([reading], timeout=SHORT_S / 10)
+            assert await reading == b""
         assert time.monotonic() - began >= SHORT_S * 0.9
-        connection.close()
 
 
 async def test_headers_that_never_end_are_refused_before_they_fill_the_memory(scheduler):
@@ -134,18 +129,16 @@ async def test_headers_that_never_end_are_refused_before_they_fill_the_memory(sc
 
 async def test_a_connection_that_is_not_set_up_in_time_is_closed(scheduler):
     async with running_gateway(scheduler, handshake_timeout=SHORT_S) as gateway:
-        connection = await connection_to(gateway, gateway.gateway.grpc_address)
-        await read_to_end(connection)
-        connection.close()
+        with await connection_to(gateway, gateway.gateway.grpc_address) as connection:
+            await read_to_end(connection)
 
 
 async def test_an_http_connection_without_a_further_request_is_closed_after_a_while(scheduler, monkeypatch):
     monkeypatch.setattr("gateway.server.connections._KEEP_ALIVE_S", SHORT_S)
     async with running_gateway(scheduler) as gateway:
-        connection = await connection_to(gateway)
-        await asyncio.get_running_loop().sock_sendall(connection, REQUEST + b"\r\n")
-        assert b" 200 " in await read_to_end(connection)
-        connection.close()
+        with await connection_to(gateway) as connection:
+            connection.sendall(request("GET /health"))
+            assert b" 200 " in await read_to_end(connection)
 
 
 async def test_a_long_unary_call_survives_its_client_s_pings(scheduler, monkeypatch):

@@ -68,6 +68,11 @@ def client_of(gateway: RunningGateway, verify: ssl.SSLContext) -> httpx.AsyncCli
     return httpx.AsyncClient(base_url=gateway.http_url.replace("http:", "https:"), verify=verify, timeout=30)
 
 
+async def connected(gateway: RunningGateway, **options) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = gateway.gateway.http_address.rpartition(":")
+    return await asyncio.open_connection(host, int(port), **options)
+
+
 async def is_answered(gateway: RunningGateway, verify: ssl.SSLContext) -> bool:
     async with client_of(gateway, verify) as client:
         try:
@@ -118,9 +123,7 @@ async def test_a_gateway_that_asks_for_certificates_answers_nobody_without_one(
 async def test_a_session_from_before_does_not_spare_a_client_its_certificate(
     asking_gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    host, _, port = asking_gateway.gateway.http_address.rpartition(":")
-    context = trusting(tmp_path, tmp_path)
-    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    reader, writer = await connected(asking_gateway, ssl=trusting(tmp_path, tmp_path))
     writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
     session = writer.get_extra_info("ssl_object").session
@@ -131,17 +134,15 @@ async def test_a_session_from_before_does_not_spare_a_client_its_certificate(
 
 async def test_a_handshake_that_never_ends_is_broken_off(tmp_path: Path, authority: Authority) -> None:
     async with running_alone(tmp_path, handshake_timeout=SHORT_S) as gateway:
-        host, _, port = gateway.gateway.http_address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connected(gateway)
         assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
 
 
 async def test_a_handshake_that_runs_counts_as_a_connection_until_it_ends(tmp_path: Path, authority: Authority) -> None:
     async with running_alone(tmp_path, max_connections=1) as gateway:
-        address = gateway.gateway.http_address.rpartition(":")
-        _, first = await asyncio.open_connection(address[0], int(address[2]))
-        reader, surplus = await asyncio.open_connection(address[0], int(address[2]))
+        _, first = await connected(gateway)
+        reader, surplus = await connected(gateway)
         # Closed in the clear, before any handshake.
         with contextlib.suppress(ConnectionResetError):
             assert await asyncio.wait_for(reader.read(), 30) == b""
@@ -152,9 +153,8 @@ async def test_a_handshake_that_runs_counts_as_a_connection_until_it_ends(tmp_pa
 
 async def test_handshakes_that_fail_leave_their_places(tmp_path: Path, authority: Authority) -> None:
     async with running_alone(tmp_path, max_connections=2) as gateway:
-        address = gateway.gateway.http_address.rpartition(":")
         for _ in range(5):
-            reader, writer = await asyncio.open_connection(address[0], int(address[2]))
+            reader, writer = await connected(gateway)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 await asyncio.wait_for(reader.read(), 30)
@@ -164,10 +164,9 @@ async def test_handshakes_that_fail_leave_their_places(tmp_path: Path, authority
 
 async def test_a_request_right_behind_the_handshake_is_answered(gateway: RunningGateway, tmp_path: Path) -> None:
     # One packet has the end of the handshake and the request.
-    address = gateway.gateway.http_address.rpartition(":")
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting(tmp_path).wrap_bio(incoming, outgoing, server_hostname="localhost")
-    reader, writer = await asyncio.open_connection(address[0], int(address[2]))
+    reader, writer = await connected(gateway)
     async with asyncio.timeout(30):
         while True:
             try:

@@ -148,9 +148,7 @@ async def draining(gateway: RunningGateway) -> AsyncIterator[asyncio.Task[None]]
     await stopping
 
 
-async def test_both_ports_close_at_once_live_streams_end_whole_and_grpc_finds_no_fault(
-    scheduler, capfd
-):
+async def test_both_ports_close_at_once_live_streams_end_whole_and_grpc_finds_no_fault(scheduler, capfd):
     scheduler.emits.clear()
     async with running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway:
         live = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))

@@ -26,6 +26,14 @@ def render(source, messages=MESSAGES):
     return ChatTemplate(source, SPECIAL_TOKENS).render(ChatPrompt(messages))
 
 
+def render_by_transformers(source, conversation, **options):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special_tokens = cast(Any, SPECIAL_TOKENS)
+    (text,), _ = render_jinja_template([conversation], chat_template=source, **options, **special_tokens)
+    return text
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -41,15 +49,9 @@ def render(source, messages=MESSAGES):
     ],
 )
 def test_renders_as_transformers_does(source):
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     conversation = [{"role": message.role, "content": message.content} for message in MESSAGES]
     conversation[1]["name"] = "Ann"
-    special_tokens: dict[str, Any] = SPECIAL_TOKENS
-    (expected,), _ = render_jinja_template(
-        [conversation], chat_template=source, add_generation_prompt=True, **special_tokens
-    )
-    assert render(source) == expected
+    assert render(source) == render_by_transformers(source, conversation, add_generation_prompt=True)
 
 
 def test_a_template_can_refuse_the_conversation():
@@ -150,32 +152,18 @@ AS_TOOL = {
 
 
 def test_tools_and_calls_render_as_in_transformers():
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    expected, _ = render_jinja_template(
-        [AS_MESSAGES],
-        tools=[AS_TOOL],
-        chat_template=HERMES_TEMPLATE,
-        add_generation_prompt=True,
-        **cast(Any, SPECIAL_TOKENS),
-    )
-    assert ChatTemplate(HERMES_TEMPLATE, SPECIAL_TOKENS).render(ChatPrompt(CALLED, tools=[TOOL])) == expected[0]
+    expected = render_by_transformers(HERMES_TEMPLATE, AS_MESSAGES, tools=[AS_TOOL], add_generation_prompt=True)
+    assert ChatTemplate(HERMES_TEMPLATE, SPECIAL_TOKENS).render(ChatPrompt(CALLED, tools=[TOOL])) == expected
 
 
 @pytest.mark.parametrize("content", ["It is", "It is ", " {}"])
 @pytest.mark.parametrize("source", [HERMES_TEMPLATE, "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}"])
 def test_a_message_is_continued_as_in_transformers(source, content):
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     messages = [ChatMessage("user", "Say a"), ChatMessage("assistant", content)]
-    expected, _ = render_jinja_template(
-        [[{"role": each.role, "content": each.content} for each in messages]],
-        chat_template=source,
-        continue_final_message=True,
-        **cast(Any, SPECIAL_TOKENS),
-    )
+    conversation = [{"role": each.role, "content": each.content} for each in messages]
     prompt = ChatPrompt(messages, template_options=TemplateOptions(continue_final_message=True))
-    assert ChatTemplate(source, SPECIAL_TOKENS).render(prompt) == expected[0]
+    expected = render_by_transformers(source, conversation, continue_final_message=True)
+    assert ChatTemplate(source, SPECIAL_TOKENS).render(prompt) == expected
 
 
 def test_a_developer_is_the_system_for_templates_without_developers():

@@ -132,7 +132,10 @@ def test_what_is_not_done_here_is_refused_and_never_ignored(field, value):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"reasoning_effort": "low"},
+        {"reasoning_effort": "low", "modalities": ["text"], "response_format": {"type": "text"}},
+        {"store": True, "service_tier": "auto", "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"continue_final_message": False, "spaces_between_special_tokens": True, "top_logprobs": 0},
+        {"length_penalty": 1.0, "early_stopping": False},
         {"store": False, "service_tier": "flex", "metadata": {"a": "b"}, "user": "u"},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"stream_options": {"include_usage": True, "include_tokens": True}},
@@ -147,11 +150,7 @@ def test_what_is_not_done_here_is_refused_and_never_ignored(field, value):
         {"guided_json": {"type": "object"}, "structured_outputs": {"json": {"type": "object"}}},
         {"stream": True, "prompt_logprobs": 1, "vllm_xargs": {"a": 1}},
         {"messages": [HELLO[0] | {"cache_control": {"type": "ephemeral"}}]},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}
-            ]
-        },
+        {"messages": [HELLO[0] | {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]},
     ],
 )
 def test_a_hint_without_effect_is_accepted(fields):
@@ -280,22 +279,3 @@ def test_a_body_of_very_many_fields_is_refused_for_their_number():
     with pytest.raises(QuireError) as caught:
         parse(CompletionBody, data)
     assert "2,000 fields; the max is 1,024" in caught.value.message
-
-
-def test_values_that_change_nothing_are_fine():
-    chat(
-        user="u",
-        store=True,
-        metadata={"a": "b"},
-        service_tier="auto",
-        parallel_tool_calls=True,
-        tools=[],
-        tool_choice="none",
-        response_format={"type": "text"},
-        modalities=["text"],
-        continue_final_message=False,
-        spaces_between_special_tokens=True,
-        top_logprobs=0,
-        length_penalty=1.0,
-        early_stopping=False,
-    )
