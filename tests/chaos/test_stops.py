@@ -27,10 +27,7 @@ async def test_ordered_stops_under_load_log_no_traceback(capfd: pytest.CaptureFi
     settings = ServeSettings(
         grpc_port=0, http_port=0, num_gpu_blocks=64, num_threads=1, drain_timeout=0.5, log_level="info"
     )
-    async with (
-        LocalServer(settings, programs=forked_programs()) as server,
-        AsyncClient(server.grpc_address) as client,
-    ):
+    async with LocalServer(settings, programs=forked_programs()) as server, AsyncClient(server.grpc_address) as client:
         await server.wait_ready()
         load = [asyncio.create_task(keep_busy(client)) for _ in range(8)]
         for name, number in (("worker", signal.SIGTERM), ("scheduler", signal.SIGINT), ("gateway", signal.SIGTERM)):

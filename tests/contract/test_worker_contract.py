@@ -12,14 +12,7 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.preparation import NUM_KEPT
 from tests.support.sampling import make_row_sampling
-from tests.support.worker_client import (
-    StepClient,
-    attached_client,
-    ints,
-    make_assign,
-    make_batch,
-    worker_stub,
-)
+from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
 from worker_svc.sampling.constraints import MIN_KEPT
 

@@ -189,11 +189,7 @@ PROGRAMS = {
         f"Once upon a time{GREEDY}",
         r"\nleft after [1-5] pieces\ntoo late: DEADLINE_EXCEEDED\n$",
     ],
-    "python/openai_client.py": [
-        r"^The capital of France is Paris\.\n",
-        r"\(24 tokens\)",
-        "refused: temperature: ",
-    ],
+    "python/openai_client.py": [r"^The capital of France is Paris\.\n", r"\(24 tokens\)", "refused: temperature: "],
     "python/triton_client.py": [rf"^Once upon a time({GREEDY}.*)\n\1$"],
     "programs/judge_one_document.py": [
         r"Is there a river\? (yes|no)\n(.*\n)+[1-9][0-9]{3,} of \d+ prompt tokens were cached"

@@ -152,10 +152,7 @@ def test_rows_that_pay_late_are_caught_up_and_right() -> None:
     assert share_right(on) > 0.9
 
 
-@parametrize_once(
-    "pool, config",
-    [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)],
-)
+@parametrize_once("pool, config", [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)])
 def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path: Path) -> None:
     flags = [*FLAGS, *POOLS[pool]]
     off = WholeEngine(*flags)

@@ -48,10 +48,7 @@ SEARCHED = "llama-gqa-untied-32"
 """Beam searches are the scheduler's, whatever the family of the model is."""
 # Heads of key and value for each rank, one head of key and value for both, an odd number of inner features, fused
 # query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
-FOR_TWO_RANKS = (
-    "llama-gqa-explicit-128",
-    *("gpt2-tied-32", "opt-post-norm-projected-64", "qwen3-alternating"),
-)
+FOR_TWO_RANKS = ("llama-gqa-explicit-128", *("gpt2-tied-32", "opt-post-norm-projected-64", "qwen3-alternating"))
 
 
 def make_prompts(count: int, max_length: int = 99) -> list[list[int]]:

@@ -34,10 +34,7 @@ async def test_the_reasoning_ends_at_its_budget_and_named_tokens_are_reported():
 
         continued = {"add_generation_prompt": False, "continue_final_message": True, "ignore_eos": True}
         chat = await client.chat.completions.create(
-            model="quire-tiny",
-            messages=MESSAGES,
-            max_tokens=20,
-            extra_body={"thinking_token_budget": 3} | continued,
+            model="quire-tiny", messages=MESSAGES, max_tokens=20, extra_body={"thinking_token_budget": 3} | continued
         )
         assert chat.choices[0].message.model_extra["reasoning"]
         assert chat.usage.completion_tokens_details.reasoning_tokens == 3 + len(end)

@@ -20,14 +20,7 @@ from typing import Any
 import grpc.aio
 
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import (
-    generation_pb2,
-    generation_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    prefix_pb2,
-    prefix_pb2_grpc,
-)
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2, prefix_pb2_grpc
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, report_configuration_error
 from quire.rpc.server import RpcServer
@@ -235,12 +228,7 @@ def running_fake_gateway(tls: ServerTls | None = None) -> Iterator[FakeGatewayTh
 
 
 async def start_fake_gateway(
-    address: str,
-    generation: FakeGeneration,
-    tls: ServerTls | None = None,
-    *,
-    gateway_id: str = "fake",
-    **options: Any,
+    address: str, generation: FakeGeneration, tls: ServerTls | None = None, *, gateway_id: str = "fake", **options: Any
 ) -> RpcServer:
     """Serves, and says so by health. `options` are those of RpcServer.start."""
 

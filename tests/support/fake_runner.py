@@ -14,15 +14,7 @@ from tests.support.fake_pool import BlockError, FakeBlocks, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of
 from worker_svc.device.seals import SealInventory
-from worker_svc.step import (
-    AdmittedStep,
-    Batch,
-    PromptLogprobs,
-    SealedBlocks,
-    StepOutput,
-    StepTimings,
-    TokenLogprobs,
-)
+from worker_svc.step import AdmittedStep, Batch, PromptLogprobs, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
 
 _NUM_SPECIAL_TOKENS = 16
 """No less than the embedded model has, so that a seed drawn by chance never ends a sequence early."""

@@ -14,12 +14,7 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 
 SMALL_WORKER = WorkerSettings(
-    device="cpu",
-    block_size=4,
-    num_gpu_blocks=40,
-    swap_space=1 << 13,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
+    device="cpu", block_size=4, num_gpu_blocks=40, swap_space=1 << 13, max_num_seqs=8, max_num_batched_tokens=64
 )
 
 

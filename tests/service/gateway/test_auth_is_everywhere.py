@@ -24,14 +24,7 @@ from quire.client.connection import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest
 from quire.inference import open_inference_pb2
-from quire.rpc.errors import (
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-    Unavailable,
-    from_rpc_error,
-)
+from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated, Unavailable, from_rpc_error
 from quire.rpc.server import RpcServer
 from quire_cli.main import main
 from tests.support.gateway_process import error_of, running_gateway, stream_request

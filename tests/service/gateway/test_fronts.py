@@ -420,15 +420,7 @@ async def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new_
     scheduler.emits.clear()
     async with running_gateway(scheduler) as gateway:
         fronts = [front(gateway) for front in FRONTS]
-        running = [
-            asyncio.create_task(
-                front.ask(
-                    streams=True,
-                    max_tokens=9,
-                )
-            )
-            for front in fronts
-        ]
+        running = [asyncio.create_task(front.ask(streams=True, max_tokens=9)) for front in fronts]
         await scheduler.until(lambda: len(scheduler.live) == len(fronts))
         stopping = asyncio.create_task(gateway.gateway.stop(60))
         await asyncio.sleep(0)

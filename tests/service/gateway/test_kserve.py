@@ -132,11 +132,7 @@ async def test_repository_index_lists_the_model_and_its_state(gateway, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("CudaSharedMemoryRegister", "in the messages"),
-        ("NoSuchMethod", "ModelStreamInfer"),
-    ],
+    ("method", "words"), [("CudaSharedMemoryRegister", "in the messages"), ("NoSuchMethod", "ModelStreamInfer")]
 )
 async def test_a_method_that_is_not_served_is_refused_with_a_way_out(gateway, method, words):
     with pytest.raises(grpc.aio.AioRpcError) as refused:

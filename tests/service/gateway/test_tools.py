@@ -12,14 +12,7 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import error_of, refusal_of, running_gateway
-from tests.support.rig import (
-    CALL,
-    REASONED,
-    WEATHER,
-    WEATHER_SCHEMA,
-    constraint_of,
-    prompt_text_of,
-)
+from tests.support.rig import CALL, REASONED, WEATHER, WEATHER_SCHEMA, constraint_of, prompt_text_of
 
 TOOL = pb.Tool(name="get_weather", description="Tells it.", parameters=json.dumps(WEATHER_SCHEMA))
 ASKED = pb.ChatMessage(role="user", content="Is it warm in Rome?")

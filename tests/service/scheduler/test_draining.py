@@ -28,10 +28,7 @@ def socket(tmp_path) -> str:
 
 
 async def test_health_says_that_it_does_not_serve_also_when_a_worker_comes_back(worker, socket):
-    async with (
-        running_scheduler(socket, worker.address) as scheduler,
-        open_channel(f"unix:{socket}") as channel,
-    ):
+    async with running_scheduler(socket, worker.address) as scheduler, open_channel(f"unix:{socket}") as channel:
         await wait_attached(scheduler)
         watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -18,21 +18,11 @@ from scheduler_svc.core.request import Constraint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service import step_loop
-from scheduler_svc.service.worker_link import (
-    WorkerGroup,
-    WorkerLink,
-    WorkerLostError,
-    attach_workers,
-)
+from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
 from scheduler_svc.service.worker_messages import Prepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
-from tests.support.scheduler_process import (
-    GatewayStream,
-    attached_scheduler,
-    expected_tokens,
-    make_submit,
-)
+from tests.support.scheduler_process import GatewayStream, attached_scheduler, expected_tokens, make_submit
 from tests.support.worker_client import make_assign, make_batch
 
 TIMEOUT_S = 60.0
@@ -81,17 +71,11 @@ async def next_answer(link: WorkerLink | WorkerGroup) -> int:
     return answer.result.step_id
 
 
-async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     written: dict[str, bytes] = {}
     late = asyncio.Event()
     write = WorkerLink.write
-    async with (
-        running_rank(0) as first,
-        running_rank(1) as second,
-        attached(first, second) as link,
-    ):
+    async with running_rank(0) as first, running_rank(1) as second, attached(first, second) as link:
 
         async def write_late_to_the_second(self: WorkerLink, message: bytes) -> None:
             written[self.address] = message
@@ -149,10 +133,7 @@ async def test_a_request_that_ranks_sample_differently_fails_alone(
     """As where only one of them can enforce its constraint."""
     monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
     place = FakeWorkerConfig(world_size=2, generation=5)
-    ranks = [
-        FakeWorker(replace(place, rank=0)),
-        FakeWorker(replace(place, rank=1, failing_seeds=frozenset([1]))),
-    ]
+    ranks = [FakeWorker(replace(place, rank=0)), FakeWorker(replace(place, rank=1, failing_seeds=frozenset([1])))]
     addresses = tuple([await rank.start() for rank in ranks])
     async with attached_scheduler(tmp_path, "", workers=addresses) as stub:
         stream, _ = await GatewayStream.open(stub)

@@ -132,11 +132,7 @@ async def test_nothing_is_offered_any_more_once_another_scheduler_is_attached(pa
 
 
 @pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"kv_namespace": "another"}, FailedPrecondition),
-        ({"lease": b"another"}, NotFound),
-    ],
+    ("fields", "error"), [({"kv_namespace": "another"}, FailedPrecondition), ({"lease": b"another"}, NotFound)]
 )
 async def test_a_caller_of_another_kind_is_refused(pair: Pair, fields: dict[str, Any], error: type) -> None:
     await pair.offer([7], HASHES[:1])

@@ -70,10 +70,7 @@ def test_each_refusal_is_told_once_and_failures_of_what_was_admitted_are_none(cl
 
 @pytest.mark.parametrize(
     ("limits", "reason"),
-    [
-        (Limits(max_concurrent_requests=2), "CONCURRENCY_LIMIT"),
-        (Limits(requests_per_minute=2), "RATE_LIMIT_EXCEEDED"),
-    ],
+    [(Limits(max_concurrent_requests=2), "CONCURRENCY_LIMIT"), (Limits(requests_per_minute=2), "RATE_LIMIT_EXCEEDED")],
 )
 def test_a_call_of_more_requests_than_can_ever_run_is_not_told_to_come_back(clock, limits, reason):
     account = Account(limits, clock)

@@ -10,13 +10,7 @@ from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import CompletionShaper, Head
 from gateway.replicas.events import event_batch_from
 from gateway.replicas.ledger import Ledger
-from gateway.request.answer_memory import (
-    AS_MESSAGE,
-    AS_TENSORS,
-    IN_PIECES,
-    STREAMED,
-    AnswerMemory,
-)
+from gateway.request.answer_memory import AS_MESSAGE, AS_TENSORS, IN_PIECES, STREAMED, AnswerMemory
 from gateway.request.generator import results_of
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2

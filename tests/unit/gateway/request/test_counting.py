@@ -136,14 +136,7 @@ def test_entries_behind_a_number_of_ten_bytes_are_counted():
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"\x80" * 1000,
-        b"\x12",
-        b"\x12\x7f",
-        b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
-        b"\x0f\x01",
-        b"\x09\x01",
-    ],
+    [b"\x80" * 1000, b"\x12", b"\x12\x7f", b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x0f\x01", b"\x09\x01"],
 )
 def test_bytes_that_are_no_message_are_left_to_the_parser(data):
     with pytest.raises(DecodeError):

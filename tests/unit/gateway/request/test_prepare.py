@@ -6,12 +6,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 from gateway.request.prepare import bad_token_sequences, check_choice, drawn_seed, resolve
-from quire.common.v1.common_pb2 import (
-    EARLY_STOPPING_FALSE,
-    BeamSearchParameters,
-    RowSampling,
-    SamplingParameters,
-)
+from quire.common.v1.common_pb2 import EARLY_STOPPING_FALSE, BeamSearchParameters, RowSampling, SamplingParameters
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
 from tests.support.tokenizers import byte_level, wrapped
@@ -55,13 +50,7 @@ def test_the_models_defaults_of_drawing_do_not_apply_and_its_penalty_does():
 
 @pytest.mark.parametrize(
     ("bad_sequences", "min_tokens", "is_refused"),
-    [
-        ((), 0, False),
-        (((3,), (4,)), 0, True),
-        (((3,), (4, 4)), 0, False),
-        (((3,),), 1, True),
-        (((3,),), 0, False),
-    ],
+    [((), 0, False), (((3,), (4,)), 0, True), (((3,), (4, 4)), 0, False), (((3,),), 1, True), (((3,),), 0, False)],
 )
 def test_allowed_tokens_must_leave_a_choice(bad_sequences, min_tokens, is_refused):
     options = make_options(

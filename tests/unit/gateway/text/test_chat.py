@@ -145,10 +145,7 @@ AS_MESSAGES = [
     },
     {"role": "tool", "content": "3", "tool_call_id": "1"},
 ]
-AS_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": json.loads(TOOL.parameters)},
-}
+AS_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": json.loads(TOOL.parameters)}}
 
 
 def test_tools_and_calls_render_as_in_transformers():

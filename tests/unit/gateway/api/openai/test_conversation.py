@@ -48,10 +48,7 @@ def test_tools_and_their_choice():
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
     found = prompt(tools=tools, tool_choice="required", parallel_tool_calls=False)
-    assert found.tools == [
-        Tool(name="f", description="d", parameters='{"type":"object"}', strict=True),
-        Tool(name="g"),
-    ]
+    assert found.tools == [Tool(name="f", description="d", parameters='{"type":"object"}', strict=True), Tool(name="g")]
     assert found.tool_choice == ToolChoice(mode=TOOL_CHOICE_MODE_REQUIRED)
     assert not found.parallel_tool_calls
     named = prompt(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})

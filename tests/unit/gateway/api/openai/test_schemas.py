@@ -37,15 +37,7 @@ def chat(**fields) -> ChatBody:
     return parse(ChatBody, {"messages": HELLO} | fields)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"{",
-        b'{"prompt": "\xff"}',
-        b'{"prompt": "\\ud800"}',
-        b"[" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("data", [b"{", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 100_000])
 def test_what_is_not_json_is_refused(data):
     error = refusal(CompletionBody, data)
     assert error.reason == "MALFORMED_MESSAGE"
@@ -116,12 +108,7 @@ def test_an_unknown_field_is_refused_by_name_only_strictly(field):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("modalities", ["text", "audio"]),
-        ("prompt_embeds", "a"),
-        ("guided_whitespace_pattern", " "),
-    ],
+    ("field", "value"), [("modalities", ["text", "audio"]), ("prompt_embeds", "a"), ("guided_whitespace_pattern", " ")]
 )
 def test_what_is_not_done_here_is_refused_and_never_ignored(field, value):
     error = refusal(ChatBody, {"messages": HELLO, field: value})
