@@ -10,7 +10,7 @@ from scheduler_svc.core import block_pool, kv_cache
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockPool
-from scheduler_svc.core.config import PolicyKind, PreemptionMode
+from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
 from scheduler_svc.core.scheduler import Scheduler
@@ -121,34 +121,6 @@ def test_limits_have_bounds(name, least, most, too_little, too_much):
                 make_config(**{name: refused})
 
 
-def pressure() -> tuple[int, int, int]:
-    """Preemptions, steps, and tokens that are computed, some of them again, where a small pool has much to do."""
-    small = make_config(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=64)
-    swapping = make_config(
-        num_blocks=30, block_size=8, num_host_blocks=40, max_num_seqs=24, preemption_mode=PreemptionMode.SWAP
-    )
-    preemptions = steps = computed = 0
-    for config, count, num_sequences, prompt_len in ((small, 12, 1, 12), (swapping, 8, 3, 10)):
-        driver = Driver(config)
-        for handle in range(count):
-            driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=40, num_sequences=num_sequences))
-        driver.run_until_idle()
-        assert driver.finished == {*range(count)}
-        preemptions += driver.scheduler.num_preemptions
-        steps += driver.scheduler.num_steps
-        computed += driver.device.num_computed
-    return preemptions, steps, computed
-
-
-def test_looking_ahead_preempts_a_third_less_and_takes_no_longer(monkeypatch):
-    preemptions, steps, computed = pressure()
-    monkeypatch.setattr("scheduler_svc.core.admission._STEPS_AHEAD", 0)
-    blind_preemptions, blind_steps, blind_computed = pressure()
-    assert preemptions < 0.67 * blind_preemptions
-    assert computed < blind_computed
-    assert steps <= blind_steps
-
-
 def test_a_group_that_would_be_preempted_by_its_next_step_waits():
     driver = Driver(make_config(num_blocks=5), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=8, max_tokens=8))
@@ -225,16 +197,6 @@ def make_full_driver(*priorities: int) -> Driver:
     driver.run_steps(2)
     assert driver.scheduler.batch.blocks.pool.num_free == 2
     return driver
-
-
-def test_displacing_looks_at_those_who_leave_and_at_nobody_else(counted):
-    driver = make_full_driver(*[0] * 20)
-    looks = counted(VictimTables, "free")
-    driver.submit(make_request(99, prompt_len=80, max_tokens=8, priority=1))
-    driver.plan()
-    assert driver.scheduler.num_preemptions == len(looks) == 2
-    assert make_request(99).key in driver.scheduler.running
-    driver.run_until_idle()
 
 
 def test_displacing_in_vain_looks_at_nobody(counted):

@@ -206,16 +206,6 @@ def test_idle_time_is_not_saved_up():
     assert sum(handle >= 30 for handle in order[:10]) in (4, 5, 6)
 
 
-def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
-    driver = make_driver(PolicyKind.FAIR)
-    policy = driver.scheduler.policy
-    assert isinstance(policy, FairPolicy)
-    for handle in range(100):
-        driver.submit(make_request(handle, prompt_len=2 + handle % 9, max_tokens=2, tenant=f"tenant-{handle}"))
-        driver.run_until_idle()
-        assert len(policy.counters) <= 65
-
-
 def test_tenants_that_are_gone_are_forgotten_and_one_that_waits_is_not():
     policy = FairPolicy()
     waiting = GroupQueue(policy.new_first)

@@ -1,7 +1,6 @@
 """Recordings as files: whole, cut, damaged, too large for one file, and on a disk that is full."""
 
 import errno
-import io
 import logging
 import os
 import pickle
@@ -357,23 +356,6 @@ def test_a_file_that_cannot_be_begun_leaves_the_ones_before_it(tmp_path: Path, m
     assert report.num_steps
 
 
-def test_a_disk_that_takes_parts_of_writes_gets_a_whole_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: Large
-) -> None:
-    class Parts(io.FileIO):
-        def write(self, data: Any) -> int:
-            return super().write(data[:100])
-
-    path = large.copy(tmp_path)
-    before, newest = replay(path), files.read_header(path)
-    monkeypatch.setattr(files, "open_file", lambda path: Parts(path, "wb"))
-    compact(path, newest, newest.segment)
-    assert files.read_header(files.snapshot_path(path)).segment == newest.segment
-    after = replay(path)
-    assert after.is_equal
-    assert after.num_steps <= before.num_steps
-
-
 def refuse(error: int) -> Any:
     raise OSError(error, os.strerror(error))
 
@@ -434,13 +416,3 @@ def test_what_is_no_recording_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_operations_that_are_written_together_go_into_several_files(tmp_path: Path) -> None:
-    path, header = tmp_path / "recording", files.new_header(has_token_ids=True)
-    writer = _Writer(path, files.create(path, header), header, max_bytes=4 * 5000)
-    writer.write([bytes(1000)] * 8)
-    writer.close()
-    assert path.with_name("recording.0").stat().st_size < 5000 + 1100
-    assert files.read_header(path).segment == 1
-    assert len(list(files.open_frames(path)[1])) == 3
