@@ -29,12 +29,7 @@ async def busy(served: Served, count: int = 24) -> AsyncIterator[None]:
     async with httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=120) as http:
 
         async def run(index: int) -> None:
-            kinds: list[dict[str, Any]] = [
-                {"n": 4},
-                {},
-                {"use_beam_search": True, "n": 3, "temperature": 0},
-                {},
-            ]
+            kinds: list[dict[str, Any]] = [{"n": 4}, {}, {"use_beam_search": True, "n": 3, "temperature": 0}, {}]
             body = {"prompt": PROMPT + f"Number {index % 5}.", "temperature": 1.0, "ignore_eos": True, "seed": index}
             body |= {"max_tokens": 120 + 11 * (index % 9), "request_id": f"request-{index}"} | kinds[index % 4]
             while True:

@@ -120,10 +120,7 @@ def test_rotated_keys_are_rounded_after_the_rotation() -> None:
 
 @pytest.mark.usefixtures("implementation")
 @parametrize_pairwise(
-    "implementation,head_dim,dtype",
-    IMPLEMENTATIONS,
-    [1, 6, 16, 33, 80],
-    [torch.float32, torch.bfloat16, torch.float16],
+    "implementation,head_dim,dtype", IMPLEMENTATIONS, [1, 6, 16, 33, 80], [torch.float32, torch.bfloat16, torch.float16]
 )
 def test_every_implementation_writes_the_same_values(head_dim: int, dtype: torch.dtype) -> None:
     key, value = noise(9, 3, head_dim, dtype=dtype), noise(9, 3, head_dim, seed=1, dtype=dtype) * 40

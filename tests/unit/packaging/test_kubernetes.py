@@ -12,13 +12,7 @@ import pytest
 import yaml
 
 from tests.support.compose import ROOT
-from tools.check_kubernetes import (
-    DEFAULT,
-    RENDERED,
-    problems,
-    render,
-    schema_problems,
-)
+from tools.check_kubernetes import DEFAULT, RENDERED, problems, render, schema_problems
 from tools.kubernetes_manifests import RELEASE, Manifests, documents_of
 
 RANKS, POOL, GPU = (RENDERED / name for name in ("ranks.yaml", "inference-pool.yaml", "gpu.yaml"))

@@ -304,9 +304,7 @@ def naive_merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence
 
 
 @given(st.dictionaries(st.text("abc", max_size=7), st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 1, 3]))))
-def test_pieces_are_merged_from_all_pairs_of_pieces(
-    vocabulary: dict[str, tuple[float, int]],
-) -> None:
+def test_pieces_are_merged_from_all_pairs_of_pieces(vocabulary: dict[str, tuple[float, int]]) -> None:
     tokens = list(vocabulary)
     scores, kinds = [score for score, _ in vocabulary.values()], [kind for _, kind in vocabulary.values()]
     assert _merges_of(FIELDS, tokens, scores, kinds) == naive_merges(tokens, scores, kinds)

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from quire.programs import Program, join
-from quire.rpc.errors import (
-    Internal,
-    InvalidArgument,
-    PermissionDenied,
-    QuireError,
-    ResourceExhausted,
-    Unavailable,
-)
+from quire.rpc.errors import Internal, InvalidArgument, PermissionDenied, QuireError, ResourceExhausted, Unavailable
 
 
 class FakeClient:

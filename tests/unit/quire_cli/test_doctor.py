@@ -52,10 +52,7 @@ def test_a_service_without_its_packages_names_them(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(doctor.importlib, "import_module", refuse)
     finding = find("gateway")
-    assert (finding.verdict, finding.found) == (
-        Verdict.NOTE,
-        "starlette is not installed; install quire-llm[gateway]",
-    )
+    assert (finding.verdict, finding.found) == (Verdict.NOTE, "starlette is not installed; install quire-llm[gateway]")
 
 
 def test_a_cache_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quire.load import (
-    LoadRequest,
-    Poisson,
-    RequestRecord,
-    chat,
-    sharegpt,
-    take,
-    with_arrivals,
-    with_decoding,
-)
+from quire.load import LoadRequest, Poisson, RequestRecord, chat, sharegpt, take, with_arrivals, with_decoding
 from quire.load.requests import frozen
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager

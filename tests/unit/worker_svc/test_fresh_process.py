@@ -35,9 +35,7 @@ def test_a_worker_imports_no_compiler_no_transformers_and_nothing_of_traces_that
     assert told("modules", "transformers", *compilers, *traces) == []
 
 
-def test_a_model_of_our_own_family_does_without_transformers_and_a_refusal_says_how_to_get_it(
-    tmp_path: Path,
-) -> None:
+def test_a_model_of_our_own_family_does_without_transformers_and_a_refusal_says_how_to_get_it(tmp_path: Path) -> None:
     own, foreign = tmp_path / "own", tmp_path / "foreign"
     for directory, family in ((own, Family("Qwen3", {"head_dim": 16})), (foreign, FOREIGN["phi"])):
         directory.mkdir()

@@ -41,10 +41,9 @@ def make(directory: Path, family: str):
         return make_model(directory, {"llama": "llama-gqa-untied-32", "gpt2": "gpt2-tied-32"}[family])
     if family in FURTHER:
         return make_model(directory, FURTHER[family])
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
+    config_class, model_class = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[
+        family
+    ]
     model = model_class(config_class(**SIZES, head_dim=16, tie_word_embeddings=True)).eval()
     randomize(model, 0)
     model.save_pretrained(directory)

@@ -66,10 +66,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "float-tensor-float32": compressed_format("float-quantized", torch.float32, type="float", strategy="tensor"),
     "float-block": compressed_format("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
     "fp8-block": (partial(fp8, dtype=torch.float32), FP8 | {"weight_block_size": [128, 128]}),
-    "fp8-block-bfloat16": (
-        partial(fp8, block=(64, 96), dtype=torch.bfloat16),
-        FP8 | {"weight_block_size": [64, 96]},
-    ),
+    "fp8-block-bfloat16": (partial(fp8, block=(64, 96), dtype=torch.bfloat16), FP8 | {"weight_block_size": [64, 96]}),
 }
 IN_MIXED_ORDER = (partial(gptq, in_order=False), GPTQ | {"desc_act": True})
 

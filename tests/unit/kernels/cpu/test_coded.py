@@ -29,14 +29,7 @@ def make_kernels(isa: str) -> CpuKernels:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_products_are_those_of_the_dequantized_weight(
-    isa: str,
-    coding: Coding,
-    num_tokens: int,
-    out_features: int,
-    num_groups: int,
-    gated: bool,
-    threads: int,
-    seed: int,
+    isa: str, coding: Coding, num_tokens: int, out_features: int, num_groups: int, gated: bool, threads: int, seed: int
 ) -> None:
     kernels = make_kernels(isa)
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)

@@ -6,16 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.load import (
-    LoadResult,
-    Message,
-    RequestRecord,
-    Run,
-    Slo,
-    make_report,
-    read_requests,
-    recorded_times,
-)
+from quire.load import LoadResult, Message, RequestRecord, Run, Slo, make_report, read_requests, recorded_times
 from quire.load.plots import plot
 from quire.load.results import replace_file
 from tests.unit.quire.load.test_report import make_record

@@ -49,13 +49,7 @@ class Model:
 @pytest.fixture(scope="module")
 def model() -> Model:
     config = GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        n_positions=32,
-        bos_token_id=None,
-        eos_token_id=None,
+        vocab_size=VOCAB_SIZE, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=None, eos_token_id=None
     )
     gpt2 = GPT2LMHeadModel(config).eval()
     randomize(gpt2, seed=7)

@@ -303,9 +303,7 @@ def test_a_snapshot_that_names_other_code_is_refused(
 
 
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "recording"
     recorder = Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)

@@ -155,9 +155,7 @@ def test_a_failure_is_told_before_the_session_hears_of_it_and_ends_the_process_w
     device_loop, outcomes = DeviceLoop(leave=left.put), Outcomes()
     told_first: list[tuple[str, bool]] = []
     device_loop.use(
-        runner,
-        on_failure=lambda why: told_first.append((why, outcomes.failed.empty())),
-        is_lost=lambda: is_lost,
+        runner, on_failure=lambda why: told_first.append((why, outcomes.failed.empty())), is_lost=lambda: is_lost
     )
     device_loop.start()
     if when == "launched":

@@ -24,12 +24,7 @@ from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc.adapters import AdapterSlots
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.replay import (
-    MAX_GRAPH_ROWS,
-    CudaGraphRecorder,
-    GraphShapes,
-    check_cuda_graphs,
-)
+from worker_svc.device.replay import MAX_GRAPH_ROWS, CudaGraphRecorder, GraphShapes, check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model

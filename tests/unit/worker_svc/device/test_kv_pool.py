@@ -11,14 +11,7 @@ from tests.support.steps import int32, make_assign, make_changes, make_operation
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.device import kv_pool
 from worker_svc.device.block_moves import BlockMoves
-from worker_svc.device.kv_pool import (
-    KvPool,
-    PoolRequest,
-    allocate_pool,
-    num_gpu_blocks,
-    num_host_blocks,
-    pool_geometry,
-)
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, num_host_blocks, pool_geometry
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.rows import Rows
 from worker_svc.device.seals import SealInventory
@@ -113,17 +106,9 @@ def test_the_host_pool_has_as_many_blocks_as_its_memory_holds(
         ({"kv_cache_memory": BLOCK_BYTES - 1}, None, "raise --kv-cache-memory"),
         ({"kv_cache_memory": BLOCK_BYTES, "num_padding_blocks": 1}, None, "raise --kv-cache-memory"),
         ({}, -5, "raise --gpu-memory-utilization"),
-        (
-            {"swap_space": BLOCK_BYTES - 1},
-            None,
-            "--swap-space is .* B and one block .* raise it, or use 0",
-        ),
+        ({"swap_space": BLOCK_BYTES - 1}, None, "--swap-space is .* B and one block .* raise it, or use 0"),
         ({"kv_cache_memory": 64 << 30}, None, "--kv-cache-memory is 64.0 GiB; 1.0 GiB of memory"),
-        (
-            {"num_gpu_blocks": 1 << 22},
-            None,
-            f"--num-gpu-blocks is {1 << 22}, which take .* GiB; .* at most",
-        ),
+        ({"num_gpu_blocks": 1 << 22}, None, f"--num-gpu-blocks is {1 << 22}, which take .* GiB; .* at most"),
         (
             {"num_gpu_blocks": 1 << 21, "swap_space": 1 << 30},
             None,

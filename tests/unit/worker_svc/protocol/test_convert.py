@@ -97,11 +97,7 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
     (assign_request(num_prompt_tokens=4), "assign[0].num_prompt_tokens", "4"),
     (assign_request(block_table=encode_int32([32])), "assign[0].block_table", "32"),
     (assign_request(block_table=encode_int32([1, 2, 3, 4, 5, 6])), "assign[0].block_table", "at most 5"),
-    (
-        make_request(assign=[make_assign(0, [1], [0]), make_assign(0, [1], [1])]),
-        "assign",
-        "row 0 twice",
-    ),
+    (make_request(assign=[make_assign(0, [1], [0]), make_assign(0, [1], [1])]), "assign", "row 0 twice"),
     (sampling_request(num_candidates=0), "assign[0].num_candidates", "at least 1"),
     (make_request(batch=raw_batch(rows=encode_int32([0, 6]))), "batch.rows", "6"),
     (make_request(batch=raw_batch(rows=encode_int32([0, 0]))), "batch.rows", "row 0 twice"),
@@ -233,11 +229,7 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
         non_finite_chunks=(9, 1),
         timings=StepTimings(1, 2, 3, 2**40),
         prompt_logprobs=(
-            PromptLogprobs(
-                3,
-                17,
-                columns_of([Line(-2.5, 4, [1], [-0.125]), Line(-3.0, 5, [2], [-0.25])]),
-            ),
+            PromptLogprobs(3, 17, columns_of([Line(-2.5, 4, [1], [-0.125]), Line(-3.0, 5, [2], [-0.25])])),
         ),
     )
     result = result_message(output).result

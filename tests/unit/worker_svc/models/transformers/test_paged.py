@@ -11,11 +11,7 @@ from quire.settings import ConfigurationError
 from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.registry import load_model
-from worker_svc.models.transformers.paged import (
-    LayerShape,
-    PoolShape,
-    UnsupportedModelError,
-)
+from worker_svc.models.transformers.paged import LayerShape, PoolShape, UnsupportedModelError
 
 CPU = torch.device("cpu")
 PLAIN = LayerShape(
