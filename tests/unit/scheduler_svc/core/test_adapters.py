@@ -8,6 +8,7 @@ import pytest
 from quire.prefix_hashes import root_hash
 from scheduler_svc.core import preparation
 from scheduler_svc.core.admission import Obstacle
+from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Adapter, NoAdaptersError, Request
 from scheduler_svc.core.view import waiting
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
@@ -50,6 +51,17 @@ def test_a_request_waits_for_its_adapter_and_others_pass() -> None:
     assert why.obstacle is Obstacle.ADAPTER
     driver.finish(first, other)
     assert driver.outputs[1] != expected_output(replace(first, adapter=None))
+
+
+def test_rows_of_several_adapters_and_of_none_run_together() -> None:
+    driver = make_driver(2)
+    requests = [make_request(1), with_adapter(2, A), with_adapter(3, B), with_adapter(4, A, num_sequences=3)]
+    driver.submit(*requests)
+    assert told(driver) == [(A, 0), (B, 1)]
+    while driver.compile_next():
+        pass
+    assert len(driver.next_plan().assign) == 4
+    driver.finish(*requests)
 
 
 def test_without_slots_adapters_are_refused() -> None:
@@ -176,6 +188,32 @@ def test_loads_that_take_too_long_leave_their_slots_to_others(is_answered: bool)
         driver.check()
     driver.run_until_idle()
     assert driver.finished == {3, 4}
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_preempted_request_has_its_adapter_loaded_again(mode: PreemptionMode) -> None:
+    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
+    first, second = with_adapter(1, A, max_tokens=12), with_adapter(2, B)
+    driver.submit(first, second)
+    driver.plan()
+    driver.tell()
+    driver.compile_next()
+    driver.run_steps(3)
+    driver.preempt(first)
+    driver.finish(first, second)
+
+
+def test_after_a_loss_of_the_worker_slots_are_empty() -> None:
+    driver = make_driver(2)
+    requests = [with_adapter(1, A), with_adapter(2, B), make_request(3)]
+    driver.submit(*requests)
+    driver.tell()
+    while driver.compile_next():
+        pass
+    driver.run_steps(2)
+    driver.crash()
+    assert not loaded(driver)
+    driver.finish(*requests)
 
 
 def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:

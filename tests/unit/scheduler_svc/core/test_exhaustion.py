@@ -152,6 +152,19 @@ def test_what_the_prefix_cache_still_has_is_not_moved_back():
     driver.finish(request)
 
 
+def test_a_group_comes_back_only_with_room_for_the_copies_that_it_makes_then():
+    driver = make_driver(num_blocks=7, block_size=4)
+    other = make_request(1, prompt_len=14, max_tokens=3)
+    request = make_request(2, prompt_len=6, max_tokens=3, num_sequences=3)
+    driver.submit(other, request)
+    driver.run_steps(1)
+    driver.preempt(request)
+    # 3 blocks are free: enough for the 2 of the prompt, not for those and 2 copies of the second.
+    driver.run_steps(1)
+    assert request.key in driver.scheduler.swapped
+    driver.finish(other, request)
+
+
 def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     driver = make_driver(preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8, block_size=4)
     request = make_request(1, prompt_len=30, max_tokens=4)

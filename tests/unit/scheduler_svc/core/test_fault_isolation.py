@@ -214,6 +214,16 @@ def test_kills_that_let_no_step_be_answered_fail_one_request_at_the_sixth_and_no
     assert driver.failed == {0}
 
 
+def test_one_token_anywhere_between_the_kills_saves_the_request_that_got_it():
+    for saved_at in range(1, ENOUGH):
+        driver = make_driver(deadly={}, num_requests=1)
+        for number in range(ENOUGH):
+            kill_after(driver, int(number == saved_at))
+        assert driver.failed == set(), saved_at
+        driver.run_until_idle()
+        assert driver.finished == {0}
+
+
 def test_a_suspect_that_ran_alone_for_all_losses_that_count_but_came_to_other_chunks_stays():
     driver = Driver(make_config(max_num_batched_tokens=8, num_blocks=60, max_model_len=200))
     driver.submit(make_request(0, prompt_len=80, max_tokens=4))
@@ -248,6 +258,17 @@ def test_a_request_that_came_late_is_not_at_fault_after_the_losses_of_its_trial_
         assert driver.failed == set()
     kill_after(driver, 0)
     assert driver.failed == {1}
+
+
+def test_a_worker_that_is_lost_with_no_step_in_flight_fails_nobody():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    driver.submit(make_request(0, prompt_len=24, max_tokens=4))
+    for num_answered in [0, 1, 2] * ENOUGH:
+        driver.run_steps(num_answered)
+        driver.crash()
+        assert not driver.scheduler.trials.are_on
+    driver.run_until_idle()
+    assert driver.finished == {0}
 
 
 def test_a_broken_link_counts_only_where_no_step_was_answered_over_it():

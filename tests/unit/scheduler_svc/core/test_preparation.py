@@ -2,8 +2,10 @@
 
 import pytest
 
+from scheduler_svc.core import preparation
+from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
-from scheduler_svc.core.preparation import Preparation
+from scheduler_svc.core.preparation import NUM_KEPT, Preparation
 from scheduler_svc.core.request import Adapter, Constraint, Need, Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
@@ -127,6 +129,39 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     run(driver)
     assert driver.finished >= {5, 6}
     driver.scheduler.prepared(again.number)
+
+
+def test_a_constraint_that_is_compiled_late_takes_the_place_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "NUM_KEPT", 1)
+    driver = make_driver()
+    driver.submit(constrained(1))
+    prepare(driver)
+    driver.submit(constrained(2, b"late"))
+    driver.tell()
+    driver.give_up_next()
+    driver.submit(constrained(3))
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    assert driver.finished == {1, 3}
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mode: PreemptionMode) -> None:
+    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
+    request = constrained(1, max_tokens=20)
+    driver.submit(request)
+    prepare(driver)
+    driver.run_steps(3)
+    for handle in range(100, 100 + NUM_KEPT):
+        driver.submit(constrained(handle, b"%d" % handle, max_tokens=1))
+        assert prepare(driver) == [b"%d" % handle]
+        driver.scheduler.abort(constrained(handle).key)
+    driver.preempt(request)
+    run(driver)
+    assert not driver.finished
+    assert prepare(driver) == [b"a"]
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
 
 
 DEADLY_ADAPTER = Adapter(b"d")

@@ -235,3 +235,18 @@ def test_best_of_delivers_the_samples_with_the_highest_mean_logprob_at_the_end()
     best = sorted(range(5), key=lambda index: -mean[index])
     assert [driver.samples[3, 0], driver.samples[3, 1]] == [outputs[best[0]], outputs[best[1]]]
     assert driver.usage[3].generated_tokens == 30
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_one_sequence_can_be_ended_while_it_recomputes_what_the_others_share(steps: int) -> None:
+    driver = Driver(make_config(num_blocks=40, max_num_batched_tokens=8, max_num_seqs=8))
+    request = make_request(1, prompt_len=21, max_tokens=10, num_sequences=3)
+    driver.submit(request)
+    while len(driver.samples[1, 0]) < 4:
+        driver.run_steps(1)
+    driver.crash()
+    driver.run_steps(steps)
+    assert driver.scheduler.abort_sequence(request.key, 0)
+    driver.run_until_idle()
+    for index in (1, 2):
+        assert driver.samples[1, index] == expected_output(request, index)
