@@ -39,28 +39,20 @@ def naive_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-@parametrize_pairwise("implementation,shape,dtype", IMPLEMENTATIONS, [(1, 8), (7, 80), (3, 5, 33)], DTYPES)
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
-    assert_close(ops.rms_norm(x, weight, 1e-3), naive_rms_norm(x, weight), dtype)
-    total = x + residual
-    normed, stream = ops.add_rms_norm(x, residual.clone(), weight, 1e-3)
-    assert torch.equal(stream, total)
-    assert_close(normed, naive_rms_norm(total, weight), dtype)
-
-
 @parametrize_pairwise("implementation,shape,dtype", IMPLEMENTATIONS, [(2, 8), (7, 80), (3, 5, 33)], DTYPES)
-def test_the_sum_of_weight_and_offset_is_not_rounded(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+def test_rms_norm_and_that_the_sum_of_weight_and_offset_is_not_rounded(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
     # 1 and so little is 1 in bfloat16.
-    weight = torch.full(shape[-1:], 2**-8).to(dtype)
-    normed = ops.rms_norm(x, weight, 1e-3, 1.0)
-    assert_close(normed, naive_rms_norm(x, weight.double() + 1), dtype)
-    assert not torch.equal(normed, ops.rms_norm(x, torch.ones_like(weight), 1e-3))
+    little = torch.full(shape[-1:], 2**-8).to(dtype)
+    assert not torch.equal(ops.rms_norm(x, little, 1e-3, 1.0), ops.rms_norm(x, torch.ones_like(little), 1e-3))
     total = x + residual
-    normed, stream = ops.add_rms_norm(x, residual.clone(), weight, 1e-3, 1.0)
-    assert torch.equal(stream, total)
-    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-3, 1.0))
+    for each, offset in ((weight, 0.0), (little, 1.0)):
+        assert_close(ops.rms_norm(x, each, 1e-3, offset), naive_rms_norm(x, each.double() + offset), dtype)
+        normed, stream = ops.add_rms_norm(x, residual.clone(), each, 1e-3, offset)
+        assert torch.equal(stream, total)
+        assert torch.equal(normed, ops.rms_norm(total, each, 1e-3, offset))
 
 
 @parametrize_pairwise("implementation,affine,dtype", IMPLEMENTATIONS, [True, False], DTYPES)

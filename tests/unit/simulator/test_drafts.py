@@ -1,6 +1,6 @@
 """Drafts with synthetic acceptance: what they save follows from the cost model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,29 +8,18 @@ import pytest
 from quire.load import LoadRequest
 from quire.load.requests import frozen
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.step import StepWork
-from simulator.costs import StepSeconds
 from simulator.drafts import SyntheticDrafts, fixed_tokens
 from simulator.replica import Outcome, Replica
+from tests.unit.simulator.test_load import LinearSteps
 
 NUM_TOKENS = 200
 CONFIG = SchedulerConfig(num_blocks=256, block_size=16, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A step takes `fixed` seconds, and more for each token."""
-
-    fixed: float
-
-    def seconds(self, work: StepWork) -> StepSeconds:
-        return StepSeconds(self.fixed + 1e-4 * work.num_tokens)
+READS_WEIGHTS, COMPUTES = LinearSteps(), LinearSteps(0.0)
 
 
-READS_WEIGHTS, COMPUTES = Steps(0.01), Steps(0.0)
-
-
-def run(acceptance: float, max_drafts: int = 7, costs: Steps = READS_WEIGHTS, num_requests: int = 1) -> Outcome:
+def run(acceptance: float, max_drafts: int = 7, costs: LinearSteps = READS_WEIGHTS, num_requests: int = 1) -> Outcome:
     config = replace(CONFIG, max_drafts=max_drafts, fixed_tokens=fixed_tokens(costs))
     tokens = frozen(np.arange(10, 30))
     load = [LoadRequest(index, tokens, NUM_TOKENS, num_new_tokens=len(tokens)) for index in range(num_requests)]

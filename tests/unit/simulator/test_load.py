@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -23,11 +23,14 @@ CONFIG = SchedulerConfig(
 )
 
 
+@dataclass(frozen=True)
 class LinearSteps:
-    """A step takes a while, and more for each token."""
+    """A step takes `fixed` seconds, and more for each token."""
+
+    fixed: float = 0.01
 
     def seconds(self, work: StepWork) -> StepSeconds:
-        return StepSeconds(0.01 + 1e-4 * work.num_tokens)
+        return StepSeconds(self.fixed + 1e-4 * work.num_tokens)
 
 
 REPLICA = Replica(CONFIG, LinearSteps(), vocab_size=1000)

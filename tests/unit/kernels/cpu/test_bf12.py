@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
 from kernels.packed_weight import PackedWeight, Quantization
-from tests.support.cpu_kernels import ISA_PARAMS, ISAS, make_implementation, torch_threads
+from tests.support.cpu_kernels import ISA_PARAMS, ISAS, torch_threads
+from tests.unit.kernels.cpu.test_product import make_kernels
 
 WITH_BF12 = tuple(isa for isa in ISAS if isa != "avx2")
 
@@ -15,12 +16,6 @@ WITH_BF12 = tuple(isa for isa in ISAS if isa != "avx2")
 @pytest.fixture(scope="module", params=[each for each in ISA_PARAMS if each.values[0] in WITH_BF12])
 def isa(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def make_kernels(isa: str) -> CpuKernels:
-    kernels = make_implementation(isa)
-    assert isinstance(kernels, CpuKernels)
-    return kernels
 
 
 def make_weight(out_features: int, in_features: int) -> torch.Tensor:

@@ -5,18 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
 from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from kernels.reference import silu_and_mul
 from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
-from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
-
-
-def make_kernels(isa: str) -> CpuKernels:
-    kernels = make_implementation(isa)
-    assert isinstance(kernels, CpuKernels)
-    return kernels
+from tests.support.cpu_kernels import ISAS, torch_threads
+from tests.unit.kernels.cpu.test_product import make_kernels
 
 
 @given(

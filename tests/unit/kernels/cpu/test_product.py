@@ -152,16 +152,12 @@ def test_nan_is_not_hidden_and_stays_with_its_token(
 
 
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (24,), (2, 3, 24)])
-def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
-    kernels, weight, x = make_kernels(ISAS[0]), make_weight(10, 24), torch.randn(shape).bfloat16()
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_any_number_of_dimensions_and_a_weight_that_is_transposed(shape: tuple[int, ...], is_transposed: bool) -> None:
+    kernels, x = make_kernels(ISAS[0]), torch.randn(shape).bfloat16()
+    weight = make_weight(24, 10).t() if is_transposed else make_weight(10, 24)
     actual = kernels.product(x, kernels.pack_weight(weight, False, Quantization.NONE), None, "identity", torch.float32)
     assert actual.shape == (*shape[:-1], 10)
-    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
-
-
-def test_a_weight_that_is_transposed_is_packed_as_it_reads() -> None:
-    kernels, weight, x = make_kernels(ISAS[0]), make_weight(40, 50).t(), torch.randn(3, 40).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False, Quantization.NONE), None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
@@ -129,28 +131,21 @@ def test_blocks_are_fetched_once_however_often_the_worker_is_lost() -> None:
     assert driver.outputs[1] == expected_output(request)
 
 
-def test_a_move_that_takes_too_long_is_given_up_and_its_blocks_stay_its_own() -> None:
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_blocks_of_a_move_that_takes_too_long_or_whose_request_is_aborted_stay_its_own(is_aborted: bool) -> None:
     driver, request = Driver(make_config()), moved(1)
     driver.submit(request)
     (preparation,) = told(driver)
     driver.plan()
     assert not driver.results
-    driver.scheduler.give_up_preparation(preparation.number, 5.0)
-    driver.check()
-    run(driver)
-    assert driver.outputs[1] == expected_output(request)
-    assert used(driver) == 3
-    driver.scheduler.prepared(preparation.number)
-    driver.check()
-    assert used(driver) == 0
-
-
-def test_an_aborted_request_leaves_its_blocks_to_the_move() -> None:
-    driver, request = Driver(make_config()), moved(1)
-    driver.submit(request)
-    (preparation,) = told(driver)
-    driver.scheduler.abort(request.key)
-    driver.check()
+    if is_aborted:
+        driver.scheduler.abort(request.key)
+        driver.check()
+    else:
+        driver.scheduler.give_up_preparation(preparation.number, 5.0)
+        driver.check()
+        run(driver)
+        assert driver.outputs[1] == expected_output(request)
     assert used(driver) == 3
     driver.scheduler.prepared(preparation.number)
     driver.check()

@@ -94,37 +94,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs_start=st.sampled_from([None, None, 1, 9]),
         held=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
-    def arrive(
-        self,
-        prompt_len,
-        shared,
-        tenant,
-        max_tokens,
-        stop,
-        num_sequences,
-        priority,
-        constraint,
-        adapter,
-        prompt_logprobs_start,
-        held,
-    ):
+    def arrive(self, prompt_len, shared, stop, held, **fields):
         """A prompt whose first `shared` tokens are those of all others. Of each sequence the first `held` tokens are
         there already."""
         handle = len(self.requests) + len(self.aborted)
-        request = make_request(
-            handle,
-            prompt=self._prompt(handle, prompt_len, shared),
-            tenant=tenant,
-            max_tokens=max_tokens,
-            stop=frozenset(stop),
-            num_sequences=num_sequences,
-            priority=priority,
-            constraint=constraint,
-            prompt_logprobs_start=prompt_logprobs_start,
-            adapter=adapter,
-        )
+        prompt = self._prompt(handle, prompt_len, shared)
+        request = make_request(handle, prompt=prompt, stop=frozenset(stop), **fields)
         if held is not None:
-            request = continued(request, held[:num_sequences])
+            request = continued(request, held[: request.num_sequences])
         if not request.emitted or not all(each.has_ended for each in request.emitted):
             self._submit(request)
 
@@ -139,23 +116,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         constraint=CONSTRAINTS,
         adapter=ADAPTERS,
     )
-    def arrive_with_beams(
-        self, prompt_len, shared, max_tokens, stop, width, length_penalty, early_stopping, constraint, adapter
-    ):
+    def arrive_with_beams(self, prompt_len, shared, stop, width, length_penalty, early_stopping, **fields):
         handle = len(self.requests) + len(self.aborted)
-        self._submit(
-            make_request(
-                handle,
-                prompt=self._prompt(handle, prompt_len, shared),
-                max_tokens=max_tokens,
-                stop=frozenset(stop),
-                num_sequences=width,
-                num_returned=(width + 1) // 2,
-                beam=BeamParameters(width, length_penalty, early_stopping),
-                constraint=constraint,
-                adapter=adapter,
-            )
-        )
+        fields |= {"num_sequences": width, "num_returned": (width + 1) // 2, "stop": frozenset(stop)}
+        beam = BeamParameters(width, length_penalty, early_stopping)
+        self._submit(make_request(handle, prompt=self._prompt(handle, prompt_len, shared), beam=beam, **fields))
 
     def _prompt(self, handle, prompt_len, shared):
         return [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)

@@ -293,30 +293,18 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         refusal="top_p is 7",
     )
     rows.apply(make_changes(assign=[make_assign(0, [1, 1], [1], sampling)], fork=[(0, 6)]))
-    (copied,) = zip(
-        *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
-    )
-    min_score = np.float32(np.log(0.125))
-    assert copied == (
-        0.5,
-        3,
-        0.25,
-        min_score,
-        7,
-        True,
-        2,
-        named,
-        0,
-        True,
-        rules,
-        True,
-        2,
-        True,
-        4,
-        rows.sampling.followed[0],
-        True,
-        "top_p is 7",
-    )
+
+    def values_of(row: int) -> dict[str, str]:
+        taken = rows.sampling.take(np.array([row]))
+        return {name: repr(getattr(taken, name)[0]) for name in taken.__slots__}
+
+    copied, empty = values_of(6), values_of(5)
+    assert copied == values_of(0)
+    # A row that draws reports no candidates.
+    assert [name for name, value in copied.items() if value == empty[name]] == ["num_candidates"]
+    columns = rows.sampling
+    assert (columns.temperature[6], columns.top_k[6], columns.top_p[6], columns.seed[6]) == (0.5, 3, 0.25, 7)
+    assert (columns.min_score[6], columns.logprob_token_ids[6]) == (np.float32(np.log(0.125)), named)
 
 
 def test_a_released_row_keeps_no_object() -> None:

@@ -185,29 +185,22 @@ def test_all_linear_layers_but_the_head_hold_int8(
             assert product.weight.quantization is (Quantization.NONE if name == "head" else quantization), name
 
 
-def test_a_model_of_transformers_code_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_impl", "device", "kernels", "message"),
+    [
+        ("transformers", "cpu", "own kernels", "--quantization is int8-dynamic and must be none"),
+        ("auto", "cuda", "own kernels", "int8-dynamic, which is for cpu, and the device is cuda"),
+        ("auto", "cpu", "torch", "int8-dynamic, which needs the CPU library, and that was not built"),
+    ],
+    indirect=["kernels"],
+)
+def test_where_there_is_no_product_of_int8_it_is_refused(
+    tmp_path: Path, model_impl: str, device: str, kernels: str, message: str
+) -> None:
     make_model(tmp_path, "llama-gqa-untied-32")
-    with pytest.raises(ConfigurationError, match="--quantization is int8-dynamic and must be none"):
-        load_model(
-            tmp_path,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            model_impl="transformers",
-            quantization=Quantization.INT8_DYNAMIC,
-        )
-
-
-def test_dynamic_is_refused_where_the_device_is_no_cpu(tmp_path: Path) -> None:
-    make_model(tmp_path, "llama-gqa-untied-32")
-    with pytest.raises(ConfigurationError, match="int8-dynamic, which is for cpu, and the device is cuda"):
-        load_model(tmp_path, device=torch.device("cuda"), dtype=torch.float32, quantization=Quantization.INT8_DYNAMIC)
-
-
-@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
-def test_dynamic_is_refused_without_the_cpu_library(tmp_path: Path, kernels: str) -> None:
-    make_model(tmp_path, "llama-gqa-untied-32")
-    with pytest.raises(ConfigurationError, match="int8-dynamic, which needs the CPU library, and that was not built"):
-        load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, quantization=Quantization.INT8_DYNAMIC)
+    as_asked = {"device": torch.device(device), "dtype": torch.float32, "model_impl": model_impl}
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path, **as_asked, quantization=Quantization.INT8_DYNAMIC)
 
 
 IN, OUT = 7, 9

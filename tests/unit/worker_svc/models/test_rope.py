@@ -67,17 +67,11 @@ def transformers_table(config: dict[str, Any], length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_table_equals_transformers(name: str) -> None:
+def test_table_equals_transformers_and_has_only_the_positions_that_are_served(name: str) -> None:
     config = make_config(SECTIONS[name])
-    table = table_of(config)
-    assert table.shape == (read(config).max_model_len, HEAD_DIM)
-    torch.testing.assert_close(table, transformers_table(config, table.shape[0]), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_table_has_only_the_positions_that_are_served(name: str) -> None:
-    rope = read(make_config(SECTIONS[name]))
-    whole = rope.cos_sin_table(CPU)
+    rope, whole = read(config), table_of(config)
+    assert whole.shape == (rope.max_model_len, HEAD_DIM)
+    torch.testing.assert_close(whole, transformers_table(config, whole.shape[0]), rtol=1e-4, atol=1e-4)
     assert torch.equal(rope.cos_sin_table(CPU, 70), whole[:70])
     assert torch.equal(rope.cos_sin_table(CPU, 10_000), whole)
 
