@@ -414,3 +414,13 @@ def test_what_is_no_recording_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_operations_that_are_written_together_go_into_several_files(tmp_path: Path) -> None:
+    path, header = tmp_path / "recording", files.new_header(has_token_ids=True)
+    writer = _Writer(path, files.create(path, header), header, max_bytes=4 * 5000)
+    writer.write([bytes(1000)] * 8)
+    writer.close()
+    assert path.with_name("recording.0").stat().st_size < 5000 + 1100
+    assert files.read_header(path).segment == 1
+    assert len(list(files.open_frames(path)[1])) == 3

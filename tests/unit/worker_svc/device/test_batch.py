@@ -9,7 +9,6 @@ import torch
 from tests.support.steps import make_assign, make_batch, make_changes
 from worker_svc.device.batch import (
     Layout,
-    build_model_input,
     find_lone_tokens,
     finite_tokens,
     input_on_device,
@@ -80,15 +79,6 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
         assert inputs.token_ids.dtype == inputs.positions.dtype == attention.slot_mapping.dtype == torch.int64
         assert attention.block_tables.dtype == attention.seq_lens.dtype == torch.int32
         assert attention.query_start_loc.dtype == torch.int32
-
-
-def test_sampled_tokens_are_the_next_input_of_their_row() -> None:
-    rows = make_rows()
-    rows.apply(make_changes(assign=[make_assign(2, [5, 6], [3]), make_assign(5, [7], [4])]))
-    rows.append(torch.tensor([2, 5]), torch.tensor([2, 1]), torch.tensor([80, 90]))
-    inputs = build_model_input(make_batch([5, 2], [1, 1], [1, 2]), rows, [], BLOCK_SIZE)
-    assert inputs.token_ids.tolist() == [90, 80]
-    assert inputs.attention.slot_mapping.tolist() == [4 * 4 + 1, 3 * 4 + 2]
 
 
 def test_rows_sample_after_their_last_tokens_and_share_the_logits_of_one_row() -> None:

@@ -88,27 +88,6 @@ def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_ar
     assert due(choice, 1)[0]
 
 
-@pytest.mark.parametrize("pass_s", [1e-3, 0.1], ids=["short", "long"])
-def test_rows_without_a_guess_are_looked_at_together_and_soon_where_that_is_wanted_and_cheap(pass_s: float) -> None:
-    choice = PayingDrafts(3, PassTimes(PassCosts([1, 2, 4], [pass_s, pass_s, pass_s])))
-    rows = np.arange(3)
-    looks: list[list[int]] = []
-    for _ in range(300):
-        is_due = due(choice, 3)
-        looks.append(is_due.tolist())
-        if is_due.any():
-            found = rows[is_due].tolist()
-            choice.found_nothing(found, [1 if row == 2 else 32 for row in found])
-    assert all(each[0] == each[1] for each in looks)
-    num_looks, num_wanted = (sum(each[row] for each in looks) for row in (0, 2))
-    if pass_s == 0.1:
-        assert num_looks >= 150
-        assert num_wanted == 300
-    else:
-        assert 4 < num_looks < 20
-        assert num_wanted < 30
-
-
 def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:
     def num_looks(*, with_savings: bool) -> int:
         choice = PayingDrafts(2, PassTimes(PassCosts([1, 2, 64], [1e-3, 1.1e-3, 2e-3])))

@@ -164,14 +164,6 @@ def test_a_file_that_is_not_whole_is_as_a_new_one(path: Path, harm: Callable[[in
     assert list(OpenPool(path).sealed) == [3]
 
 
-def test_every_byte_of_the_inventory_that_is_not_0_is_a_seal(path: Path) -> None:
-    leave_blocks(path)
-    file = os.open(path, os.O_RDWR)
-    os.pwrite(file, bytes([255, 2]), pool_file._INVENTORY_AT + 6)
-    os.close(file)
-    assert list(OpenPool(path).sealed) == [2, 6, 7, 9]
-
-
 def test_a_file_has_one_worker_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_lock, "_LOCK_TIMEOUT_S", 0.0)
     first = OpenPool(path)
