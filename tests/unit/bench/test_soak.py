@@ -6,19 +6,10 @@ from bench.soak_run import SoakRun
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 
-CONFIG = SchedulerConfig(
-    num_blocks=120,
-    block_size=8,
-    max_num_seqs=64,
-    max_num_batched_tokens=256,
-    max_model_len=128,
-    max_waiting_requests=16,
-    num_host_blocks=40,
-)
-
 
 def test_blocks_that_nobody_gives_back_are_a_fault_and_fail_the_next_mark() -> None:
-    run = SoakRun(CONFIG, 50, seed=7, memory_in_use=lambda: 0)
+    config = SchedulerConfig(120, 8, 64, 256, 128, max_waiting_requests=16, num_host_blocks=40)
+    run = SoakRun(config, 50, seed=7, memory_in_use=lambda: 0)
     run.scheduler.batch.blocks.pool.allocate(2)
     assert run.faults() == ["2 blocks are held at the end"]
     with pytest.raises(invariants.InvariantViolationError):

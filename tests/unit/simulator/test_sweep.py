@@ -13,9 +13,7 @@ NUM_OUTPUT = 10
 
 
 def serve(rate: float, max_num_seqs: int = 2, num_blocks: int = 200) -> Outcome:
-    config = SchedulerConfig(
-        num_blocks=num_blocks, block_size=16, max_num_seqs=max_num_seqs, max_num_batched_tokens=256, max_model_len=512
-    )
+    config = SchedulerConfig(num_blocks, 16, max_num_seqs, 256, 512)
     load = with_arrivals(take(fixed(20, NUM_OUTPUT, 1000), 24, seed=0), Poisson(rate), seed=0)
     return Replica(config, FixedSteps(), 1000).run(load)
 

@@ -1,6 +1,6 @@
 """Who enters the batch and when, how prompts share a step, and what is looked at for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,11 @@ import pytest
 from scheduler_svc.core import block_pool, kv_cache
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.batch import Batch
-from scheduler_svc.core.block_pool import BlockHash, BlockPool
+from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import StepPlan, StepResult
 from tests.support.core_driver import Driver, continued, make_config, make_request
 
@@ -145,53 +144,32 @@ def test_who_needs_no_further_block_is_admitted_into_the_last_ones(max_tokens):
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[None]]:
-    """Counts the calls of a function from now on."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Notes the calls of a function from now on: of each an entry, or what is made of its result and its arguments."""
 
-    def count(owner: Any, name: str) -> list[None]:
-        calls: list[None] = []
+    def count(owner: Any, name: str, entries: Callable[..., Iterable[Any]] = lambda *_: [None]) -> list[Any]:
+        noted: list[Any] = []
         original = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(None)
-            return original(*args, **kwargs)
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            noted.extend(entries(result, *arguments))
+            return result
 
         monkeypatch.setattr(owner, name, call)
-        return calls
+        return noted
 
     return count
 
 
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[BlockHash]]:
-    """The hashes of blocks that are computed from now on."""
-
-    def begin() -> list[BlockHash]:
-        found: list[BlockHash] = []
-        original = block_pool.hash_chain
-
-        def chain(parent: BlockHash, packed: bytes, block_bytes: int) -> list[BlockHash]:
-            hashes = original(parent, packed, block_bytes)
-            found.extend(hashes)
-            return hashes
-
-        monkeypatch.setattr(block_pool, "hash_chain", chain)
-        return found
-
-    return begin
+def make_driver_with_priorities(num_blocks: int) -> Driver:
+    sizes = {"block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 1000}
+    return Driver(make_config(num_blocks=num_blocks, policy=PolicyKind.PRIORITY, **sizes))
 
 
 def make_full_driver(*priorities: int) -> Driver:
     """Requests of these priorities fill all of the pool but two blocks, with three blocks each in which they end."""
-    config = make_config(
-        num_blocks=3 * len(priorities) + 2,
-        block_size=16,
-        max_num_seqs=64,
-        max_num_batched_tokens=1024,
-        policy=PolicyKind.PRIORITY,
-        max_model_len=1000,
-    )
-    driver = Driver(config)
+    driver = make_driver_with_priorities(3 * len(priorities) + 2)
     for handle, priority in enumerate(priorities):
         driver.submit(make_request(handle, prompt_len=33, max_tokens=15, priority=priority))
     driver.run_steps(2)
@@ -211,15 +189,7 @@ def test_displacing_in_vain_looks_at_nobody(counted):
 
 
 def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody_leaves(counted):
-    config = make_config(
-        num_blocks=25,
-        block_size=16,
-        max_num_seqs=64,
-        max_num_batched_tokens=1024,
-        policy=PolicyKind.PRIORITY,
-        max_model_len=1000,
-    )
-    driver = Driver(config)
+    driver = make_driver_with_priorities(25)
     driver.submit(make_request(0, prompt=[3] * 33, max_tokens=15, priority=100))
     driver.run_steps(2)
     for handle in range(1, 21):
@@ -281,20 +251,13 @@ def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_s
     assert driver.finished == {*range(10)}
 
 
-def test_who_waits_for_a_long_prompt_is_looked_at_once_and_holds_up_nobody(monkeypatch):
+def test_who_waits_for_a_long_prompt_is_looked_at_once_and_holds_up_nobody(counted, monkeypatch):
     monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 512)
     driver = make_driver(num_blocks=2000)
     long = [7 + index % 40 for index in range(1200)]
     driver.submit(make_request(0, prompt=long, max_tokens=2))
     plan(driver)
-    looks: list[int] = []
-    next_hashes = BlockManager.next_hashes
-
-    def look(blocks: BlockManager, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
-        looks.append(sequence.request.key.handle)
-        return next_hashes(blocks, sequence, count)
-
-    monkeypatch.setattr(BlockManager, "next_hashes", look)
+    looks = counted(BlockManager, "next_hashes", lambda _, blocks, sequence, count: [sequence.request.key.handle])
     for handle in range(1, 9):
         driver.submit(make_request(handle, prompt=[*long, handle], max_tokens=2))
     plan(driver)
@@ -393,7 +356,7 @@ def run_steps(scheduler: Scheduler, count: int) -> None:
 
 @pytest.mark.parametrize("policy", PolicyKind)
 @pytest.mark.parametrize("num_sequences", [1, 2])
-def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_changes(policy, num_sequences, monkeypatch):
+def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_changes(policy, num_sequences, counted):
     config = make_config(num_blocks=600, max_model_len=3000, max_num_batched_tokens=2000, policy=policy)
     scheduler = Scheduler(config)
     # What steps evict from here on is of the first of these.
@@ -405,27 +368,18 @@ def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_change
     large = make_request(3, prompt=[6] * 1600 + [7] * 570, max_tokens=60, num_sequences=num_sequences)
     scheduler.submit(continued(large, [1] * num_sequences), 0.0)
     run_steps(scheduler, 2)
-    num_looked_at = 0
-    for name in ("hits", "num_free_of"):
-        original = getattr(BlockPool, name)
-
-        def count(pool: BlockPool, each: Any, original: Any = original) -> Any:
-            nonlocal num_looked_at
-            num_looked_at += len(each)
-            return original(pool, each)
-
-        monkeypatch.setattr(BlockPool, name, count)
+    looks = [counted(BlockPool, name, lambda _, pool, blocks: blocks) for name in ("hits", "num_free_of")]
     free = scheduler.batch.blocks.pool.sealed_hashes()
     run_steps(scheduler, 40)
     assert set(free) - set(scheduler.batch.blocks.pool.sealed_hashes()), "nothing was evicted"
     assert large.key in scheduler.waiting
     # Of 400 blocks that are cached.
-    assert num_looked_at <= 40 * 64
+    assert sum(map(len, looks)) <= 40 * 64
 
 
-def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(hashed):
+def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(counted):
     scheduler = make_scheduler()
-    hashes = hashed()
+    hashes = counted(block_pool, "hash_chain", lambda hashes, *_: hashes)
     scheduler.submit(make_request(0, prompt_len=1600, max_tokens=2), 0.0)
     assert scheduler.schedule(0.0) is not None
     assert len(hashes) <= 16
@@ -433,14 +387,14 @@ def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_comput
 
 @pytest.mark.parametrize(("most_at_arrival", "num_at_arrival"), [(None, 399), (100, 100)])
 def test_a_cached_prompt_is_hashed_when_it_comes_and_what_is_too_long_for_that_when_it_is_admitted(
-    hashed, monkeypatch, most_at_arrival, num_at_arrival
+    counted, monkeypatch, most_at_arrival, num_at_arrival
 ):
     if most_at_arrival is not None:
         monkeypatch.setattr(kv_cache, "_MAX_HASHES_AT_ARRIVAL", most_at_arrival)
     scheduler = make_scheduler()
     scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
     run_steps(scheduler, 2)
-    hashes = hashed()
+    hashes = counted(block_pool, "hash_chain", lambda hashes, *_: hashes)
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == num_at_arrival
     plan = scheduler.schedule(0.0)

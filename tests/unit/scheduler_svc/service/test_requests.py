@@ -5,6 +5,7 @@ compare every event."""
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,29 +34,21 @@ NO_USAGE = Usage(1, 0, 0, 0, 0.0, 0.0, 0.0)
 class Timers:
     """Calls that are due when a test says so."""
 
-    @dataclass(eq=False)
-    class Timer:
-        at: float
-        call: Callable[[], object]
-        pending: set["Timers.Timer"]
-
-        def cancel(self) -> None:
-            self.pending.discard(self)
-
     def __init__(self) -> None:
         self.now = 0.0
-        self.pending: set[Timers.Timer] = set()
+        self.pending: dict[int, tuple[float, Callable[[], object]]] = {}
+        self._numbers = itertools.count()
 
-    def call_later(self, seconds: float, call: Callable[[], object]) -> "Timers.Timer":
-        timer = Timers.Timer(self.now + seconds, call, self.pending)
-        self.pending.add(timer)
-        return timer
+    def call_later(self, seconds: float, call: Callable[[], object]) -> SimpleNamespace:
+        number = next(self._numbers)
+        self.pending[number] = self.now + seconds, call
+        return SimpleNamespace(cancel=lambda: self.pending.pop(number, None))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        for timer in [each for each in self.pending if each.at <= self.now]:
-            self.pending.discard(timer)
-            timer.call()
+        for number, (at, call) in list(self.pending.items()):
+            if at <= self.now and self.pending.pop(number, None):
+                call()
 
 
 @dataclass
