@@ -22,15 +22,17 @@ class Batch:
     seq_lens: torch.Tensor
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As attention takes them."""
+        return self.query, self.kv_cache, self.block_tables, self.query_start_loc, self.seq_lens
+
+    @property
     def limits(self) -> dict[str, int]:
         query_lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
         return {"max_query_len": int(query_lens.max()), "max_seq_len": int(self.seq_lens.max())}
 
     def attend(self, scale: float = 0.3, **options: Any) -> torch.Tensor:
-        arguments = {"scale": scale, **self.limits, **options}
-        return ops.paged_attention(
-            self.query, self.kv_cache, self.block_tables, self.query_start_loc, self.seq_lens, **arguments
-        )
+        return ops.paged_attention(*self.tensors, **{"scale": scale, **self.limits, **options})
 
 
 def make_batch(

@@ -22,16 +22,8 @@ ROWS = st.one_of(
 )
 
 
-def attend(implementation: Implementation, batch: Batch, scores: ScoreRule) -> torch.Tensor:
-    return implementation.paged_attention(
-        batch.query,
-        batch.kv_cache,
-        batch.block_tables,
-        batch.query_start_loc,
-        batch.seq_lens,
-        scores=scores,
-        **batch.limits,
-    )
+def attend(implementation: Implementation, batch: Batch, scores: ScoreRule, **limits: int) -> torch.Tensor:
+    return implementation.paged_attention(*batch.tensors, scores=scores, **(limits or batch.limits))
 
 
 def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
@@ -193,16 +185,9 @@ def test_views_are_read_where_they_are(isa: str) -> None:
 
 def test_an_empty_batch_gives_nothing(isa: str) -> None:
     none = torch.zeros(0, dtype=torch.int32)
-    actual = make_implementation(isa).paged_attention(
-        torch.zeros(0, 4, 32),
-        torch.zeros(2, 5, 2, 16, 32),
-        none.view(0, 3),
-        torch.zeros(1, dtype=torch.int32),
-        none,
-        scores=ScoreRule(1.0),
-        max_query_len=1,
-        max_seq_len=1,
-    )
+    pool, starts = torch.zeros(2, 5, 2, 16, 32), torch.zeros(1, dtype=torch.int32)
+    batch = Batch(torch.zeros(0, 4, 32), pool, none.view(0, 3), starts, none)
+    actual = attend(make_implementation(isa), batch, ScoreRule(1.0), max_query_len=1, max_seq_len=1)
     assert actual.shape == (0, 4, 32)
 
 
@@ -220,14 +205,5 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_indexes_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    batch = replace(GOOD, **changes)
     with pytest.raises(IndexError, match=message):
-        make_implementation(ISAS[0]).paged_attention(
-            batch.query,
-            batch.kv_cache,
-            batch.block_tables,
-            batch.query_start_loc,
-            batch.seq_lens,
-            scores=ScoreRule(1.0),
-            **GOOD.limits,
-        )
+        attend(make_implementation(ISAS[0]), replace(GOOD, **changes), ScoreRule(1.0), **GOOD.limits)

@@ -66,8 +66,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[Any]:
 
 def attend(rows: list[tuple[int, int]], *, scores: ScoreRule | None = None, **shape: Any) -> None:
     batch = make_batch(rows, **shape)
-    tensors = (batch.query, batch.kv_cache, batch.block_tables, batch.query_start_loc, batch.seq_lens)
-    paged_attention(*tensors, scores=scores or ScoreRule(0.1), **batch.limits)
+    paged_attention(*batch.tensors, scores=scores or ScoreRule(0.1), **batch.limits)
 
 
 def assert_fit(kernels: set[Any], names: set[str]) -> None:

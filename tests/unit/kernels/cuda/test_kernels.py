@@ -34,14 +34,11 @@ MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (40, 71), (1, 150)]
 SHORT = [(1, 1), (3, 3), (1, 17), (4, 11)]
 # So that small contexts have many pieces, more than are joined at once.
 MANY_PIECES = DecodeTiling(tile=16, shortest_split=16, longest_split=16)
+PREFILL_TILING = PrefillTiling(query_tile=16, tile=16)
 
 
 def attend(device: KernelDevice, batch: Batch, scale: float = 0.3, **options: Any) -> torch.Tensor:
-    return device.run(paged_attention, *rows_of(batch), scores=ScoreRule(scale, **options), **batch.limits).result
-
-
-def rows_of(batch: Batch) -> tuple[torch.Tensor, ...]:
-    return batch.query, batch.kv_cache, batch.block_tables, batch.query_start_loc, batch.seq_lens
+    return device.run(paged_attention, *batch.tensors, scores=ScoreRule(scale, **options), **batch.limits).result
 
 
 def assert_close(
@@ -110,7 +107,7 @@ def test_contexts_in_many_pieces_match_naive(
     batch = make_batch([(1, length) for length in lengths], heads=(6, 2), head_dim=48)
     scores = ScoreRule(0.3, sliding_window, sinks=sinks)
     output = torch.full_like(batch.query, torch.nan)
-    rows, longest = PagedBatch(*rows_of(batch)), max(lengths)
+    rows, longest = PagedBatch(*batch.tensors), max(lengths)
     outcome = device.run(decode_attention, output, rows, scores, max_seq_len=longest, tiling=MANY_PIECES)
     expected = naive_attention(batch, sliding_window=sliding_window, sinks=sinks)
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
@@ -123,7 +120,7 @@ def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
     """What a recorded graph does, whose contexts are cut for the longest one."""
     batch = make_batch([(1, length) for length in (1, 16, 17, 300)], heads=(6, 2))
     scores = ScoreRule(0.3, sliding_window, sinks=SINKS)
-    result = device.run(paged_attention, *rows_of(batch), scores=scores, max_query_len=1, max_seq_len=20_000).result
+    result = device.run(paged_attention, *batch.tensors, scores=scores, max_query_len=1, max_seq_len=20_000).result
     expected = naive_attention(batch, sliding_window=sliding_window, sinks=SINKS)
     assert_close(result, expected, batch.query.dtype)
 
@@ -134,13 +131,11 @@ def test_each_kernel_leaves_the_rows_of_the_other_alone(device: KernelDevice) ->
     is_decode = torch.tensor([new == 1 for new, _ in SHORT for _ in range(new)])
     assert len(is_decode) == starts[-1]
     output = torch.full_like(batch.query, torch.nan)
-    scores, rows = ScoreRule(0.3), PagedBatch(*rows_of(batch))
-    decoded = device.run(
+    scores, rows = ScoreRule(0.3), PagedBatch(*batch.tensors)
+    (decoded, *_) = device.run(
         decode_attention, output.clone(), rows, scores, max_seq_len=150, tiling=DecodeTiling()
-    ).arguments[0]
-    prefilled = device.run(
-        prefill_attention, output.clone(), rows, scores, tiling=PrefillTiling(query_tile=16, tile=16)
-    ).arguments[0]
+    ).arguments
+    (prefilled, *_) = device.run(prefill_attention, output.clone(), rows, scores, tiling=PREFILL_TILING).arguments
     assert torch.equal(decoded.isnan().all(dim=(1, 2)), ~is_decode)
     assert torch.equal(prefilled.isnan().all(dim=(1, 2)), is_decode)
     assert_close(torch.where(is_decode[:, None, None], decoded, prefilled), expected, batch.query.dtype)
@@ -178,8 +173,8 @@ def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: Kernel
     """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
     batch, sinks = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(3, 1)), SINKS[:3]
     output = torch.full_like(batch.query, torch.nan)
-    rows, scores = PagedBatch(*rows_of(batch)), ScoreRule(0.3, sliding_window, sinks=sinks)
-    outcome = device.run(prefill_attention, output, rows, scores, tiling=PrefillTiling(query_tile=16, tile=16))
+    rows, scores = PagedBatch(*batch.tensors), ScoreRule(0.3, sliding_window, sinks=sinks)
+    outcome = device.run(prefill_attention, output, rows, scores, tiling=PREFILL_TILING)
     expected = naive_attention(batch, sliding_window=sliding_window, sinks=sinks)
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
 

@@ -38,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 12, 40]),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 6),
-        budget=st.integers(6, 20),
+        max_num_batched_tokens=st.integers(6, 20),
         watermark=st.sampled_from([0.0, 0.1, 0.5]),
         policy=st.sampled_from(PolicyKind),
         preemption_mode=st.sampled_from(PreemptionMode),
@@ -53,24 +53,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 1, 3, 7]),
         fixed_tokens=st.sampled_from([0, 16, 1000]),
     )
-    def start(
-        self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config
-    ):
+    def start(self, max_in_flight, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
         self.patch.setattr(preparation, "NUM_KEPT", num_kept)
-        self.driver = Driver(
-            make_config(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=budget,
-                max_model_len=40,
-                max_waiting_requests=6,
-                pin_quota=max_pinned,
-                max_pinned=max_pinned,
-                **config,
-            ),
-            max_in_flight,
-        )
+        config |= {"pin_quota": max_pinned, "max_pinned": max_pinned, "max_model_len": 40, "max_waiting_requests": 6}
+        self.driver = Driver(make_config(**config), max_in_flight)
         self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
         self.is_cache_watched = is_cache_watched
         """Whether the mirror is compared after each operation, else after some."""
@@ -400,14 +388,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for (handle, index), expected in self.expected.items():
             if handle in self.driver.finished:
                 assert self.driver.samples[handle, index] == expected
-        assert (
-            self.driver.failed
-            <= self.driver.poisoned.keys()
-            | self.driver.deadly.keys()
-            | self.driver.failing.keys()
-            | self.driver.refusing.keys()
-            | self.killed
-        )
+        driver = self.driver
+        faults = {*driver.poisoned, *driver.deadly, *driver.failing, *driver.refusing}
+        assert driver.failed <= faults | self.killed
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
         assert scheduler.batch.blocks.pool.num_used == scheduler.pins.num_pinned

@@ -230,19 +230,19 @@ def loaded(layer: Loadable, checkpoint: Checkpoint) -> Loadable:
     return layer
 
 
+def make_layer(checkpoint: Checkpoint, placement: Placement, split: Split = Split.WHOLE) -> Linear:
+    layer = Linear([LinearPart("a", OUT)], IN, bias=True, placement=placement, split=split)
+    layer.load(checkpoint)
+    return layer
+
+
 def whole(checkpoint: Checkpoint) -> torch.Tensor:
-    layer = Linear([LinearPart("a", OUT)], IN, bias=True, placement=placed(0, 1))
-    return loaded(layer, checkpoint)(X)
+    return make_layer(checkpoint, placed(0, 1))(X)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_outputs_side_by_side_are_the_whole_layer_s(checkpoint: Checkpoint, size: int) -> None:
-    parts = [
-        loaded(
-            Linear([LinearPart("a", OUT)], IN, bias=True, placement=placed(rank, size), split=Split.OUTPUTS), checkpoint
-        )
-        for rank in range(size)
-    ]
+    parts = [make_layer(checkpoint, placed(rank, size), Split.OUTPUTS) for rank in range(size)]
     torch.testing.assert_close(torch.cat([part(X) for part in parts], dim=1), whole(checkpoint))
 
 
@@ -250,11 +250,8 @@ def test_outputs_side_by_side_are_the_whole_layer_s(checkpoint: Checkpoint, size
 def test_sums_over_inputs_add_up_to_the_whole_layer_s_with_one_bias(checkpoint: Checkpoint, size: int) -> None:
     total = torch.zeros(len(X), OUT)
     for rank in range(size):
-        placement = placed(rank, size)
-        part = loaded(
-            Linear([LinearPart("a", OUT)], IN, bias=True, placement=placement, split=Split.INPUTS), checkpoint
-        )
-        total += part(X[:, placement.ranks.shard(IN).slice])
+        part = make_layer(checkpoint, placed(rank, size), Split.INPUTS)
+        total += part(X[:, Ranks(rank, size).shard(IN).slice])
     torch.testing.assert_close(total, whole(checkpoint))
 
 
@@ -285,8 +282,7 @@ def test_ranks_share_an_adapter_as_they_share_the_layer(split: Split, checkpoint
     slots = torch.arange(len(X)) % 3
 
     def adapted(placement: Placement) -> torch.Tensor:
-        layer = Linear([LinearPart("a", OUT)], IN, bias=True, placement=placement, split=split)
-        layer.load(checkpoint)
+        layer = make_layer(checkpoint, placement, split)
         token_slots = TokenSlots()
         layer.accept_adapters(token_slots, 2, 6)
         for slot, adapter in enumerate(adapters, 1):
