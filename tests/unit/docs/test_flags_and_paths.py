@@ -27,21 +27,8 @@ SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
 # What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
 FOREIGN_FLAGS = {
-    "--build",
-    "--build-arg",
-    "--from-file",
-    "--namespace",
-    "--now",
-    "--profile",
-    "--scale",
-    "--set",
-    "--tag",
-    "--target",
-    "--values",
-    "--extra-index-url",
-    "--no-deps",
-    "--fifo",
-    "--no-enable-prefix-caching",
+    *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
+    *("--target", "--values", "--extra-index-url", "--no-deps", "--fifo", "--no-enable-prefix-caching"),
 }
 # Spoken of as what there is not.
 ABSENT = {"setup.py"}

@@ -22,15 +22,8 @@ from worker_svc.models.registry import load_model
 
 CPU = torch.device("cpu")
 FAMILIES = (
-    "llama-gqa-untied-32",
-    "llama-mqa-80",
-    "mistral-sliding",
-    "qwen2-tied",
-    "qwen3",
-    "gpt2-tied-32",
-    "opt-pre-norm-32",
-    "opt-post-norm-projected-64",
-    "phi3",
+    *("llama-gqa-untied-32", "llama-mqa-80", "mistral-sliding", "qwen2-tied", "qwen3", "gpt2-tied-32"),
+    *("opt-pre-norm-32", "opt-post-norm-projected-64", "phi3"),
 )
 NUM_ADAPTERS = 3
 STEPS = (

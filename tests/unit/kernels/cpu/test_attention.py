@@ -1,6 +1,5 @@
 """Attention in C++ and that of the reference against dense attention in float64, over shapes that fit no vector."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,19 +55,7 @@ def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
     ],
 )
 def test_any_batch_matches_dense_attention(
-    isas: Sequence[str],
-    rows: list[tuple[int, int]],
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    window: int | None,
-    soft_cap: float | None,
-    alibi: bool,
-    most_sink: float | None,
-    threads: int,
-    seed: int,
+    isas, rows, num_kv_heads, group, head_dim, block_size, dtype, window, soft_cap, alibi, most_sink, threads, seed
 ) -> None:
     num_heads = num_kv_heads * group
     batch = make_batch(

@@ -40,9 +40,7 @@ def numbers_of(kernels: CpuKernels, packed: PackedWeight, num_tokens: int) -> to
     odd=st.sampled_from([0, 1, 30, 200]),
     threads=st.integers(1, 2),
 )
-def test_every_number_comes_back(
-    isa: str, num_tokens: int, out_features: int, in_features: int, odd: int, threads: int
-) -> None:
+def test_every_number_comes_back(isa, num_tokens, out_features, in_features, odd, threads) -> None:
     kernels = make_kernels(isa)
     weight = make_weight(out_features, in_features)
     # Numbers whose upper bytes nobody else has: large ones, tiny ones, and such as are no normal numbers.

@@ -23,7 +23,7 @@ from tests.unit.kernels.cpu.test_product import make_kernels
     seed=st.integers(0, 2**32 - 1),
 )
 def test_products_are_those_of_the_dequantized_weight(
-    isa: str, coding: Coding, num_tokens: int, out_features: int, num_groups: int, gated: bool, threads: int, seed: int
+    isa, coding, num_tokens, out_features, num_groups, gated, threads, seed
 ) -> None:
     kernels = make_kernels(isa)
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)
@@ -84,7 +84,7 @@ def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> No
     seed=st.integers(0, 2**32 - 1),
 )
 def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
-    isa: str, coding: Coding, num_tokens: int, out_features: int, num_groups: int, gated: bool, seed: int
+    isa, coding, num_tokens, out_features, num_groups, gated, seed
 ) -> None:
     kernels = make_kernels(isa)
     weight = make_coded(coding, 2 * out_features if gated else out_features, num_groups, seed)

@@ -68,15 +68,7 @@ RANKS = st.one_of(st.none(), st.integers(1, MAX_RANK), st.sampled_from([4, 8, 16
     data=st.data(),
 )
 def test_any_shape_equals_the_sums_of_float64(
-    isa: str,
-    num_tokens: int,
-    widths: list[int],
-    in_features: int,
-    gated: bool,
-    quantization: Quantization,
-    dtype: torch.dtype,
-    threads: int,
-    data: st.DataObject,
+    isa, num_tokens, widths, in_features, gated, quantization, dtype, threads, data
 ) -> None:
     kernels = make_kernels(isa)
     if not kernels.has_products(dtype, quantization):

@@ -26,9 +26,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.
     threads=st.integers(1, 2),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_norms_and_activation_of_views(
-    isa: str, lines: int, hidden: int, gap: int, dtype: torch.dtype, threads: int, seed: int
-) -> None:
+def test_norms_and_activation_of_views(isa, lines, hidden, gap, dtype, threads, seed) -> None:
     kernels = make_implementation(isa)
     torch.manual_seed(seed)
     wide = torch.randn(lines, 2 * hidden + gap).to(dtype)
@@ -57,7 +55,7 @@ def test_norms_and_activation_of_views(
     threads=st.integers(1, 2),
 )
 def test_rotation_and_write_are_the_same_as_one_after_the_other(
-    isa: str, num_tokens: int, heads: tuple[int, int], half: int, block_size: int, dtype: torch.dtype, threads: int
+    isa, num_tokens, heads, half, block_size, dtype, threads
 ) -> None:
     kernels, reference = make_implementation(isa), make_implementation("reference")
     num_heads, num_kv_heads = heads

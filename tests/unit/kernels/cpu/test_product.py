@@ -54,16 +54,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     threads=st.integers(1, 2),
 )
 def test_any_shape_equals_the_sums_of_float64(
-    isa: str,
-    num_tokens: int,
-    out_features: int,
-    in_features: int,
-    gap: int,
-    gate: str | None,
-    has_bias: bool,
-    quantization: Quantization,
-    dtype: torch.dtype,
-    threads: int,
+    isa, num_tokens, out_features, in_features, gap, gate, has_bias, quantization, dtype, threads
 ) -> None:
     kernels = products_of(isa, dtype, quantization)
     out_features *= 2 if gate else 1

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ class Timers:
         self.pending: dict[int, tuple[float, Callable[[], object]]] = {}
         self._numbers = itertools.count()
 
-    def call_later(self, seconds: float, call: Callable[[], object]) -> SimpleNamespace:
+    def call_later(self, seconds: float, call: Callable[[], object]) -> Any:
         number = next(self._numbers)
         self.pending[number] = self.now + seconds, call
         return SimpleNamespace(cancel=lambda: self.pending.pop(number, None))

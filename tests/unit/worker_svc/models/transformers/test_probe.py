@@ -38,19 +38,12 @@ def spread(x: torch.Tensor) -> torch.Tensor:
     return x + x.mean(-2, keepdim=True)
 
 
-def make_forward(
-    recorder: Recorder,
-    *,
-    on_queries: Change = leave,
-    on_keys: Change = leave,
-    on_values: Change = leave,
-    on_attended: Change = leave,
-    on_hidden: Change = leave,
-    place: Change = leave,
-    num_calls: int = 1,
-    **options: Any,
-) -> Forward:
-    """A model of one attention module; each argument changes what its name says, `place` the positions."""
+PLACES = ("on_queries", "on_keys", "on_values", "on_attended", "on_hidden", "place")
+
+
+def make_forward(recorder: Recorder, *, num_calls: int = 1, **how: Any) -> Forward:
+    """A model of one attention module; each of PLACES changes what its name says, `place` the positions."""
+    on_queries, on_keys, on_values, on_attended, on_hidden, place = (how.pop(name, leave) for name in PLACES)
     generator = torch.Generator().manual_seed(0)
     tokens_of, places_of = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator), torch.randn(64, HIDDEN)
     module = nn.Module()
@@ -61,9 +54,8 @@ def make_forward(
         for _ in range(num_calls):
             query = x.view(1, -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
             key, value = query[:, :NUM_KV_HEADS], query[:, NUM_KV_HEADS:]
-            attended, _weights = attend_by_hook(
-                module, on_queries(query), on_keys(key), on_values(value), None, **options
-            )
+            changed = on_queries(query), on_keys(key), on_values(value)
+            attended, _weights = attend_by_hook(module, *changed, None, **how)
             x = x + on_attended(attended.flatten(2)[0])
         return on_hidden(x)
 
