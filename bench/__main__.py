@@ -39,6 +39,7 @@ BENCHMARKS = (
     "contiguous",
     "virtual_pages",
     "speculation",
+    "copying",
     "speculation_cost",
 )
 

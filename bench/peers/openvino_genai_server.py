@@ -1,7 +1,8 @@
 """OpenVINO GenAI's continuous batching on the CPU, behind the part of OpenAI's API that `quire bench` calls.
 
-Called as `python openvino_genai_server.py MODEL PORT` by an interpreter that has openvino_genai, with a model that
-`optimum-cli export openvino` wrote. Prints one line when it is ready. It takes completions of token ids, streamed; a
+Called as `python openvino_genai_server.py MODEL PORT [DRAFTS NGRAM]` by an interpreter that has openvino_genai, with a
+model that `optimum-cli export openvino` wrote. With the last two it looks up in prompts what followed so many tokens,
+and verifies so many in a step. Prints one line when it is ready. It takes completions of token ids, streamed; a
 chunk has no text, for turning tokens into text is not what is compared.
 """
 
@@ -22,12 +23,15 @@ MODEL_NAME = "openvino"
 class Engine:
     """The pipeline, stepped by a thread of its own while there is anything to do."""
 
-    def __init__(self, model):
+    def __init__(self, model, lookup=None):
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 4, 64, 2048
         scheduler.enable_prefix_caching = False
         threads = len(os.sched_getaffinity(0))
         hints = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
+        self._lookup = lookup
+        if lookup is not None:
+            hints["prompt_lookup"] = True
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", hints)
         self._inbox = queue.Queue()
         self._num_requests = 0
@@ -61,6 +65,8 @@ class Engine:
         config.ignore_eos, config.do_sample = True, temperature > 0
         if config.do_sample:
             config.temperature, config.top_p = temperature, top_p
+        if self._lookup is not None:
+            config.num_assistant_tokens, config.max_ngram_size = self._lookup
         prompt = openvino.Tensor(np.array([token_ids], dtype=np.int64))
         self._num_requests += 1
         return self._pipeline.add_request(self._num_requests, prompt, config), outbox
@@ -121,8 +127,8 @@ class Server(ThreadingHTTPServer):
 
 
 def main():
-    model, port = sys.argv[1:]
-    Handler.engine = Engine(model)
+    model, port, *lookup = sys.argv[1:]
+    Handler.engine = Engine(model, tuple(map(int, lookup)) or None)
     server = Server(("127.0.0.1", int(port)), Handler)
     print(f"ready http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
