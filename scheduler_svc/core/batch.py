@@ -217,6 +217,11 @@ class StepDraft:
         return not (len(self._rows) or self._chunks)
 
     @property
+    def swaps_out(self) -> bool:
+        """Whether blocks are to be moved to the host."""
+        return bool(self._swap_out)
+
+    @property
     def has_chunks(self) -> bool:
         """Whether rows compute more than their newest token."""
         return bool(self._chunks)

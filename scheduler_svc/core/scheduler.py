@@ -416,7 +416,8 @@ class Scheduler:
         self._shares.add_prefills()
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()
-        if not batch.draft.is_empty:
+        # What is swapped out leaves before other blocks may come to its place.
+        if not batch.draft.is_empty or batch.draft.swaps_out:
             return self._commit(now)
         if self.in_flight:
             return None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Request
@@ -241,3 +242,21 @@ def test_blocks_of_the_tier_come_only_where_their_request_fits() -> None:
     driver.submit(again)
     assert told(driver) == []
     driver.finish(other, again)
+
+
+def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -> None:
+    swaps = {"policy": PolicyKind.PRIORITY, "preemption_mode": PreemptionMode.SWAP, "num_host_blocks": 16}
+    driver = Driver(make_config(num_blocks=8, **swaps), max_in_flight=1)
+    first, other = make_request(1, prompt_len=16, max_tokens=9), make_request(2, prompt_len=19, max_tokens=9)
+    on_disk(driver, first)
+    driver.submit(other)
+    driver.run_steps(3)
+    # It displaces the only one that runs, and waits for its blocks.
+    again = make_request(3, prompt=list(first.prompt), max_tokens=9, priority=1)
+    driver.submit(again)
+    plan = driver.next_plan()
+    assert (len(plan.rows), len(plan.swap_out)) == (0, 6)
+    driver.tell()
+    assert len(driver.told) == 1
+    driver.finish(other, again)
+    assert driver.usage[3].cached_tokens == 12
