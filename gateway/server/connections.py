@@ -109,8 +109,9 @@ class IncomingBody:
         await self._send(message)
 
     def release(self) -> None:
-        """The request is over."""
-        self.held.release()
+        """The request is over. What it began may keep the body's memory (`keep_memory`)."""
+        if not self.held.is_kept:
+            self.held.release()
 
     def _give_up(self) -> None:
         """Called while another request runs."""

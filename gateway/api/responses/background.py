@@ -37,6 +37,7 @@ from gateway.auth.keys import Authenticator
 from gateway.replicas.events import Chunk, Completed, Event, TokenRun
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
+from gateway.request.body_memory import keep_memory
 from gateway.request.generator import Generator
 from gateway.request.prepare import CallParameters
 from gateway.request.violations import renamed
@@ -209,6 +210,10 @@ class BackgroundResponses:
         run = _Run(row, began)
         self._runs[row.tenant, row.id] = run
         run.task = asyncio.create_task(self._run(run), name=f"background {row.id}")
+        if began is not None:
+            # The request of a response is held longer than the call that brought it.
+            release = keep_memory()
+            run.task.add_done_callback(lambda _: release())
 
     def _stop(self, tenant: str, response_id: str) -> None:
         run = self._runs.get((tenant, response_id))

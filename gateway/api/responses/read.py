@@ -51,6 +51,7 @@ _SYSTEM_ROLES = frozenset({"system", "developer"})
 _MAX_METADATA = 16
 # A limit of the list; OpenAI has fewer names.
 _MAX_INCLUDE = 32
+_MAX_EFFORT = 64
 _RENAMED = {
     "stopping.max_tokens": "max_output_tokens",
     "output.logprobs": "top_logprobs",
@@ -358,6 +359,11 @@ def _check(violations: Violations, body: InputBody) -> None:
         violations.add("input", "is empty; at least one item is needed")
     if body.truncation not in (None, "auto", "disabled"):
         violations.add("truncation", f'is "{shortened(body.truncation)}"; it must be auto or disabled')
+    if body.reasoning is not None and len(body.reasoning.effort or "") > _MAX_EFFORT:
+        # Each state of the response says it again.
+        violations.add(
+            "reasoning.effort", f"has {len(body.reasoning.effort or ''):,} characters; the max is {_MAX_EFFORT}"
+        )
     if body.text is not None and body.text.format is not None:
         _check_format(violations, body.text.format)
     _check_tool_choice(violations, body.tool_choice, [tool.name for tool in _kept_tools(body)])

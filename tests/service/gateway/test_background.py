@@ -142,6 +142,22 @@ async def test_readers_of_what_runs_here_wait_to_be_told(clients, two, monkeypat
     await wait_nothing_in_use(two.scheduler)
 
 
+async def test_requests_that_run_in_the_background_count_as_held(tmp_path, model):
+    async with two_gateways(tmp_path, model=model, max_total_body_bytes=8 << 20) as two:
+        two.stand_still()
+        body = {"input": "hello", "background": True, "user": "x" * (1 << 20)}
+        answers = [await two.first.http.post("/v1/responses", json=body) for _ in range(12)]
+        begun = [answer.json()["id"] for answer in answers if answer.status_code == 200]
+        assert 0 < len(begun) < 8
+        refused = answers[-1]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
+        assert (await two.second.http.post("/v1/responses", json=body)).status_code == 200
+        for response_id in begun:
+            assert (await two.first.http.post(f"/v1/responses/{response_id}/cancel")).status_code == 200
+        assert (await two.first.http.post("/v1/responses", json=body)).status_code == 200
+        two.workers[0].hang.clear()
+
+
 async def test_another_gateway_goes_on_where_one_stops(clients, two):
     whole = await clients[0].responses.create(
         model="model", input="Tell me.", background=True, tools=TOOLS, stream=True

@@ -111,6 +111,7 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"cache_salt": ""}, "cache_salt"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"truncation": "some"}, "truncation"),
+        ({"reasoning": {"effort": "x" * 65}}, "reasoning.effort"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
