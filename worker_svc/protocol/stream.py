@@ -61,7 +61,7 @@ from worker_svc.protocol.convert import (
 )
 from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
-from worker_svc.protocol.transfers import Transfers
+from worker_svc.protocol.transfers import Tell, Transfers
 from worker_svc.step import (
     AdapterLoaded,
     AdmittedStep,
@@ -144,11 +144,18 @@ class Worker:
         self.disk = disk
         self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls, disk)
 
-    def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
-        """Gives the worker to a scheduler: the previous session ends and all rows are released.
+    def attach(
+        self,
+        epoch: int,
+        on_superseded: Callable[[QuireError], None],
+        on_fetched: Tell = lambda lease, is_done: None,
+    ) -> Session:
+        """Gives the worker to a scheduler: the previous session ends, all rows are released, and blocks that move for
+        it get no seal any more.
 
         Args:
             on_superseded: Called when a higher epoch takes the worker away from this session.
+            on_fetched: Is told of blocks that this session offers.
 
         Raises:
             FailedPrecondition: the epoch is stale, or attached at this moment.
@@ -158,6 +165,8 @@ class Worker:
             self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
         self._supersede = on_superseded
         self._ledger.reset()
+        if self.transfers is not None:
+            self.transfers.attached(on_fetched)
         for slot in list(self._reads):
             self._reads.pop(slot).cancel()
         return session
@@ -311,9 +320,7 @@ class StepStream:
         self._loads: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._session = worker.attach(epoch, on_superseded=self._outgoing.put_nowait)
-        if worker.transfers is not None:
-            worker.transfers.attached(self._tell_fetched)
+        self._session = worker.attach(epoch, self._outgoing.put_nowait, self._tell_fetched)
         self._post = post = asyncio.get_running_loop().call_soon_threadsafe
         self._answer = result_message if worker.info.rank == 0 else acknowledgement
         self._lane = StepLane(

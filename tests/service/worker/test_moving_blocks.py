@@ -21,6 +21,7 @@ from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, make_assign, make_batch, worker_stub
 from tests.support.worker_server import SMALL_WORKER, running_worker
 from worker_svc.device.disk_tier import BlockFile
+from worker_svc.protocol import transfers
 
 MODEL = ModelFingerprint("a", "b", "c")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -235,6 +236,30 @@ async def test_what_comes_from_a_slow_disk_after_its_time_is_not_written(
     may_read.set()
     assert await from_disk(with_disk, [20], HASHES[:1]) == []
     assert await compute(with_disk, [11, 12, 16], computed=8, row=3, prompt=other) == drawn
+
+
+async def test_blocks_that_came_before_the_memory_was_released_are_not_final(
+    with_disk: StepClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await seal(with_disk, [7, 3, 5])
+    has_first, may_read = threading.Event(), threading.Event()
+    read = BlockFile.read
+
+    def read_one(file: BlockFile, name: bytes, into: np.ndarray) -> bool:
+        if name == HASHES[1]:
+            has_first.set()
+            assert may_read.wait(60)
+        return read(file, name, into)
+
+    monkeypatch.setattr(BlockFile, "read", read_one)
+    monkeypatch.setattr(transfers, "_READ_AT_ONCE", 1)
+    await ask(with_disk, [11, 12], HASHES[:2], 60_000)
+    assert await asyncio.to_thread(has_first.wait, 60)
+    async with worker_stub(f"unix:{tmp_path / 'worker'}") as stub:
+        await stub.ReleaseMemory(worker_pb2.ReleaseMemoryRequest(scheduler_epoch=2))
+    may_read.set()
+    async with attached_client(f"unix:{tmp_path / 'worker'}", 3) as later:
+        assert not later.attached.sealed_block_ids
 
 
 def test_bytes_are_those_of_the_pool_layer_by_layer() -> None:
