@@ -46,6 +46,7 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: dict[str, int] = {}
+    num_blank = 0
     with path.open("rb") as file:
         for number, first, data in _pieces(file, limits.max_line_bytes):
             if len(data) > limits.max_line_bytes:
@@ -53,6 +54,11 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
                 errors.append(LineError(number, "line_too_long", message))
                 break
             if not data.strip():
+                if (num_blank := num_blank + 1) > limits.max_requests:
+                    # A line that is passed over takes time, too.
+                    message = f"the file has more than {limits.max_requests:,} blank lines (--max-batch-requests)"
+                    errors.append(LineError(number, "too_many_lines", message))
+                    break
                 continue
             if len(lines) >= limits.max_requests:
                 message = f"the file has more than {limits.max_requests:,} requests (--max-batch-requests)"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from gateway.api.batches import store as batches
+from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.store import BatchStore, Line, NotOwnerError
+from gateway.request.counting import EntryLimits
 
 TENANT = "a"
 
@@ -74,3 +76,14 @@ def test_of_batches_that_are_done_a_tenant_keeps_the_newest(store, monkeypatch):
                 store.fail(row.id, [])
     newest = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None).id
     assert {row.id for row in store.batches(TENANT)} == {others.id, *made[-2:], newest}
+
+
+def test_a_file_of_very_many_blank_lines_is_read_no_further(tmp_path):
+    limits, line = BatchLimits(3, 1 << 20, 1 << 20, EntryLimits(10)), b'{"custom_id": "a", "method": "POST", '
+    line += b'"url": "/v1/completions", "body": {}}'
+    path = tmp_path / "in"
+    path.write_bytes(b"\n" * 3 + line)
+    assert [each.line for each in read_lines(path, "/v1/completions", limits)[0]] == [4]
+    path.write_bytes(b"\n" * 1000 + line)
+    (error,) = read_lines(path, "/v1/completions", limits)[1]
+    assert (error.line, error.code) == (4, "too_many_lines")
