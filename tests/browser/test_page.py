@@ -114,6 +114,8 @@ async def test_an_example_is_told_slowly_and_pauses_by_itself_with_its_marks(ope
     done.set()
     await filming
     assert moving.stat().st_size < MAX_MOVING_BYTES
+    # What was read while it ran at full speed is there when it is shown again.
+    assert await page.locator("#table-rows .token").count() > 8
     await page.locator("#pause[aria-pressed='true']").wait_for()
     await page.locator("#events summary", has_text="forks").first.wait_for()
     # To a frame where a block was copied: the arrow stays, and so does the list.

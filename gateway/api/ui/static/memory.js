@@ -322,7 +322,9 @@ export class MemoryView {
     const sequences = [...this.memory.sequences.values()];
     find("#sequence-count").textContent = whole(sequences.length);
     this.isIdle = sequences.length === 0;
-    find("#idle").hidden = !this.isIdle || this.shown !== null || find("#told").textContent !== "";
+    // Requests that wait for a service that is down hold no blocks.
+    const isFree = this.isIdle && this.replica.outages.current === null;
+    find("#idle").hidden = !isFree || this.shown !== null || find("#told").textContent !== "";
     const entries = new Map();
     for (const sequence of sequences.slice(0, MAX_LISTED)) {
       const entry = this.entries.get(sequence.number) ?? this.makeEntry(sequence);

@@ -7,6 +7,7 @@ import { STATUS } from "./state.js";
 const [FIRST_ROWS, LAST_ROWS] = [4, 12];
 const READ_DELAY_MS = 250;
 const READ_AT_ONCE = 8;
+const KEPT_SEQUENCES = 32;
 const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
 
 export class BlockTable {
@@ -14,18 +15,26 @@ export class BlockTable {
   constructor(palette, { heading, facts, body, read }) {
     Object.assign(this, { palette, heading, facts, body, read });
     this.sequence = null;
-    this.forget();
+    // What was read of each sequence that was shown, the last ones: its past can be shown with it.
+    this.known = new Map();
+    this.texts = new Map();
   }
 
-  forget() {
-    this.texts = new Map();
+  recall({ request_id: request, number }) {
+    const id = `${request} ${number}`;
+    this.texts = this.known.get(id) ?? new Map();
+    this.known.delete(id);
+    this.known.set(id, this.texts);
+    if (this.known.size > KEPT_SEQUENCES) this.known.delete(this.known.keys().next().value);
     this.written = null;
     this.isPrivate = false;
   }
 
   // Shows a sequence as it is now; `canRead` is false for the past, whose texts are shown as far as they are known.
   show(sequence, memory, canRead) {
-    if (sequence.number !== this.sequence?.number || sequence.request_id !== this.sequence.request_id) this.forget();
+    if (sequence.number !== this.sequence?.number || sequence.request_id !== this.sequence.request_id) {
+      this.recall(sequence);
+    }
     this.sequence = sequence;
     this.blockSize = memory.shape.blockSize;
     this.pool = sequence.status === STATUS.swapped ? memory.host : memory.gpu;
@@ -57,10 +66,16 @@ export class BlockTable {
     return `${this.sequence.table[place]}:${this.filled(place)}`;
   }
 
+  // The tokens of a place as far as they were read from the block that is there, null where none were.
+  tokensAt(place) {
+    const text = this.texts.get(place);
+    return text?.block === this.sequence.table[place] ? text.tokens.slice(0, this.filled(place)) : null;
+  }
+
   write() {
     const { sequence } = this;
     const places = this.places, refs = places.map((place) => this.pool.refs[sequence.table[place]]);
-    const texts = places.map((place) => this.texts.get(place));
+    const texts = places.map((place) => this.tokensAt(place));
     const written = JSON.stringify([sequence.number, sequence.status, sequence.computed, sequence.table, refs, texts,
       this.isOver, this.isPrivate]);
     if (written === this.written) return;
@@ -86,11 +101,11 @@ export class BlockTable {
 
   rowOf(place) {
     const block = this.sequence.table[place], filled = this.filled(place), count = this.pool.refs[block];
-    const tokens = this.texts.get(place)?.tokens;
-    const text = tokens === undefined
-      ? [make("span", { className: "hint" }, this.isPrivate ? "text of another tenant" : "…")]
+    const tokens = this.tokensAt(place), hint = (text) => make("span", { className: "hint" }, text);
+    const text = tokens === null ? [hint(this.isPrivate ? "text of another tenant" : "…")]
       : [...tokens.map((each) => make("span", { className: "token" }, each)),
-        ...Array.from({ length: this.blockSize - tokens.length }, () => make("span", { className: "slot" }))];
+        ...(tokens.length < filled ? [hint("…")] : []),
+        ...Array.from({ length: this.blockSize - filled }, () => make("span", { className: "slot" }))];
     const shared = !this.isOver && count > 1 ? make("span", { className: "refs", title: "references" }, count) : "";
     return make(
       "tr", {}, make("th", { scope: "row" }, place), make("td", { className: "text" }, ...text),
@@ -111,12 +126,12 @@ export class BlockTable {
   }
 
   async readOne(sequence, name, place) {
-    const block = sequence.table[place], key = this.keyOf(place);
+    const block = sequence.table[place], key = this.keyOf(place), { texts } = this;
     const answer = await this.read(name, block);
     const owner = answer?.owners.find((each) => each.request_id === sequence.request_id &&
       each.sequence_index === sequence.sequence_index && each.logical_index === place);
-    if (owner === undefined || this.sequence.number !== sequence.number) return;
-    if (owner.tokens === null) this.isPrivate = true;
-    else this.texts.set(place, { key, tokens: owner.tokens });
+    if (owner === undefined) return;
+    if (owner.tokens === null) this.isPrivate ||= this.texts === texts;
+    else texts.set(place, { key, block, tokens: owner.tokens });
   }
 }
