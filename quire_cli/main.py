@@ -188,6 +188,8 @@ def explain(error: QuireError) -> str:
     """A failed call in one line for people."""
     if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
         said = " ".join(error.message.split())
+        if "http1.x server" in said:
+            return f"that port speaks HTTP; give the one for gRPC, 50051 unless --grpc-port says otherwise ({said})"
         return f"no gateway answers ({said}); check that `quire serve` runs, and the address"
     if error.reason == "MISSING_API_KEY":
         return "the gateway requires an API key; set QUIRE_API_KEY"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,10 +23,10 @@ from quire.adapters import MAX_RANK
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import ModelDirectory
+from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
 from quire.processors import available_memory, cores, num_processors
-from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report
+from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report, shown_bytes
 from quire.rpc.address import is_local
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
@@ -112,6 +113,8 @@ def build_worker(
     directory = ModelDirectory.open(resolve_model(settings.model, report=report))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
+    if device.type == "cpu":
+        check_weights_fit(directory.path, settings)
     load = partial(
         load_model,
         device=device,
@@ -459,6 +462,21 @@ def _make_pool(
     if tokens < geometry.max_model_len:
         _logger.warning("the KV pool holds %d tokens; sequences longer than that are refused", tokens)
     return pool
+
+
+def check_weights_fit(model: Path, settings: WorkerSettings) -> None:
+    """Raises ConfigurationError where the files of a model are larger than the memory that is available for it on the
+    CPU: a process that takes more is killed, and started again, without end. Rounding at load makes them smaller."""
+    if settings.quantization == "int8-weight-only":
+        return
+    size = sum(file.stat().st_size for file in weight_files(model)) // settings.tensor_parallel_size
+    available = _memory_of_each_rank(settings)
+    if available is not None and size > available:
+        raise ConfigurationError(
+            f"the weights of {model} take {shown_bytes(size)}; {shown_bytes(available)} of memory are available to "
+            "this worker; take a model with fewer parameters or in fewer bits (`quire models` says what each takes; "
+            "`quire quantize` makes a smaller one), or more memory"
+        )
 
 
 def _memory_of_each_rank(settings: WorkerSettings) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
@@ -213,16 +214,29 @@ def error_handlers(
 
 
 def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
-    shown = f"{request.method} {request.url.path[:200]}"
-    message = {404: f"{shown} is not known here", 405: f"{shown} is not allowed"}.get(error.status_code, error.detail)
+    path: str = request.url.path
+    shown = f"{request.method} {path[:200]}"
+    message = error.detail
     code = _CODES.get(error.status_code, "http_error")
     headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"{shown} is not known here{_suggestion(request)}; /docs lists all paths"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette lists only the methods of the first route of the path.
         path = next(each.path for each in request.app.routes if each.matches(request.scope)[0] is not Match.NONE)
         methods = {method for each in request.app.routes if each.path == path for method in each.methods}
         headers["Allow"] = ", ".join(sorted(methods))
+        message = f"{shown} is not allowed; the path takes {headers['Allow']}"
     return ErrorAnswer(error.status_code, message, code, headers=headers)
+
+
+def _suggestion(request: Request) -> str:
+    """The path that was probably meant: clients often leave out /v1, give it twice, or misspell a word."""
+    path = request.url.path[:200].rstrip("/")
+    paths = sorted({each.path for each in request.app.routes if "{" not in each.path})
+    meant = (f"/v1{path}", path.replace("/v1/v1/", "/v1/"), *get_close_matches(path, paths, 1, 0.85))
+    found = next((each for each in meant if each != path and each in paths), None)
+    return "" if found is None else f"; did you mean {found}?"
 
 
 def set_client_request_id(request_id: str) -> None:

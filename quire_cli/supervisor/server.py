@@ -22,7 +22,7 @@ from quire.client import AsyncClient, GenerationOptions
 from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
 from quire.progress import STARTING, LoadProgress
-from quire.rpc.address import ReservedPort
+from quire.rpc.address import AddressInUse, ReservedPort
 from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
@@ -230,8 +230,12 @@ class LocalServer:
         """Reserves what must be there before the first process."""
         settings = self._settings
         check_servable(settings)
-        self._ports.append(ReservedPort.reserve(settings.grpc_host, settings.grpc_port))
-        self._ports.append(ReservedPort.reserve(settings.http_host, settings.http_port))
+        wanted = {"grpc": (settings.grpc_host, settings.grpc_port), "http": (settings.http_host, settings.http_port)}
+        for name, (host, port) in wanted.items():
+            try:
+                self._ports.append(ReservedPort.reserve(host, port))
+            except AddressInUse as error:
+                raise AddressInUse(f"{error}; --{name}-port takes another one, or 0 for a free one") from error
         self._directory = RunDirectory.make()
         probe_keys = None
         if settings.requires_keys:

@@ -139,6 +139,20 @@ async def test_log_probabilities_of_the_prompt(client):
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("GET", "/v1/nothing", "is not known here; /docs lists all paths"),
+        ("GET", CHAT, "the path takes POST"),
+    ],
+)
+async def test_a_wrong_path_or_method_is_told_the_right_one(client, method, path, said):
+    assert said in (await client.request(method, path)).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("method", "path", "headers", "content", "status", "code"),
     [
         ("GET", "/v1/nothing", {}, b"", 404, "path_not_found"),

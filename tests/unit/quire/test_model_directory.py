@@ -12,6 +12,7 @@ from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from quire_cli.supervisor import ServeSettings
 from quire_cli.supervisor.server import check_servable
+from worker_svc.models.registry import FAMILIES
 
 Make = Callable[..., Path]
 
@@ -73,6 +74,7 @@ def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: M
     message = error_of(make({"architectures": ["BertModel"]}))
     assert "BertModel" in message
     assert all(name in message for name in SUPPORTED_ARCHITECTURES)
+    assert set(SUPPORTED_ARCHITECTURES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

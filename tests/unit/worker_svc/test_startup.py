@@ -1,5 +1,6 @@
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_gpu_is_used_only_where_it_is_asked_for(
     assert [record.getMessage() for record in caplog.records] == [
         "--device auto runs on the CPU; torch finds a GPU, NVIDIA H200, which --device cuda uses"
     ]
+
+
+def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(3 << 30)
+    monkeypatch.setattr(startup, "available_memory", lambda: 2 << 30)
+    with pytest.raises(ConfigurationError, match=r"take 3\.0 GiB; 2\.0 GiB of memory are available"):
+        startup.check_weights_fit(tmp_path, load())
+    startup.check_weights_fit(tmp_path, load("--quantization", "int8-weight-only"))
+    monkeypatch.setattr(startup, "available_memory", lambda: 4 << 30)
+    startup.check_weights_fit(tmp_path, load())
 
 
 def test_cuda_graphs_without_cuda_are_refused_before_anything_is_allocated() -> None:

@@ -204,7 +204,8 @@ def refusals(described: ModelDirectory) -> Iterator[None]:
     except Exception as error:
         reason = str(error) if isinstance(error, UnsupportedModelError) else one_line(error)
         raise ConfigurationError(
-            f"{described.architecture} of {described.path} cannot be served through transformers: {reason}"
+            f"{described.architecture} of {described.path} cannot be served through transformers: {reason} "
+            "(docs/models.md says which models run)"
         ) from error
 
 

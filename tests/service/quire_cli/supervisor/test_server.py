@@ -72,7 +72,10 @@ async def test_what_cannot_be_served_is_one_line(model_directory: Path, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         for flag in ("grpc_port", "http_port"):
-            with pytest.raises(AddressInUse, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use$"):
+            said = (
+                f"cannot listen on 127.0.0.1:{port}: the port is in use; --{flag.replace('_', '-')} takes another one"
+            )
+            with pytest.raises(AddressInUse, match=f"^{said}, or 0 for a free one$"):
                 await make_server(model_directory, **{flag: port}).__aenter__()
     (model_directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
