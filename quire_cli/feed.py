@@ -202,13 +202,21 @@ class Deployment:
 
     def health_of(self, replica: ReplicaNumbers) -> str:
         """One word, and the reason where it is not ready."""
-        known = [] if self.gateway is None else self.gateway["replicas"]
-        state = next((each for each in known if each["address"] == replica.address), None)
+        state = self._state_of(replica)
         if replica.problem is not None or state is None or not state["connected"]:
             return f"not connected: {replica.problem}" if replica.problem else "not connected"
         if state["ready"]:
             return "ready"
         return "drains" if replica.numbers and replica.numbers["draining"] else "no worker"
+
+    def role_of(self, replica: ReplicaNumbers) -> str:
+        """ ", prefill" or ", decode"; empty for both."""
+        role = (self._state_of(replica) or {}).get("role") or "both"
+        return "" if role == "both" else f", {role}"
+
+    def _state_of(self, replica: ReplicaNumbers) -> Mapping[str, Any] | None:
+        known = [] if self.gateway is None else self.gateway["replicas"]
+        return next((each for each in known if each["address"] == replica.address), None)
 
 
 def object_of(deployment: Deployment, replica: ReplicaNumbers) -> dict[str, Any]:
@@ -237,11 +245,23 @@ def line_of(deployment: Deployment, replica: ReplicaNumbers) -> str:
     numbers, rates = replica.numbers, replica.rates or {}
     first_token = milliseconds(replica.time_to_first_token_ms(0.5))
     return (
-        f"replica {replica.address}: {health}, running {numbers['running_requests']}, "
+        f"replica {replica.address}: {health}{deployment.role_of(replica)}, running {numbers['running_requests']}, "
         f"waiting {numbers['waiting_requests']}, swapped {numbers['swapped_requests']}, "
         f"{rates.get('generated_tokens', 0):.0f} tokens/s, first token {first_token}, "
-        f"KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}{_drafts_of(numbers)}"
+        f"KV {replica.kv_use:.0%}, preemptions {numbers['preemptions']}{_drafts_of(numbers)}{_moves_of(numbers)}"
     )
+
+
+def _moves_of(numbers: Mapping[str, Any]) -> str:
+    """What lies below the pool and what moved, where something did."""
+    parts = {
+        "{} blocks on disk": numbers.get("disk_blocks"),
+        "{} fetched from disk": numbers.get("blocks_from_disk"),
+        "{} from replicas": numbers.get("blocks_from_replicas"),
+        "{} requests moved in": numbers.get("requests_moved_in"),
+        "{} requests moved out": numbers.get("requests_moved_out"),
+    }
+    return "".join(f", {text.format(f'{value:,}')}" for text, value in parts.items() if value)
 
 
 def _drafts_of(numbers: Mapping[str, Any]) -> str:

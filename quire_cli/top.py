@@ -173,7 +173,7 @@ def _replicas(deployment: Deployment, width: int) -> Table:
 
 def _health(deployment: Deployment, replica: ReplicaNumbers) -> Text:
     health = deployment.health_of(replica)
-    return Text(health, style="green" if health == "ready" else "red")
+    return Text(health + deployment.role_of(replica), style="green" if health == "ready" else "red")
 
 
 def _cells(replica: ReplicaNumbers) -> dict[str, Text]:

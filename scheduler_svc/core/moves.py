@@ -42,6 +42,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all leases; one that several have counts for each."""
+        return sum(len(each.blocks) for each in list(self._leases.values()))
+
     def held_tables(self) -> list[list[BlockId]]:
         """The blocks of each lease."""
         return [each.blocks for each in self._leases.values()]
@@ -73,6 +78,29 @@ class Leases:
             self.end(lease, pool)
             return True
         return False
+
+
+@dataclass(slots=True)
+class MoveCounts:
+    """Requests that came from other replicas and that left for them, blocks that came from disk and from replicas, and
+    blocks that did not. Since the scheduler started."""
+
+    requests_in: int = 0
+    requests_out: int = 0
+    from_disk: int = 0
+    from_replicas: int = 0
+    failed_from_disk: int = 0
+    failed_from_replicas: int = 0
+
+    def fetched(self, arriving: "Arriving", num_failed: int) -> None:
+        """All blocks came but so many."""
+        num_came = len(arriving.blocks) - num_failed
+        if arriving.source is None:
+            self.from_disk, self.failed_from_disk = self.from_disk + num_came, self.failed_from_disk + num_failed
+        else:
+            self.requests_in += 1
+            self.from_replicas += num_came
+            self.failed_from_replicas += num_failed
 
 
 class Tier:

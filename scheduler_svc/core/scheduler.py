@@ -27,7 +27,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
-from scheduler_svc.core.moves import Arriving, Lease, Leases, Tier
+from scheduler_svc.core.moves import Arriving, Lease, Leases, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.placement import Placement
@@ -96,6 +96,7 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.draft_counts = DraftCounts()
+        self.move_counts = MoveCounts()
         self._num_arrivals = 0
         self._cache_log: CacheLog | None = None
         self._make_pools()
@@ -142,6 +143,11 @@ class Scheduler:
     def num_live(self) -> int:
         """Requests that are not over."""
         return len(self.running) + len(self.swapped) + len(self.waiting)
+
+    @property
+    def num_arriving(self) -> int:
+        """Blocks that workers fetch."""
+        return sum(map(len, self.preparations.held_tables()))
 
     def num_computed_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values are in a pool once all steps in flight are done, whatever drafts are right."""
@@ -331,6 +337,7 @@ class Scheduler:
         if sealed:
             self.leases.add(lease, list(sealed), now + lease_s, blocks.pool)
         self.abort(key)
+        self.move_counts.requests_out += 1
         return list(sealed.items())
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
@@ -552,6 +559,7 @@ class Scheduler:
             blocks.seal_moved(arriving.came(failed))
             blocks.pool.free(arriving.blocks)
             self._forget_failed(arriving, failed)
+            self.move_counts.fetched(arriving, len(failed))
         keys = self.preparations.done(number, failure)
         if failure is not None and arriving is None:
             detail = f"the adapter of this request cannot be loaded: {failure}"
@@ -767,7 +775,7 @@ class Scheduler:
         self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
         self.num_prompt_tokens, self.num_cached_tokens = old.num_prompt_tokens, old.num_cached_tokens
         self.trials = self.preparations.trials = old.trials
-        self.draft_counts = old.draft_counts
+        self.draft_counts, self.move_counts = old.draft_counts, old.move_counts
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:
                 continue

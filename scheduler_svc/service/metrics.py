@@ -46,21 +46,13 @@ class SchedulerMetrics:
         self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
         self._losses = Counter("worker_losses", "Losses of a worker that was attached.", **make)
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
-        help_text = "Requests that went on at another replica, and those that came with blocks to fetch."
-        self._moved = Counter("moved_requests", help_text, ["direction"], **make)
-        help_text = "Blocks that were to be fetched from another replica or from disk; those that failed were computed."
-        self._moved_blocks = Counter("moved_blocks", help_text, ["source", "outcome"], **make)
         help_text = "From telling the workers to fetch the blocks of a request to their answer."
         self._move_time = Histogram("move_seconds", help_text, ["source"], buckets=_STEP, **make)
         # There from the start: the first one is an increase, too.
         for outcome in ("completed", "failed", "aborted"):
             self._ended.labels(outcome)
-        for direction in ("in", "out"):
-            self._moved.labels(direction)
         for source in ("replica", "disk"):
             self._move_time.labels(source)
-            for outcome in ("fetched", "failed"):
-                self._moved_blocks.labels(source, outcome)
         for reason in ("STEP_REFUSED", "WORKER_LOST"):
             self._at_fault.labels(reason)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
@@ -112,18 +104,9 @@ class SchedulerMetrics:
             num_prompt = len(group.request.prompt)
             self._tenants.ended(group.request.tenant, line.started - line.arrived, num_prompt, group.cached_tokens or 0)
 
-    def handed_over(self) -> None:
-        """A request goes on at another replica."""
-        self._moved.labels("out").inc()
-
-    def fetched(self, arriving: Arriving, num_failed: int, seconds: float) -> None:
-        """The workers fetched blocks of a request, all but those that failed."""
-        source = "disk" if arriving.source is None else "replica"
-        if arriving.source is not None:
-            self._moved.labels("in").inc()
-        self._moved_blocks.labels(source, "fetched").inc(len(arriving.blocks) - num_failed)
-        self._moved_blocks.labels(source, "failed").inc(num_failed)
-        self._move_time.labels(source).observe(seconds)
+    def fetched(self, arriving: Arriving, seconds: float) -> None:
+        """The workers fetched blocks of a request."""
+        self._move_time.labels("disk" if arriving.source is None else "replica").observe(seconds)
 
     def lost_worker(self) -> None:
         self._losses.inc()
@@ -175,6 +158,20 @@ class _State(Collector):
             "host_blocks", "Blocks of the host pool.", "state", {"free": host.num_free, "used": host.num_used}
         )
         yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
+        yield _gauge("arriving_blocks", "Blocks that workers fetch now.", scheduler.num_arriving)
+        yield _gauge("offered_blocks", "Blocks kept for other replicas to fetch.", scheduler.leases.num_blocks)
+        moves = scheduler.move_counts
+        help_text = "Requests that went on at another replica, and those that came with blocks to fetch."
+        requests_moved = {("in",): moves.requests_in, ("out",): moves.requests_out}
+        yield _counters("moved_requests", help_text, ("direction",), requests_moved)
+        help_text = "Blocks that were to be fetched from another replica or from disk; those that failed were computed."
+        fetched = {
+            ("replica", "fetched"): moves.from_replicas,
+            ("replica", "failed"): moves.failed_from_replicas,
+            ("disk", "fetched"): moves.from_disk,
+            ("disk", "failed"): moves.failed_from_disk,
+        }
+        yield _counters("moved_blocks", help_text, ("source", "outcome"), fetched)
         yield CounterMetricFamily(f"{_PREFIX}preemptions", "Preemptions.", scheduler.num_preemptions)
         yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
         help_text = "Prompt tokens that were looked up in the prefix cache, once for each request."
@@ -252,6 +249,13 @@ class _TenantMetrics(Collector):
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:
     return GaugeMetricFamily(_PREFIX + name, help_text, value)
+
+
+def _counters(name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+    family = CounterMetricFamily(_PREFIX + name, help_text, labels=labels)
+    for each, value in values.items():
+        family.add_metric(each, value)
+    return family
 
 
 def _gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -255,7 +255,6 @@ class StepLoop:
         if sealed is None:
             return None
         self._spans.aborted(key)
-        self._metrics.handed_over()
         source = KvSource()
         if sealed:
             if self.is_attached and self.kv_source.kv_namespace:
@@ -479,7 +478,7 @@ class StepLoop:
             if isinstance(answer, Prepared):
                 self._preparations.answered(answer.number, now)
                 if (arriving := scheduler.preparations.arriving(answer.number)) is not None:
-                    self._metrics.fetched(arriving, len(answer.failed), self._moves.answered(answer.number, now))
+                    self._metrics.fetched(arriving, self._moves.answered(answer.number, now))
                 self._take_prepared(scheduler, answer, link)
                 continue
             result = answer.result
@@ -719,6 +718,7 @@ class StepLoop:
             is_attached=self.is_attached,
             is_draining=self.is_draining,
             num_gateways=self._requests.num_connected,
+            block_bytes=0 if self.replica is None else self.replica.block_bytes * len(self.worker_addresses),
         )
 
     def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:

@@ -35,6 +35,7 @@ _REASONS = {
     Obstacle.PREEMPTION: scheduler_pb2.WAIT_REASON_PREEMPTION,
     Obstacle.CONSTRAINT: scheduler_pb2.WAIT_REASON_CONSTRAINT,
     Obstacle.ADAPTER: scheduler_pb2.WAIT_REASON_ADAPTER,
+    Obstacle.MOVED_BLOCKS: scheduler_pb2.WAIT_REASON_MOVED_BLOCKS,
     Obstacle.SHARED_PREFIX: scheduler_pb2.WAIT_REASON_SHARED_PREFIX,
     Obstacle.SUSPECTS: scheduler_pb2.WAIT_REASON_SUSPECTS,
 }
@@ -50,6 +51,8 @@ class ReplicaNow:
     is_attached: bool
     is_draining: bool
     num_gateways: int
+    block_bytes: int = 0
+    """Of one block, in all ranks together."""
 
 
 @dataclass(slots=True)
@@ -175,6 +178,13 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.preemptions, message.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
     drafts = scheduler.draft_counts
     message.draft_tokens, message.accepted_draft_tokens = drafts.num_drafts, sum(drafts.right_at)
+    message.prompt_tokens, message.cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens
+    message.block_bytes, message.disk_blocks = replica.block_bytes, len(scheduler.tier)
+    message.arriving_blocks, message.offered_blocks = scheduler.num_arriving, scheduler.leases.num_blocks
+    moves = scheduler.move_counts
+    message.blocks_from_disk, message.blocks_from_replicas = moves.from_disk, moves.from_replicas
+    message.blocks_that_did_not_come = moves.failed_from_disk + moves.failed_from_replicas
+    message.requests_moved_in, message.requests_moved_out = moves.requests_in, moves.requests_out
     return message
 
 

@@ -170,6 +170,7 @@ class ReplicaInfo:
     max_drafts: int = 0
     fixed_tokens: int = 0
     max_passes: int = 1
+    block_bytes: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
@@ -255,6 +256,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_drafts=info.limits.max_drafts,
         fixed_tokens=info.limits.fixed_tokens,
         max_passes=info.limits.max_passes or 1,
+        block_bytes=info.pool.block_bytes,
     )
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from gateway.replicas.members import Resolver
@@ -128,3 +130,35 @@ async def test_a_page_that_nobody_sees_is_watched_by_nobody(page, two):
         assert await page.evaluate("() => globalThis.quirePage.feed.source === null")
         await page.evaluate(hide, False)
         assert await page.evaluate("() => globalThis.quirePage.feed.source !== null")
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
+async def test_the_load_view_shows_roles_tiers_and_what_moved(chromium, tmp_path, scheme, width):
+    settings = {"num_gpu_blocks": 128, "num_threads": 1, "dtype": "float32", "swap_space": 1 << 20}
+    async with contextlib.AsyncExitStack() as stack:
+        one, other = [
+            await stack.enter_async_context(serving(role=role, kv_disk=tmp_path / role, **settings))
+            for role in ("prefill", "decode")
+        ]
+        schedulers = (one.server.scheduler_address, other.server.scheduler_address)
+        gateway = await stack.enter_async_context(running_gateway(schedulers=schedulers, long_prompt=64))
+        page = await chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        stack.push_async_callback(page.close)
+        page.set_default_timeout(60_000)
+        await page.goto(f"{gateway.http_url}/ui/#load")
+        rows = page.locator("#replicas tbody tr")
+        await rows.filter(has_text="prefill").filter(has_text="ready").wait_for()
+        await rows.filter(has_text="decode").filter(has_text="ready").wait_for()
+        for number in range(3):
+            await generate(gateway.http_url, f"{number}: {PROMPT * 6}")
+        tiers = page.locator("#tiers tbody tr")
+        await tiers.filter(has_text="host, swapped").nth(1).wait_for()
+        await tiers.filter(has_text=re.compile(r"disk\d")).nth(1).wait_for()
+        moves = page.locator("#moves tbody tr")
+        for row, column in ((0, 5), (1, 4)):
+            await moves.nth(row).locator("td").nth(column).filter(has_text="3").wait_for()
+        # On a phone tables scroll, and the page does not.
+        assert await page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        await page.locator("#tiers").scroll_into_view_if_needed()
+        if folder := os.environ.get("QUIRE_PICTURES"):
+            await page.screenshot(path=f"{folder}/tiers-{scheme}-{width}.png", full_page=True)

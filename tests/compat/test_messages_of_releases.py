@@ -62,6 +62,7 @@ ADDED = frozenset(
         "quire.scheduler.v1.Welcome.19",
         "quire.scheduler.v1.Welcome.20",
         "quire.scheduler.v1.ReplicaState.3",
+        *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 39)),
     }
 )
 """Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other

@@ -2,7 +2,7 @@
 scheduler (quire.scheduler.v1, Watch) as JSON.
 
     event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem",
-                      "max_model_len"}]}
+                      "max_model_len", "role"}]}
     event: history   {"replica": address, "samples": [{"at", ...}]}, once for each replica (gateway.api.ui.history)
     event: frame     {"replica": address, "is_whole", "more_follows", "unix_seconds", "numbers", "memory", "steps",
                       "answers", "waiting", "ended"}
@@ -95,6 +95,7 @@ def gateway_state(generator: Generator) -> dict[str, Any]:
                 "ready": link.is_ready,
                 "problem": link.problem,
                 "max_model_len": 0 if link.welcome is None else link.welcome.max_model_len,
+                "role": "" if link.welcome is None else link.welcome.role.value,
             }
             for link in generator.replicas.links.values()
         ],

@@ -36,6 +36,7 @@ def make_frame(seconds: float, generated: int) -> scheduler_pb2.WatchResponse:
     numbers.running_sequences, numbers.max_num_seqs, numbers.preemptions = 5, 8, 4
     numbers.generated_tokens = generated
     numbers.gpu_pool.total_blocks, numbers.gpu_pool.used_blocks = 200, 50
+    numbers.disk_blocks, numbers.requests_moved_out = 1200, 3
     frame.steps.add(step_id=17, num_decodes=5, plan_us=250)
     frame.waiting.add(request_id="[bold]evil", reason=scheduler_pb2.WAIT_REASON_BLOCKS, waited_ms=1500)
     frame.ended.add(queue_ms=30, prefill_ms=12)
@@ -65,6 +66,7 @@ async def test_without_a_terminal_top_prints_one_plain_snapshot_of_each_replica(
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith(f"quire-tiny at {running.http_url}")
     said = "ready, running 3, waiting 2, swapped 1, 100 tokens/s, first token 42 ms, KV 25%, preemptions 4"
+    said += ", 1,200 blocks on disk, 3 requests moved out"
     assert lines == [f"replica {each.address}: {said}" for each in schedulers]
 
 
@@ -105,6 +107,13 @@ def test_a_smaller_terminal_shows_fewer_columns_and_none_is_cut_and_a_tiny_one_s
         assert max(map(len, lines)) <= width
         assert ("running 3" in " ".join(lines)) or num_replicas > 1
         assert ("scheduler.sock" in "".join(lines)) == (num_replicas > 1)
+
+
+def test_a_role_stands_beside_the_health():
+    deployment = make_deployment(1)
+    (replica,) = deployment.gateway["replicas"]
+    replica["role"] = "prefill"
+    assert any(" ready, prefill " in line for line in drawn(deployment, 120, 40))
 
 
 def test_history_is_bars_of_eight_heights_with_gaps_where_nothing_is_known() -> None:

@@ -27,11 +27,17 @@ export function fillRows(body, rows, firstTag = "td") {
 }
 
 const WHOLE = new Intl.NumberFormat("en");
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
 
 export const whole = (value) => WHOLE.format(value);
 export const percent = (share) => `${Math.round(share * 100)} %`;
 export const short = (value) => SHORT.format(value);
+
+export function bytes(count) {
+  const power = count < 1024 ? 0 : Math.min(Math.floor(Math.log2(count) / 10), UNITS.length - 1);
+  return `${SHORT.format(count / 1024 ** power)} ${UNITS[power]}`;
+}
 
 export function duration(ms) {
   if (ms === null || ms === undefined) return "–";

@@ -1,7 +1,7 @@
 // The view of load: queues, batch, tokens a second, times, memory, replicas, the last steps, and who waits for what.
 
 import { drawLines, drawSteps } from "./charts.js";
-import { duration, fillRows, find, make, percent, short, whole } from "./dom.js";
+import { bytes, duration, fillRows, find, make, percent, short, whole } from "./dom.js";
 
 const REASONS = {
   no_worker: "no worker is attached",
@@ -13,6 +13,8 @@ const REASONS = {
   swapped_first: "swapped requests come back first",
   preemption: "the last step preempted: none enters then",
   constraint: "the workers compile its constraint",
+  adapter: "the workers load its adapter",
+  moved_blocks: "the workers fetch its blocks",
   shared_prefix: "another request computes its prefix, which it will share",
   suspects: "requests that the worker may have been lost for run alone",
 };
@@ -104,6 +106,7 @@ export class LoadView {
 
   draw() {
     this.listReplicas();
+    this.listTiers();
     const { replica } = this;
     if (!replica?.frame) return;
     const { series, frame } = replica;
@@ -156,10 +159,41 @@ export class LoadView {
         whole(numbers.running_requests), whole(numbers.waiting_requests), short(replica.series.last?.generated ?? 0),
         percent(numbers.gpu_pool.used_blocks / Math.max(1, numbers.gpu_pool.total_blocks)), numbers.policy,
       ] : ["–", "–", "–", "–", "–"];
-      return [each.address, problem ? `${health}: ${problem}` : health, ...facts];
+      return [each.address, problem ? `${health}: ${problem}` : health, each.role, ...facts];
     });
     fillRows(body, rows, "th");
     known.forEach((each, place) => { body.rows[place].cells[1].className = each.ready ? "good" : "bad"; });
+  }
+
+  // The replicas that are there, with their numbers.
+  known() {
+    const listed = (this.feed.gateway?.replicas ?? []).filter((each) => each.connected);
+    const numbers = listed.map(({ address }) => [address, this.feed.replicas.get(address)?.frame?.numbers]);
+    return numbers.filter(([, its]) => its?.num_blocks);
+  }
+
+  listTiers() {
+    const known = this.known();
+    fillRows(find("#tiers tbody"), known.flatMap(([address, its]) => {
+      const size = (blocks) => bytes(blocks * its.block_bytes);
+      const tier = (name, blocks, of, hits) => [
+        address, name, of ? `${whole(blocks)} of ${whole(of)}` : whole(blocks), size(blocks), hits,
+      ];
+      const { gpu_pool: pool, host_pool: host } = its, held = pool.used_blocks + pool.cached_blocks;
+      const hits = its.prompt_tokens ? `${percent(its.cached_tokens / its.prompt_tokens)} of prompt tokens` : "–";
+      const rows = [tier("pool", held, pool.total_blocks, hits)];
+      if (host.total_blocks) rows.push(tier("host, swapped", host.used_blocks, host.total_blocks, "–"));
+      if (its.disk_blocks || its.blocks_from_disk) {
+        rows.push(tier("disk", its.disk_blocks, 0, `${whole(its.blocks_from_disk)} blocks`));
+      }
+      return rows;
+    }), "th");
+    const moves = known.map(([address, its]) => [address, ...[
+      its.arriving_blocks, its.offered_blocks, its.blocks_from_replicas, its.blocks_that_did_not_come,
+      its.requests_moved_in, its.requests_moved_out,
+    ].map(whole)]);
+    find("#moves").hidden = !(known.length > 1 || moves.some((row) => row.slice(1).some((text) => text !== "0")));
+    fillRows(find("#moves tbody"), moves, "th");
   }
 
   listSteps(steps, numbers) {

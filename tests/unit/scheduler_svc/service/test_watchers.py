@@ -66,6 +66,27 @@ async def test_who_comes_as_the_last_one_leaves_is_served(watched):
     assert watched.watchers._task is None
 
 
+async def test_blocks_that_a_request_waits_for_are_shown_and_counted(watched):
+    driver, prompt = watched.driver, [*range(17)]
+    driver.submit(make_request(1, prompt=prompt))
+    driver.run_until_idle()
+    driver.tell_disk(driver.device.keep_on_disk(100))
+    pool = driver.scheduler.batch.blocks.pool
+    pool.free(pool.allocate(pool.num_free))
+    driver.submit(make_request(2, prompt=prompt))
+    driver.plan()
+    async with aclosing(watched.watchers.frames(wants_memory=False)) as frames:
+        frame = await next_frame(frames)
+    assert [each.reason for each in frame.waiting] == [scheduler_pb2.WAIT_REASON_MOVED_BLOCKS]
+    assert (frame.numbers.disk_blocks, frame.numbers.arriving_blocks, frame.numbers.blocks_from_disk) == (5, 4, 0)
+    driver.compile_next()
+    driver.run_until_idle()
+    async with aclosing(watched.watchers.frames(wants_memory=False)) as frames:
+        numbers = (await next_frame(frames)).numbers
+    assert (numbers.arriving_blocks, numbers.blocks_from_disk, numbers.blocks_that_did_not_come) == (0, 4, 0)
+    assert (numbers.prompt_tokens, numbers.cached_tokens) == (34, 16)
+
+
 async def test_everything_in_a_large_pool_is_several_frames(watched, monkeypatch):
     monkeypatch.setattr(view, "_MAX_ENTRIES", 2)
     for handle in (1, 2):
