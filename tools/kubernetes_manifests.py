@@ -81,7 +81,7 @@ class Container:
     def listens(self) -> list[TcpAddress]:
         """The TCP addresses on which it listens for other pods."""
         settings = self.settings
-        texts = [self.address]
+        texts = [each for each in (self.address, getattr(settings, "transfer_listen", None)) if each is not None]
         if isinstance(settings, GatewaySettings):
             texts.append(f"{settings.http_host}:{settings.http_port}")
         if settings.metrics_port is not None:

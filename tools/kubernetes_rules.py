@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gateway.settings import GatewaySettings
-from quire.rpc.address import DnsName, UnixAddress, parse_target
+from quire.rpc.address import DnsName, TcpAddress, UnixAddress, parse_target
 from quire.rpc.tls import AUTHORITY_FILE
 from tools.kubernetes_manifests import NAMESPACE, SETTINGS, Container, Manifests, Pod, known_variables, quantity
 from worker_svc.settings import WorkerSettings
@@ -121,10 +121,34 @@ def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[
                     yield f"{each.name}: its NetworkPolicy does not let {pod.name} in"
 
 
+def blocks_can_be_fetched(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """Workers say a name of their pod and a port that they have, past NetworkPolicies, where requests can move."""
+    for pod, container in _containers(pods):
+        if not isinstance(container.settings, WorkerSettings) or container.settings.transfer_listen is None:
+            continue
+        endpoint = parse_target(container.settings.transfer_endpoint or container.settings.listen)
+        names = {port: name for name, port in container.ports.items()}
+        if not isinstance(endpoint, TcpAddress) or endpoint.host != _host_of(manifests, pod):
+            yield f"{container.name}: its pod is not at {endpoint}"
+        elif endpoint.port not in names:
+            yield f"{container.name}: nothing listens at {endpoint}"
+        elif not all(_lets_in(manifests, pod, names[endpoint.port], each) for each in pods if each.name == "replica"):
+            yield f"{pod.name}: its NetworkPolicy does not let other replicas in at {endpoint.port}"
+
+
 def ranks_are_complete(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
     """Every rank of a replica is there once, all at the same rendezvous, and the scheduler calls each."""
+    owners = {each.owner["metadata"]["name"]: None for each in pods}
+    for owner in owners:
+        yield from _rank_breaches([each for each in pods if each.owner["metadata"]["name"] == owner])
+
+
+def _rank_breaches(pods: list[Pod]) -> Iterator[str]:
+    """Of the pods of one replica."""
     workers = [each for _, each in _containers(pods) if isinstance(each.settings, WorkerSettings)]
     schedulers = [each for _, each in _containers(pods) if each.service == "scheduler"]
+    if not workers and not schedulers:
+        return
     sizes = {each.settings.tensor_parallel_size for each in workers}
     ranks = sorted(each.settings.tensor_parallel_rank for each in workers)
     if {len(ranks)} != sizes or ranks != list(range(len(ranks))):
@@ -204,6 +228,7 @@ RULES: tuple[Rule, ...] = (
     services_lead_to_ports_of_pods,
     services_find_each_other,
     ranks_are_complete,
+    blocks_can_be_fetched,
     files_are_mounted,
     a_stop_leaves_time_to_drain,
     gateways_stay_while_requests_wait,

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import threading
+from pathlib import Path
 
 from quire.failpoint import failpoint
 from quire.logs import configure_logging
@@ -105,9 +106,13 @@ async def _start_server(
         tls = ServerTls(identity, roles=scheduler, roles_of_methods={FETCH_BLOCKS: worker})
     operators = None if identity is None else ServerTls.for_operators(identity)
     register_process(metrics.registry, () if identity is None else (identity.certificate, identity.authority))
+    address, local_socket = settings.listen, None
+    if settings.transfer_listen is not None:
+        address, local_socket = settings.transfer_listen, Path(settings.listen.removeprefix("unix:"))
     server = await start_server(
         servicer,
-        settings.listen,
+        address,
+        local_socket=local_socket,
         tls=tls,
         admin_port=settings.admin_port,
         admin_tls=operators,

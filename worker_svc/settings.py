@@ -152,6 +152,11 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
         "scheduler, which they must reach, too",
         metavar="HOST:PORT",
     )
+    transfer_listen: str | None = setting(
+        None,
+        "another address to listen on, for workers of other replicas, where --listen is a unix socket",
+        metavar="HOST:PORT",
+    )
     tensor_parallel_rank: int = setting(0, "rank of this worker", minimum=0)
     tensor_parallel_address: str = setting(
         "127.0.0.1:50063", "address of the ranks' rendezvous: HOST:PORT, on which rank 0 listens for the others"
@@ -159,6 +164,8 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.transfer_listen is not None and not self.listen.startswith("unix:"):
+            raise ValueError(f"--transfer-listen is for a --listen that is a unix socket; it is {self.listen!r}")
         if self.tensor_parallel_rank >= self.tensor_parallel_size:
             raise ValueError(
                 f"--tensor-parallel-rank is {self.tensor_parallel_rank}; it must be below --tensor-parallel-size "

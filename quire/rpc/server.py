@@ -153,7 +153,7 @@ class RpcServer:
             reuse_port: Share the port with other processes, over which the kernel spreads connections.
             local_socket: A unix socket that leads to this process only, also where the port is shared.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
-            tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
+            tls: How to encrypt a TCP address, and who may call there; a unix socket is never encrypted.
             limits: How much connections may take, those to `local_socket` counted apart.
             admin_port, admin_tls: Where operators call it, on loopback, and who may; port 0 picks a free one.
             on_call_end: Called with the method and the status of each call that is over, as `CallEnds` says.
@@ -170,11 +170,10 @@ class RpcServer:
             transport.check_bindable(wanted[1])
         arrivals, health = Arrivals(), HealthServicer(service_names)
         ends = () if on_call_end is None else (CallEnds(frozenset(_methods_of(service_names)), on_call_end),)
-        guards = (*ends, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
+        guards = [(*ends, *role_interceptors(each, tls), ErrorInterceptor(), *interceptors) for each in wanted]
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
         # Calls to the local socket do not count: it serves on when the port is handed over.
-        counted = [(arrivals, *guards), guards][: len(wanted)]
-        servers = [transport.server(each, options) for each in counted]
+        servers = [transport.server(each, options) for each in ((arrivals, *guards[0]), *guards[1:])]
         for server in servers:
             register(server)
             health_pb2_grpc.add_HealthServicer_to_server(health, server)

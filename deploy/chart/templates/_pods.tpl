@@ -18,6 +18,16 @@ app.kubernetes.io/name: quire
 app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
 {{- end }}
 
+{{/* The label of a StatefulSet for one role, whose values have replica.role; none without roles. */}}
+{{- define "quire.roleLabel" -}}
+{{- with .Values.replica.role }}quire.dev/role: {{ . }}{{ end }}
+{{- end }}
+
+{{- define "quire.replicaLabels" -}}
+{{ include "quire.labels" (list . "replica") }}
+{{ include "quire.roleLabel" . }}
+{{- end }}
+
 {{/* A value as text. Helm has numbers as floats, and writes large ones as 1e+06. */}}
 {{- define "quire.text" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ printf "%.0f" . }}{{ else }}{{ toString . }}{{ end }}
@@ -257,6 +267,9 @@ livenessProbe:
     - scheduler
     - --listen={{ ternary "unix:/run/quire/scheduler.sock" "0.0.0.0:50052" $inside }}
     - --workers={{ join "," $workers }}
+    {{- with .Values.replica.role }}
+    - --role={{ . }}
+    {{- end }}
     - --metrics-host=0.0.0.0
     - --metrics-port=9401
     - --admin-port=9501
@@ -289,6 +302,7 @@ livenessProbe:
 {{- $leads := index . 1 }}
 {{- $nodes := int $root.Values.replica.nodes }}
 {{- $here := int $root.Values.replica.ranksPerNode }}
+{{- $moves := and $leads (eq $root.Values.gateway.placement "pods") }}
 {{- range $i := until $here }}
 - name: worker-{{ $i }}
   {{- if $leads }}
@@ -301,6 +315,9 @@ livenessProbe:
   {{- include "quire.containerDefaults" (list $root "worker") | nindent 2 }}
     # torch asks for the user's name, which the image does not know.
     - {name: USER, value: quire}
+    {{- if $moves }}
+    - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+    {{- end }}
     {{- $requests := $root.Values.replica.worker.resources.requests | default dict }}
     {{- if and (hasKey $requests "cpu") (not (hasKey $root.Values.settings "QUIRE_NUM_THREADS")) }}
     # Rounded up to whole processors.
@@ -310,6 +327,12 @@ livenessProbe:
     - worker
     - --device={{ $root.Values.replica.worker.device }}
     - --listen={{ if $leads }}unix:/run/quire/worker-{{ $i }}.sock{{ else }}0.0.0.0:{{ add 50053 $i }}{{ end }}
+    {{- if $moves }}
+    # Where workers of other replicas fetch blocks of requests that move there.
+    - --transfer-listen=0.0.0.0:{{ add 50153 $i }}
+    {{- $service := printf "%s-replica.%s.svc" (include "quire.name" $root) $root.Release.Namespace }}
+    - --transfer-endpoint=$(POD_NAME).{{ $service }}:{{ add 50153 $i }}
+    {{- end }}
     {{- if gt (mul $nodes $here) 1 }}
     - --tensor-parallel-size={{ mul $nodes $here }}
     {{- if $leads }}
@@ -327,6 +350,9 @@ livenessProbe:
     {{- if not $leads }}
     - {name: worker-{{ $i }}, containerPort: {{ add 50053 $i }}}
     {{- end }}
+    {{- if $moves }}
+    - {name: transfer-{{ $i }}, containerPort: {{ add 50153 $i }}}
+    {{- end }}
     - {name: metrics-rank-{{ $i }}, containerPort: {{ add 9410 $i }}}
   resources: {{ toJson $root.Values.replica.worker.resources }}
   {{- $address := ternary (printf "unix:/run/quire/worker-%d.sock" $i) (printf "127.0.0.1:%d" (add 50053 $i)) $leads }}
@@ -339,7 +365,7 @@ livenessProbe:
 {{- $inside := eq .Values.gateway.placement "replicas" }}
 metadata:
   labels:
-    {{- include "quire.labels" (list . "replica") | nindent 4 }}
+    {{- include "quire.replicaLabels" . | nindent 4 }}
     {{- if $inside }}
     # The endpoint picker reads metrics under vLLM's names; the second label is the former name of the first.
     llm-d.ai/engine-type: vllm

@@ -112,7 +112,8 @@ async def test_what_is_on_disk_is_a_medium_of_its_own(tmp_path):
 
 async def until_on_disk(subscriber: KvSubscriber, worker: FakeWorker, at_least: int) -> None:
     async with asyncio.timeout(60):
-        while len(subscriber.on_disk) < at_least or subscriber.on_disk != worker.on_disk():  # noqa: ASYNC110 (the other side is a process)
+        # The other side is a process.
+        while len(subscriber.on_disk) < at_least or subscriber.on_disk != worker.on_disk():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -89,7 +89,7 @@ def test_what_speaks_without_authentication_reaches_hubs_and_collectors_and_is_r
         for name in is_internal
     }
     assert is_internal == {"inside": True, "egress": False, "outside": False}
-    assert members["egress"] == ["worker", "worker-gpu", "scheduler"]
+    assert members["egress"] == ["worker", "worker-gpu", "scheduler", "worker-prefill", "scheduler-prefill"]
     assert not set(members["outside"]) & set(members["egress"])
 
 

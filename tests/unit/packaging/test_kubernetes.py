@@ -71,6 +71,10 @@ WITHOUT_READERS = {
     [
         ({"replica": {"nodes": 0}}, "nodes"),
         ({"replica": {"worker": {"device": "tpu"}}}, "device"),
+        ({"replica": {"roles": {"draft": {"count": 1}}}}, "draft"),
+        ({"replica": {"roles": {"decode": {}}}}, "count"),
+        ({"replica": {"roles": {"decode": {"count": 1}}}, "autoscaling": {"kind": "hpa"}}, "and no autoscaling"),
+        ({"replica": {"roles": {"decode": {"count": 1}}, "nodes": 2}}, "needs one node a replica"),
         ({"settings": {"LOG_LEVEL": "info"}}, "LOG_LEVEL"),
         ({"inferencePool": {"enabled": True}}, "gateway.placement: replicas"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty"),
@@ -91,6 +95,18 @@ WITHOUT_READERS = {
 def test_helm_refuses_values_of_which_nothing_good_would_come(values: Mapping[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
         render(values)
+
+
+def test_replicas_of_a_role_have_its_flag_and_values_of_their_own() -> None:
+    roles = {"prefill": {"count": 1}, "decode": {"count": 3, "worker": {"args": ["--swap-space=1GiB"]}}}
+    manifests = made_with({"replica": {"roles": roles, "worker": {"args": ["--block-size=32"]}}})
+    assert problems(manifests) == []
+    replicas = {pod.hostname: pod for pod in manifests.pods() if pod.name == "replica"}
+    prefill, decode = replicas["quire-replica-prefill-0"], replicas["quire-replica-decode-0"]
+    assert [each.container("scheduler").settings.role for each in (prefill, decode)] == ["prefill", "decode"]
+    assert [each.owner["spec"]["replicas"] for each in (prefill, decode)] == [1, 3]
+    assert prefill.container("worker").settings.block_size == 32
+    assert decode.container("worker").settings.swap_space == 1 << 30
 
 
 def test_names_of_releases_make_names_that_kubernetes_allows_or_are_refused() -> None:

@@ -105,6 +105,15 @@ async def test_what_a_caller_of_another_role_sends_is_not_parsed(
     await server.stop(0)
 
 
+async def test_who_calls_the_local_socket_needs_no_certificate(authority: Authority, tmp_path: Path) -> None:
+    tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER), roles=frozenset({Role.SCHEDULER}))
+    socket = tmp_path / "local"
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], tls=tls, local_socket=socket)
+    async with open_channel(f"unix:{socket}") as channel:
+        assert await reflect(channel)
+    await server.stop(0)
+
+
 async def test_a_method_may_be_for_another_role_than_the_others(authority: Authority, tmp_path: Path) -> None:
     roles = {"/test.Service/Method": frozenset({Role.WORKER})}
     tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER), roles=frozenset({Role.SCHEDULER}), roles_of_methods=roles)

@@ -25,6 +25,7 @@ OWN = {
     "metrics_port",
     # Other replicas fetch blocks there; `quire serve` has one.
     "transfer_endpoint",
+    "transfer_listen",
     "reuse_port",
     "hand_over",
     # With one replica there is nothing to choose.
