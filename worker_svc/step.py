@@ -321,6 +321,13 @@ class Step:
     batch: Batch
     sealed: SealedBlocks
 
+    def cached_blocks(self, block_size: int) -> Int32Array:
+        """The blocks whose content rows that are assigned here find there, in order of each row."""
+        computed = dict(zip(self.batch.rows.tolist(), self.batch.num_computed_tokens.tolist(), strict=True))
+        assigned = self.row_changes.assign
+        found = [each.block_table[: computed.get(each.row, 0) // block_size] for each in assigned]
+        return np.concatenate(found) if found else np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class AdmittedStep:

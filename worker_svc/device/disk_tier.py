@@ -2,7 +2,7 @@
 
 A thread writes blocks there soon after they were sealed, a worker that starts reads the newest of them back into its
 pool, and the scheduler, which is told what is there, has others read that a prompt needs. Blocks are found by their
-hash; the block that was written or read longest ago gives way to a new one.
+hash; the block that was written, read or found in the pool longest ago gives way to a new one.
 
     0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
     4096 + slot * size  `_SLOT`: CRC-32 of hash and content, a number that rises with each write, the hash, and the
@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +165,11 @@ class BlockFile:
         while written < len(data):
             written += os.pwrite(self._file, memoryview(data)[written:], start + written)
 
+    def renew(self, name: bytes) -> None:
+        """As if it were read. No effect where it is not there."""
+        if name in self._slots:
+            self._slots.move_to_end(name)
+
     def read(self, name: bytes, into: NDArray[np.uint8]) -> bool:
         """Reads the content of a block. Returns False if the file does not have it, or not as it was written."""
         if (slot := self._slots.get(name)) is None:
@@ -219,6 +224,8 @@ class DiskTier:
         self._file, self._store, self._num_blocks = file, store, num_blocks
         self._saved = np.full(num_blocks, -1, np.int64)
         self._is_writing = True
+        # Blocks of the pool that sequences began with since the thread looked last.
+        self._hits = deque[NDArray[np.int32]]()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         # Held while the file is used. One thread reads, so that a disk that hangs takes no other ones.
@@ -275,6 +282,23 @@ class DiskTier:
 
         self.submit(begin)
 
+    def hit(self, blocks: NDArray[np.int32]) -> None:
+        """Sequences begin with these blocks of the pool: on disk they are as if read, at the thread's next look."""
+        if len(blocks):
+            self._hits.append(blocks)
+
+    def _renew(self) -> None:
+        hits = [self._hits.popleft() for _ in range(len(self._hits))]
+        if not hits:
+            return
+        sealed = self._store.seals.snapshot()
+        names = dict(zip(sealed.block_ids.tolist(), sealed.hashes, strict=True))
+        with self._lock:
+            # The end of a prefix is of no use without its beginning.
+            for block in np.concatenate(hits)[::-1].tolist():
+                if block in names:
+                    self._file.renew(names[block].tobytes())
+
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Runs something that reads, one after the other."""
         return self._reader.submit(call)
@@ -299,6 +323,7 @@ class DiskTier:
     def write_behind(self) -> None:
         """Writes the blocks that became final since the last call. Never raises for a disk that fails: it then writes
         no more."""
+        self._renew()
         if not self._is_writing:
             return
         sealed, writes = self._store.seals.sealed_since(self._saved)

@@ -429,6 +429,8 @@ class StepStream:
         failpoint("worker.step.admitted")
         self._spans.step_starts(admitted.step, {each.row: each.traceparent for each in message.traced})
         self._idle.clear()
+        if self._worker.disk is not None:
+            self._worker.disk.hit(admitted.step.cached_blocks(self._worker.info.pool.block_size))
         self._worker.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.settings import ConfigurationError
-from tests.support.steps import int32
+from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
 from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, OTHERS, hashes
 from worker_svc.device import file_lock
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
@@ -221,6 +221,24 @@ def test_pool_begins_with_what_was_sealed(path: Path) -> None:
     tier = DiskTier(open_file(path, 8), held, NUM_BLOCKS)
     assert tier.restore() == 5
     assert held.holds() == {10, 11, 12, 13, 20, 22}
+    tier.stop()
+
+
+def test_blocks_that_sequences_begin_with_in_the_pool_stay_on_disk_their_beginning_longest(path: Path) -> None:
+    pool = Pool()
+    tier = DiskTier(open_file(path, 4), pool, NUM_BLOCKS)
+    for block in range(4):
+        pool.fill(block, 10 + block)
+    tier.write_behind()
+    # A block that is written meanwhile is not the one that was found.
+    pool.seals.begin_write(int32([2]), 5)
+    assigned = [make_assign(0, [1] * 10, [0, 1, 2]), make_assign(1, [1], [3])]
+    step = make_step(make_changes(assign=assigned), make_batch(rows=[2, 1, 0], new=[1, 1, 1], computed=[9, 0, 9]))
+    tier.hit(step.cached_blocks(block_size=3))
+    for block, number in ((4, 20), (5, 21), (2, 22)):
+        pool.fill(block, number, step=6)
+        tier.write_behind()
+    assert set(tier._file.names) == {name(number) for number in (10, 20, 21, 22)}
     tier.stop()
 
 
