@@ -29,6 +29,8 @@ WEATHER: dict[str, Any] = {"name": "get_weather", "description": "Tells it.", "p
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 REASONED = f"<think>\nI need it.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 
+REASONED_IDS = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
+
 
 @dataclass(frozen=True)
 class Rig:

@@ -7,6 +7,7 @@ import pytest_asyncio
 
 from gateway.request import served_model
 from gateway.text.chat import ChatTemplate
+from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.rig import Rig, running_rig
@@ -45,6 +46,12 @@ async def other() -> AsyncIterator[FakeScheduler]:
 async def gateway(scheduler: FakeScheduler) -> AsyncIterator[RunningGateway]:
     async with running_gateway(scheduler) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of one whose chats know tools and reasoning."""
+    return str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

@@ -11,27 +11,19 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from gateway.api.responses import background
 from gateway.api.responses.background_store import BackgroundStore
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
-from tests.support.rig import EOS, REASONED, TEXT, TOKENIZER, WEATHER, running_rig
+from tests.support.rig import REASONED_IDS, TEXT, WEATHER, Rig, running_rig
 from tests.support.scheduler_process import until, wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 ENDS = ("completed", "incomplete", "failed", "cancelled")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
-
-
 @pytest.fixture
 async def two(tmp_path, model) -> AsyncIterator[TwoGateways]:
-    script = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
-    async with two_gateways(
-        tmp_path, script=script, model=model, response_store=f"sqlite:{tmp_path}/kept.db"
-    ) as gateways:
+    store = f"sqlite:{tmp_path}/kept.db"
+    async with two_gateways(tmp_path, script=REASONED_IDS, model=model, response_store=store) as gateways:
         yield gateways
 
 
@@ -41,6 +33,15 @@ async def clients(two) -> AsyncIterator[list[AsyncOpenAI]]:
     yield made
     for client in made:
         await client.close()
+
+
+@pytest.fixture
+async def alone(tmp_path, model) -> AsyncIterator[tuple[Rig, AsyncOpenAI]]:
+    """One gateway that keeps responses in memory, and its client."""
+    async with running_rig(tmp_path, model=model) as rig:
+        rig.reset()
+        async with AsyncOpenAI(base_url=f"{rig.gateway.http_url}/v1", api_key="unused", max_retries=0) as client:
+            yield rig, client
 
 
 async def until_ended(client: AsyncOpenAI, response_id: str) -> Any:
@@ -188,30 +189,25 @@ def _texts(events: list[Any]) -> list[str]:
     return [event.delta for event in events if event.type.endswith(".delta")]
 
 
-async def test_what_cannot_run_is_refused_at_once(tmp_path, model):
-    async with running_rig(tmp_path, model=model) as rig:
-        rig.reset()
-        url = f"{rig.gateway.http_url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            for wrong, param in [
-                ({"store": False}, "store"),
-                ({"max_output_tokens": 0}, "max_output_tokens"),
-                ({"include": ["message.output_text.logprobs"]}, "include"),
-                ({"extra_body": {"durable": True}, "stream": True}, "durable"),
-            ]:
-                with pytest.raises(BadRequestError) as refused:
-                    await client.responses.create(model="quire-tiny", input="hello", background=True, **wrong)
-                assert refused.value.param == param
-            done = await client.responses.create(model="quire-tiny", input="hello", background=True)
-            assert (await until_ended(client, done.id)).output_text == TEXT
-            for asked in ("x", "-1", "1e3"):
-                answer = await rig.http.get(
-                    f"/v1/responses/{done.id}", params={"stream": "true", "starting_after": asked}
-                )
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
-            plain = await client.responses.create(model="quire-tiny", input="hello")
-            answer = await rig.http.get(f"/v1/responses/{plain.id}", params={"stream": "true"})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+async def test_what_cannot_run_is_refused_at_once(alone):
+    rig, client = alone
+    for wrong, param in [
+        ({"store": False}, "store"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"extra_body": {"durable": True}, "stream": True}, "durable"),
+    ]:
+        with pytest.raises(BadRequestError) as refused:
+            await client.responses.create(model="quire-tiny", input="hello", background=True, **wrong)
+        assert refused.value.param == param
+    done = await client.responses.create(model="quire-tiny", input="hello", background=True)
+    assert (await until_ended(client, done.id)).output_text == TEXT
+    for asked in ("x", "-1", "1e3"):
+        answer = await rig.http.get(f"/v1/responses/{done.id}", params={"stream": "true", "starting_after": asked})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
+    plain = await client.responses.create(model="quire-tiny", input="hello")
+    answer = await rig.http.get(f"/v1/responses/{plain.id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
 async def test_responses_in_the_background_are_private_and_end_with_their_key(scheduler, tmp_path):
@@ -230,21 +226,18 @@ async def test_responses_in_the_background_are_private_and_end_with_their_key(sc
             assert (await mine.responses.cancel(begun.id)).status == "cancelled"
 
 
-async def test_a_response_waits_for_a_full_scheduler_and_fails_where_it_is_broken(tmp_path, model):
-    async with running_rig(tmp_path, model=model) as rig:
-        rig.reset()
-        url = f"{rig.gateway.http_url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            full = scheduler_pb2.RequestFailure(
-                code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full", retry_after_ms=50
-            )
-            rig.scheduler.refusal.append(full)
-            waits = await client.responses.create(model="quire-tiny", input="hello", background=True)
-            assert (await until_ended(client, waits.id)).output_text == TEXT
-            broken = scheduler_pb2.RequestFailure(code=code_pb2.INTERNAL, reason="BROKEN", message="it is broken")
-            rig.scheduler.refusal.append(broken)
-            fails = await client.responses.create(model="quire-tiny", input="hello", background=True)
-            ended = await until_ended(client, fails.id)
-            assert (ended.status, ended.error.message) == ("failed", "it is broken")
-            events = await _all_events(client, fails.id)
-            assert [event.type for event in events] == ["response.created", "response.queued", "response.failed"]
+async def test_a_response_waits_for_a_full_scheduler_and_fails_where_it_is_broken(alone):
+    rig, client = alone
+    full = scheduler_pb2.RequestFailure(
+        code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full", retry_after_ms=50
+    )
+    rig.scheduler.refusal.append(full)
+    waits = await client.responses.create(model="quire-tiny", input="hello", background=True)
+    assert (await until_ended(client, waits.id)).output_text == TEXT
+    broken = scheduler_pb2.RequestFailure(code=code_pb2.INTERNAL, reason="BROKEN", message="it is broken")
+    rig.scheduler.refusal.append(broken)
+    fails = await client.responses.create(model="quire-tiny", input="hello", background=True)
+    ended = await until_ended(client, fails.id)
+    assert (ended.status, ended.error.message) == ("failed", "it is broken")
+    events = await _all_events(client, fails.id)
+    assert [event.type for event in events] == ["response.created", "response.queued", "response.failed"]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
-from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.keys import KeysFile
 from tests.support.rig import Rig, running_rig
@@ -22,11 +21,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
-
-
 @pytest.fixture
 async def rig(tmp_path, model) -> AsyncIterator[Rig]:
     async with running_rig(tmp_path, model=model, batch_dir=tmp_path / "batches") as running:
@@ -34,9 +28,13 @@ async def rig(tmp_path, model) -> AsyncIterator[Rig]:
         yield running
 
 
+def client_of(gateway: RunningGateway, api_key: str = "unused") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key=api_key, max_retries=0)
+
+
 @pytest.fixture
 async def client(rig) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{rig.gateway.http_url}/v1", api_key="unused", max_retries=0) as made:
+    async with client_of(rig.gateway) as made:
         yield made
 
 
@@ -161,20 +159,21 @@ async def test_what_a_batch_cannot_be_is_refused_at_once(client, rig):
 
 async def test_limits_are_named(tmp_path, model):
     limits = {"max_batch_requests": 2, "max_batch_file_bytes": 2048, "max_batch_dir_bytes": 4000}
-    async with running_rig(tmp_path, model=model, batch_dir=tmp_path / "b", **limits) as rig:
-        url = f"{rig.gateway.http_url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-            batch = await until_ended(client, (await begin(client, line("a") + line("b") + line("c"))).id)
-            assert [error.code for error in batch.errors.data] == ["too_many_requests"]
-            assert "--max-batch-requests" in batch.errors.data[0].message
-            for size in (2049, 3 << 20):
-                with pytest.raises(APIStatusError) as refused:
-                    await client.files.create(file=("a", b"x" * size), purpose="batch")
-                assert (refused.value.status_code, "--max-batch-file-bytes" in refused.value.message) == (413, True)
-            await client.files.create(file=("a", b"x" * 2048), purpose="batch")
+    async with (
+        running_rig(tmp_path, model=model, batch_dir=tmp_path / "b", **limits) as rig,
+        client_of(rig.gateway) as client,
+    ):
+        batch = await until_ended(client, (await begin(client, line("a") + line("b") + line("c"))).id)
+        assert [error.code for error in batch.errors.data] == ["too_many_requests"]
+        assert "--max-batch-requests" in batch.errors.data[0].message
+        for size in (2049, 3 << 20):
             with pytest.raises(APIStatusError) as refused:
-                await client.files.create(file=("a", b"x" * 2048), purpose="batch")
-            assert (refused.value.status_code, "--max-batch-dir-bytes" in refused.value.message) == (429, True)
+                await client.files.create(file=("a", b"x" * size), purpose="batch")
+            assert (refused.value.status_code, "--max-batch-file-bytes" in refused.value.message) == (413, True)
+        await client.files.create(file=("a", b"x" * 2048), purpose="batch")
+        with pytest.raises(APIStatusError) as refused:
+            await client.files.create(file=("a", b"x" * 2048), purpose="batch")
+        assert (refused.value.status_code, "--max-batch-dir-bytes" in refused.value.message) == (429, True)
     assert len(list((tmp_path / "b" / "files").iterdir())) == 2
 
 
@@ -224,25 +223,27 @@ async def test_a_batch_is_cancelled_with_what_was_answered(client, rig):
 async def test_files_and_batches_are_private_to_a_tenant(scheduler, tmp_path):
     keys = KeysFile(tmp_path / "keys.json")
     acme, other = keys.add("acme"), keys.add("other")
-    async with running_gateway(scheduler, keys_files=(keys.path,), batch_dir=tmp_path / "b") as gateway:
-        url = f"{gateway.http_url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key=acme) as mine, AsyncOpenAI(base_url=url, api_key=other) as theirs:
-            body = {"prompt": "Once", "max_tokens": 4}
-            batch = await until_ended(mine, (await begin(mine, line("a", COMPLETION, body), COMPLETION)).id)
-            assert batch.status == "completed"
-            for file_id in (batch.input_file_id, batch.output_file_id):
-                for call in (theirs.files.retrieve, theirs.files.content, theirs.files.delete):
-                    with pytest.raises(NotFoundError):
-                        await call(file_id)
-            with pytest.raises(NotFoundError):
-                await theirs.batches.create(
-                    input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
-                )
-            for call in (theirs.batches.retrieve, theirs.batches.cancel):
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,), batch_dir=tmp_path / "b") as gateway,
+        client_of(gateway, acme) as mine,
+        client_of(gateway, other) as theirs,
+    ):
+        body = {"prompt": "Once", "max_tokens": 4}
+        batch = await until_ended(mine, (await begin(mine, line("a", COMPLETION, body), COMPLETION)).id)
+        assert batch.status == "completed"
+        for file_id in (batch.input_file_id, batch.output_file_id):
+            for call in (theirs.files.retrieve, theirs.files.content, theirs.files.delete):
                 with pytest.raises(NotFoundError):
-                    await call(batch.id)
-            assert (await theirs.files.list()).data == (await theirs.batches.list()).data == []
-            assert len((await mine.batches.list()).data) == 1
+                    await call(file_id)
+        with pytest.raises(NotFoundError):
+            await theirs.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        for call in (theirs.batches.retrieve, theirs.batches.cancel):
+            with pytest.raises(NotFoundError):
+                await call(batch.id)
+        assert (await theirs.files.list()).data == (await theirs.batches.list()).data == []
+        assert len((await mine.batches.list()).data) == 1
 
 
 async def test_without_a_directory_files_are_refused_by_the_flag_that_turns_them_on(gateway):
@@ -272,7 +273,3 @@ async def test_a_gateway_that_starts_goes_on_and_answers_each_request_once(sched
     assert [each["custom_id"] for each in results] == [f"r{number}" for number in range(40)]
     # Only what ran when the first gateway stopped ran again.
     assert len(scheduler.submits) <= 40 + 4
-
-
-def client_of(gateway: RunningGateway) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="unused", max_retries=0)

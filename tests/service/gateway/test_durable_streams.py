@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
-from tests.support.rig import EOS, REASONED, TOKENIZER, WEATHER
+from tests.support.rig import REASONED_IDS, WEATHER
 from tests.support.scheduler_process import state_of, until
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -30,15 +29,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
-
-
 @pytest.fixture
 async def two(tmp_path, model) -> AsyncIterator[TwoGateways]:
-    script = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
-    async with two_gateways(tmp_path, script=script, model=model) as gateways:
+    async with two_gateways(tmp_path, script=REASONED_IDS, model=model) as gateways:
         yield gateways
 
 

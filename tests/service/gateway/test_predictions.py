@@ -10,7 +10,6 @@ from openai import AsyncOpenAI, BadRequestError
 from quire.arrays import decode_int32
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.errors import InvalidArgument
-from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.parameters import row_sampling
@@ -28,8 +27,7 @@ async def scheduler() -> AsyncIterator[FakeScheduler]:
 
 
 @pytest.fixture
-async def gateway(scheduler: FakeScheduler, tmp_path) -> AsyncIterator[RunningGateway]:
-    model = str(write_chat_model(tmp_path / "model"))
+async def gateway(scheduler: FakeScheduler, model: str) -> AsyncIterator[RunningGateway]:
     async with running_gateway(scheduler, model=model, served_model_name="quire-tiny") as running:
         yield running
 
@@ -108,9 +106,8 @@ async def test_copies_of_a_long_prediction_are_bounded(openai) -> None:
         await openai.completions.create(model="quire-tiny", prompt=["hello"] * 1000, extra_body=fields, max_tokens=1)
 
 
-async def test_a_replica_that_does_not_draft_gets_no_prediction(tmp_path) -> None:
+async def test_a_replica_that_does_not_draft_gets_no_prediction(model) -> None:
     """It may be of a release that refuses the field."""
-    model = str(write_chat_model(tmp_path / "model"))
     async with (
         FakeScheduler(max_drafts=0, rule=scripted([*SPEECH, EOS])) as scheduler,
         running_gateway(scheduler, model=model, served_model_name="quire-tiny") as gateway,

@@ -11,10 +11,9 @@ import pytest
 
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
-from tests.support.chat_models import write_chat_model
 from tests.support.gateway_process import refusal_of, stream_request
 from tests.support.metrics import read_metric, read_metrics
-from tests.support.rig import EOS, REASONED, TOKENIZER, WEATHER_SCHEMA
+from tests.support.rig import REASONED_IDS, WEATHER_SCHEMA
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -72,14 +71,12 @@ def resume_request(**sequences) -> generation_pb2.ResumeStreamRequest:
     return generation_pb2.ResumeStreamRequest(request_id="story", **sequences)
 
 
-async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path):
+async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path, model):
     """Reasoning, text and calls of tools; ids of calls are those of their request."""
-    model = str(write_chat_model(tmp_path / "model"))
-    script = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
     request = generation_pb2.ChatStreamRequest(request_id="story", durable=True, stopping={"max_tokens": 300})
     request.messages.add(role="user", content="Is it warm in Rome?")
     request.tools.add(name="get_weather", parameters=json.dumps(WEATHER_SCHEMA))
-    async with two_gateways(tmp_path, script=script, model=model) as two:
+    async with two_gateways(tmp_path, script=REASONED_IDS, model=model) as two:
         responses = [response async for response in two.first.generation.ChatStream(request)]
         whole = Parts()
         for response in responses:
@@ -89,7 +86,7 @@ async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path):
             assert (whole[f"{index} name"], whole[f"{index} arguments"]) == ("get_weather", '{"city": "Rome"}')
         assert whole["finished"].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
         usage = responses[-1].completed.usage
-        assert 0 < usage.reasoning_tokens < usage.generated_tokens == len(script)
+        assert 0 < usage.reasoning_tokens < usage.generated_tokens == len(REASONED_IDS)
         for num_had in range(0, len(responses) - 1, 9):
             parts = Parts()
             for response in responses[:num_had]:

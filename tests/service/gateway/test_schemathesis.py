@@ -23,12 +23,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tokenizers import Tokenizer
 
-from quire.model_source import resolve_model
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
-from tests.support.tokenizers import id_of
+from tests.support.rig import EOS, TOKENIZER
 
 pytestmark = pytest.mark.extended
 CHECKS = [
@@ -68,8 +66,7 @@ NUM_BODIES, NUM_PATHS = (1000, 50) if hypothesis.settings().max_examples > 100 e
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway(tmp_path_factory: pytest.TempPathFactory):
-    tokenizer = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-    rule = scripted([*tokenizer.encode("It is so.", add_special_tokens=False).ids, id_of(tokenizer, "</s>")])
+    rule = scripted([*TOKENIZER.encode("It is so.", add_special_tokens=False).ids, EOS])
     directory = tmp_path_factory.mktemp("batches")
     async with (
         FakeScheduler(rule=rule) as scheduler,

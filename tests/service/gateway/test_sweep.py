@@ -29,6 +29,7 @@ from tests.support.measured_gateway import MeasuredGateway, measured_gateway
 _ROOM = 4 * 1024 * 1024 - 4096
 # Levels of messages within messages; only those of google.protobuf.Struct go deeper.
 _MAX_DEPTH = 5
+_varint: Callable[[int], bytes] = lru_cache(128)(encoder._VarintBytes)  # pyright: ignore[reportAttributeAccessIssue]
 _WIRE_TYPES = {FieldDescriptor.TYPE_DOUBLE: 1, FieldDescriptor.TYPE_FLOAT: 5}
 _GENERATE = {"text": "a", "stopping": {"max_tokens": 1}}
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "stopping": {"max_tokens": 1}}
@@ -177,13 +178,6 @@ def _valid(kind: Descriptor) -> bytes:
 
 def _delimited(number: int, value: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-@lru_cache
-def _varint(value: int) -> bytes:
-    pieces: list[bytes] = []
-    encoder._EncodeVarint(pieces.append, value)  # type: ignore[attr-defined]
-    return b"".join(pieces)
 
 
 _BODIES: Mapping[str, dict[str, Any]] = {
