@@ -4,10 +4,7 @@ import json
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
-
-from tests.support.serving import Served
 
 MODEL = "quire-tiny"
 
@@ -21,13 +18,6 @@ TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 WEATHER = function("get_weather", "Get the current weather in a city.", city=TEXT)
 TIMER = function("set_timer", "Set a timer.", minutes={"type": "integer"})
 MULTIPLY = function("multiply", "Multiply two numbers.", a=NUMBER, b=NUMBER)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(served: Served):
-    url = f"http://{served.server.http_address}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as running:
-        yield running
 
 
 def user(text: str) -> Any:
@@ -49,8 +39,8 @@ async def chat(client: AsyncOpenAI, *messages: Any, **fields: Any) -> Any:
         ("What is 314 times 27?", "multiply", {"a": 314, "b": 27}),
     ],
 )
-async def test_it_calls_the_right_tool_of_three(client: AsyncOpenAI, question, name, arguments):
-    choice = await chat(client, user(question), tools=[WEATHER, TIMER, MULTIPLY])
+async def test_it_calls_the_right_tool_of_three(openai_client: AsyncOpenAI, question, name, arguments):
+    choice = await chat(openai_client, user(question), tools=[WEATHER, TIMER, MULTIPLY])
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
