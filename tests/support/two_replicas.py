@@ -17,7 +17,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire_cli.supervisor.commands import Programs
 from tests.support.metrics import read_metrics
 from tests.support.ports import free_port
-from tests.support.scheduler_process import state_of, until
+from tests.support.scheduler_process import until
 from tests.support.serving import forked_programs
 
 _MODEL = Path(__file__).parents[2] / "assets/quire-tiny"
@@ -31,7 +31,6 @@ class TwoReplicas:
     worker_flags: tuple[str, ...]
     roles: tuple[str, str]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    stubs: list[scheduler_pb2_grpc.SchedulerServiceStub] = field(default_factory=list)
     client: AsyncClient = field(init=False)
     metrics_ports: tuple[int, int] = (0, 0)
 
@@ -78,10 +77,6 @@ class TwoReplicas:
         """Of a scheduler."""
         return await read_metrics(self.metrics_ports[replica])
 
-    async def num_live(self, replica: int) -> int:
-        state = await state_of(self.stubs[replica])
-        return state.running_requests + state.waiting_requests + state.swapped_requests
-
 
 @contextlib.asynccontextmanager
 async def two_replicas(
@@ -105,7 +100,6 @@ async def two_replicas(
         for number in range(2):
             channel = await stack.enter_async_context(open_channel(replicas.socket(f"scheduler-{number}")))
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            replicas.stubs.append(stub)
 
             async def is_there(stub: scheduler_pb2_grpc.SchedulerServiceStub = stub) -> bool:
                 state = await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)

@@ -41,12 +41,6 @@ async def running_rank(
     await worker.stop()
 
 
-async def receive_for_ever(link: WorkerLink | WorkerGroup) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            await link.receive()
-
-
 @contextlib.asynccontextmanager
 async def attached(*addresses: str) -> AsyncIterator[WorkerLink | WorkerGroup]:
     link = await attach_workers(addresses, 1, TIMEOUT_S)

@@ -54,14 +54,6 @@ def make_batch(runs=(), ended=(), completed=(), failed=()):
     return EventBatch(list(runs), list(ended), list(completed), list(failed))
 
 
-def finishing_batch(live, token_ids):
-    return make_batch(
-        [TokenRun(live.handle, 0, 0, token_ids)],
-        [SequenceEnded(live.handle, 0, len(token_ids), FinishReason.LENGTH, None, None)],
-        [RequestEnded(live.handle, USAGE)],
-    )
-
-
 @pytest.fixture
 def clock():
     return Clock()
