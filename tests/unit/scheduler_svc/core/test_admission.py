@@ -177,6 +177,16 @@ def make_full_driver(*priorities: int) -> Driver:
     return driver
 
 
+def test_displacing_looks_at_those_who_leave_and_at_nobody_else(counted):
+    driver = make_full_driver(*[0] * 20)
+    looks = counted(VictimTables, "free")
+    driver.submit(make_request(99, prompt_len=80, max_tokens=8, priority=1))
+    driver.plan()
+    assert driver.scheduler.num_preemptions == len(looks) == 2
+    assert make_request(99).key in driver.scheduler.running
+    driver.run_until_idle()
+
+
 def test_displacing_in_vain_looks_at_nobody(counted):
     driver = make_full_driver(*[0, 100] * 10)
     looks, growths = counted(VictimTables, "free"), counted(Batch, "blocks_to_grow")

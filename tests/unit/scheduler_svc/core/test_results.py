@@ -11,7 +11,7 @@ from scheduler_svc.core.beam_search import BeamParameters, Candidates
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import SampleLogprobs, StepResult
+from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepResult
 from tests.support.core_driver import CLIENT, Driver, make_config, make_request
 from tests.support.logprobs import Line, columns_of
 
@@ -135,6 +135,14 @@ def test_what_a_result_says_of_rows_that_were_released_since_is_not_looked_at():
     driver.scheduler.abort(make_request(4).key)
     assert driver.scheduler.apply(result, 0.0)
     driver.check()
+
+
+@pytest.mark.parametrize("kind", ["handles", "finished", "completed", "failed"])
+def test_events_of_one_kind_alone_are_events(kind):
+    events = ClientEvents()
+    assert events.is_empty
+    getattr(events, kind).append(1)
+    assert not events.is_empty
 
 
 @pytest.mark.parametrize("num_valid", [0, 2])
