@@ -49,6 +49,14 @@ def make_worker(device_loop: DeviceLoop, other: OtherRank, world_size: int = 2) 
     return Worker(replace(CONFIG.info(), world_size=world_size), runner, device_loop, other.agree)
 
 
+async def test_a_rank_says_what_it_holds_when_the_others_are_at_its_epoch(device_loop: DeviceLoop) -> None:
+    other = OtherRank()
+    other.comes.set()
+    sealed = await make_worker(device_loop, other).sealed_blocks(7)
+    assert other.asked == [(7, 0)]
+    assert len(sealed.block_ids) == 0
+
+
 async def test_a_rank_whose_others_are_at_a_higher_epoch_is_superseded(device_loop: DeviceLoop) -> None:
     other = OtherRank()
     other.epoch = 8
