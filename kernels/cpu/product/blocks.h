@@ -240,19 +240,29 @@ constexpr Prefetch<kFirstCache, Constant<0>> kNoPrefetch{nullptr, {}};
 template <class Kind>
 class BlockExpander {
  public:
+  static constexpr int64_t kParts = kNumbersOfBlock / kExpandedAtOnce;
+
   BlockExpander(const ProductArgs& args, int64_t panel, int64_t count) : expander_(args, panel), left_(count) {}
 
   // The next one, if there is one.
   template <class AnyPrefetch>
   void expand(typename Kind::X* block, const AnyPrefetch& ahead) {
-    if (left_-- <= 0) return;
-    constexpr int64_t kParts = kNumbersOfBlock / kExpandedAtOnce;
-    expander_.start_block();
-    for (int64_t part = 0; part < kParts; ++part) {
-      expander_.expand(block + part * kExpandedAtOnce);
-      ahead.fetch_part(part, kParts);
-    }
+    if (!start()) return;
+    for (int64_t part = 0; part < kParts; ++part) expand_part(block, part, ahead);
     expander_.end_block(block);
+  }
+
+  // Whether there is another one.
+  bool start() {
+    if (left_-- <= 0) return false;
+    expander_.start_block();
+    return true;
+  }
+
+  template <class AnyPrefetch>
+  void expand_part(typename Kind::X* block, int64_t part, const AnyPrefetch& ahead) {
+    expander_.expand(block + part * kExpandedAtOnce);
+    ahead.fetch_part(part, kParts);
   }
 
  private:
@@ -295,13 +305,25 @@ class KeptBlocks {
   const void* next(const AnyPrefetch& ahead) {
     const void* block = next_;
     next_ += kNumbersOfBlock;
-    expander_.expand(next_, ahead);
+    if constexpr (kIsCoded<Kind>)
+      has_next_ = expander_.start();
+    else
+      expander_.expand(next_, ahead);
     return block;
+  }
+
+  // Before word `at` of a block is multiplied. Coded blocks are expanded a little at a time, so that the processor does
+  // both at once.
+  template <class AnyPrefetch>
+  void go_on(int64_t at, const AnyPrefetch& ahead) {
+    constexpr int64_t kWordsOfPart = kWordsOfBlock / BlockExpander<Kind>::kParts;
+    if (has_next_ && at % kWordsOfPart == 0) expander_.expand_part(next_, at / kWordsOfPart, ahead);
   }
 
  private:
   BlockExpander<Kind> expander_;
   typename Kind::X* next_;
+  bool has_next_ = false;
 };
 
 template <class Kind>

@@ -172,16 +172,17 @@ inline void load_codes(const std::byte* chunk, int64_t lane, IntVec (&codes)[2])
   codes[1] = {nibbles.v >> 4 & 0x0f0f0f0f};
   for (int bit = 4; bit < Format::kBits; ++bit)
     for (int half = 0; half < 2; ++half)
-      codes[half].v |= bits_as_bytes(chunk + 64 + 16 * (bit - 4) + 8 * half, lane).v & 0x01010101 << bit;
+      codes[half] = add_where_set(codes[half], chunk + 64 + 16 * (bit - 4) + 8 * half, lane, 1 << bit);
 }
 
-// The values of kWidth of the 16 lanes of 128 codes, as floats: operator()(v) of the v-th codes.
+// The values of kWidth of the 16 lanes of 128 codes, as floats, without the offset of codes of more than 4 bits:
+// operator()(v) of the v-th codes.
 template <class Format, bool = Format::kBits == 4>
 class Values {
  public:
   Values(const std::byte* chunk, int64_t lane) { load_codes<Format>(chunk, lane, codes_); }
 
-  Vec operator()(int v) const { return to_floats({(codes_[v % 2].v >> 8 * (v / 2) & 0xff) - Format::kOffset}); }
+  Vec operator()(int v) const { return to_floats(byte_of(codes_[v % 2], v / 2)); }
 
  private:
   IntVec codes_[2];
@@ -322,6 +323,11 @@ class CodedBlocks {
 template <class Format>
 class CodedExpander {
  public:
+  // (code - offset) * scale, with one operation less: the minimum, scale * offset, is exact, so the sum has the same
+  // bits.
+  static constexpr bool kFolded = Format::kBits > 4 && Format::kOffset != 0;
+  static constexpr bool kMinima = Format::kMinima || kFolded;
+
   static constexpr int64_t kBlockBytes = Format::kBlockBytes;
   static int64_t head_bytes(const ProductArgs& args) { return Format::head_bytes(args.in_features, args.grouping); }
 
@@ -340,10 +346,10 @@ class CodedExpander {
       Vec scale[2], minimum[2];
       for (int half = 0; half < 2; ++half) {
         scale[half] = load(scales + half * Format::kLanes + lane);
-        if constexpr (Format::kMinima || Format::kZeros) minimum[half] = load(minima + half * Format::kLanes + lane);
+        if constexpr (kMinima || Format::kZeros) minimum[half] = load(minima + half * Format::kLanes + lane);
       }
       auto number = [&](int v) {
-        if constexpr (Format::kMinima)
+        if constexpr (kMinima)
           return fma(values(v), scale[v % 2], minimum[v % 2]);
         else if constexpr (Format::kZeros)
           return (values(v) + minimum[v % 2]) * scale[v % 2];
@@ -368,7 +374,7 @@ class CodedExpander {
   void end_block(BF16*) {}
 
  private:
-  CodedBlocks<Format, false> blocks_;
+  CodedBlocks<Format, kFolded> blocks_;
   const std::byte* codes_ = nullptr;
   int64_t chunk_ = 0;
 };

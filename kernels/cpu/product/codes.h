@@ -52,14 +52,19 @@ class CodeMultiplier {
   template <class Kind>
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     constexpr int kParts = CodedBlocks<typename Kind::Format, true>::kParts;
+    const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     for (int64_t token = 0; token < args.num_tokens; ++token) {
       for (int64_t i = begin; i < end; ++i) {
         TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
-        const int8_t* x = x_of<Kind>(args, token) + i * kPanel;
+        const auto* x = reinterpret_cast<const __m128i*>(x_of<Kind>(args, token) + i * kPanel);
         int sums[2] = {};
-        for (int64_t at = 0; at < kPanel; ++at) {
-          piece.values[at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = x[at];
-          sums[at * kParts / kPanel] += x[at];
+        for (int half = 0; half < 2; ++half) {
+          const __m128i values = _mm_loadu_si128(x + half);
+          _mm_store_si128(reinterpret_cast<__m128i*>(piece.values) + half, _mm_shuffle_epi8(values, evens_first));
+          // Eight sums of two, four of four, then one.
+          __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), values), _mm_set1_epi16(1));
+          sum = _mm_hadd_epi32(sum, sum);
+          sums[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
         }
         for (int part = 0; part < 2; ++part) piece.sums[part] = static_cast<float>(sums[part]);
       }

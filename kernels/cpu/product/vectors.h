@@ -71,12 +71,29 @@ inline int32_t word(const void* words, int64_t at) {
 constexpr int64_t kMaxGroup = kWidth == 16 ? 12 : kSums / kVectors;
 constexpr bool kPacksTokens = kMaxGroup > 4;
 
-// Tokens begin to end in groups of nearly the same size.
-struct TokenGroups {
-  int64_t begin, end;
+// Tokens of the first of several groups that coded weights are multiplied with, which is when they are expanded. It is
+// always the same number, since that is a function for each format; 0: they are expanded before.
+constexpr int64_t kCodedGroup = kPacksTokens ? 8 : 0;
 
-  int64_t count() const { return (end - begin + kMaxGroup - 1) / kMaxGroup; }
-  int64_t first_of(int64_t group) const { return begin + (end - begin) * group / count(); }
+// Tokens begin to end in groups of nearly the same size, but for the first one where its size is given.
+struct TokenGroups {
+  int64_t begin, end, size_of_first;
+
+  template <class Kind>
+  static TokenGroups of(int64_t begin, int64_t end) {
+    return {begin, end, kIsCoded<Kind> && end - begin > kMaxGroup ? kCodedGroup : 0};
+  }
+
+  int64_t count() const { return has_first() + num_equal(); }
+  int64_t first_of(int64_t group) const {
+    if (has_first() && group == 0) return begin;
+    const int64_t start = begin + size_of_first;
+    return start + (end - start) * (group - has_first()) / num_equal();
+  }
+
+ private:
+  int64_t has_first() const { return size_of_first > 0; }
+  int64_t num_equal() const { return (end - begin - size_of_first + kMaxGroup - 1) / kMaxGroup; }
 };
 
 constexpr int64_t kBytesOfWord = 4;
@@ -129,9 +146,11 @@ void multiply_panel(const Pass& args, int64_t panel, AnyBlocks& blocks, AnyWords
   Words sums[kTokens][kVectors] = {}, found[kVectors] = {};
   for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
     const Word* block = static_cast<const Word*>(blocks.next(ahead));
+    const AnyPrefetch of_block = ahead;
     ahead.go_on();
     if (args.addends != nullptr) args.addends->step();
     for (int64_t at = 0; at < kWordsOfBlock; ++at) {
+      if constexpr (kIsCoded<Kind>) blocks.go_on(at, of_block);
       Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
         const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
@@ -180,8 +199,14 @@ class Passes {
   void multiply(bool has_next, std::byte* scratch) {
     const int64_t others = groups_.count() - 1;
     if constexpr (kIsCoded<Kind>) {
-      // Once, by itself: with each number of tokens and each format, it would be a function of its own.
       auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
+      if constexpr (kCodedGroup > 0) {
+        if (others > 0) {
+          KeptBlocks<Kind> blocks(args_, panel_, blocks_, numbers);
+          multiply_tokens<Kind, true, kCodedGroup>(groups_.begin, blocks, first_ahead());
+          return multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), 1, has_next);
+        }
+      }
       BlockExpander<Kind> expander(args_, panel_, blocks_);
       const char* ahead = bytes_of<Kind>(args_, panel_) + (1 << 12);
       for (int64_t block = 0; block < blocks_; ++block, ahead += block_bytes<Kind>())
@@ -206,12 +231,14 @@ class Passes {
  private:
   static constexpr int64_t kLinesOfBlock = block_bytes<Kind>() / kCacheLine;
 
+  MovingPrefetch<kPrefetchCache, Constant<kLinesOfBlock>> first_ahead() const {
+    constexpr int64_t kPrefetchDistance = 1 << 13;
+    return {{bytes_of<Kind>(args_, panel_) + kPrefetchDistance, {}}};
+  }
+
   template <class AnyBlocks>
   void multiply_first(AnyBlocks& blocks) {
-    constexpr int64_t kPrefetchDistance = 1 << 13;
-    multiply_group<Kind, true>(0, blocks,
-                               MovingPrefetch<kPrefetchCache, Constant<kLinesOfBlock>>{
-                                   {bytes_of<Kind>(args_, panel_) + kPrefetchDistance, {}}});
+    multiply_group<Kind, true>(0, blocks, first_ahead());
   }
 
   template <class Multiplied>
@@ -229,15 +256,20 @@ class Passes {
   void multiply_group(int64_t group, AnyBlocks& blocks, const AnyPrefetch& ahead) {
     const int64_t first = groups_.first_of(group);
     with_count<kMaxGroup>(groups_.first_of(group + 1) - first, [&]<int kTokens>() {
-      auto multiply = [&](const auto& words) {
-        multiply_panel<Multiplied, kTokens, kIsFirst || !kHasOffset<Kind>>(args_, panel_, blocks, words, ahead, first,
-                                                                           excess_);
-      };
-      if constexpr (kPacksTokens && kTokens > 1)
-        multiply(PackedWords<kTokens>{packed_ + first * num_words<Kind>(args_) * kBytesOfWord});
-      else
-        multiply(LinesOfWords<Kind>(args_, first));
+      multiply_tokens<Multiplied, kIsFirst, kTokens>(first, blocks, ahead);
     });
+  }
+
+  template <class Multiplied, bool kIsFirst, int kTokens, class AnyBlocks, class AnyPrefetch>
+  void multiply_tokens(int64_t first, AnyBlocks& blocks, const AnyPrefetch& ahead) {
+    auto multiply = [&](const auto& words) {
+      multiply_panel<Multiplied, kTokens, kIsFirst || !kHasOffset<Kind>>(args_, panel_, blocks, words, ahead, first,
+                                                                         excess_);
+    };
+    if constexpr (kPacksTokens && kTokens > 1)
+      multiply(PackedWords<kTokens>{packed_ + first * num_words<Kind>(args_) * kBytesOfWord});
+    else
+      multiply(LinesOfWords<Kind>(args_, first));
   }
 
   const Pass& args_;
@@ -266,7 +298,7 @@ class VectorMultiplier {
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     const int64_t step = tokens_at_once<Kind>(args);
     for (int64_t token = 0; token < args.num_tokens; token += step) {
-      const TokenGroups groups{token, token + step < args.num_tokens ? token + step : args.num_tokens};
+      const auto groups = TokenGroups::of<Kind>(token, token + step < args.num_tokens ? token + step : args.num_tokens);
       for (int64_t group = 0; group < groups.count(); ++group)
         pack_group<Kind>(args, groups.first_of(group), groups.first_of(group + 1), begin, end,
                          reinterpret_cast<float*>(packed));
@@ -277,7 +309,7 @@ class VectorMultiplier {
   template <class Kind>
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
-    const TokenGroups groups{begin, end};
+    const auto groups = TokenGroups::of<Kind>(begin, end);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr)
         args.addends->start(panel, panel == first_panel, groups.count() * num_words<Kind>(args) / kWordsOfBlock);

@@ -20,6 +20,9 @@ struct F16 {
   uint16_t bits;
 };
 
+// What a shuffle of bytes takes in a word to make its upper three bytes 0.
+inline constexpr int32_t kNoUpperBytes = static_cast<int32_t>(0x80808000u);
+
 }  // namespace quire
 
 #if defined(__AVX512F__)

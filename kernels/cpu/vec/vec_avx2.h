@@ -60,15 +60,21 @@ inline IntVec set1_int(int32_t x) { return whole(_mm256_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm256_cvtepi32_ps(bits_of(x))}; }
 inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
-// A byte of ones for each bit of a word of 64 that is set, for the bytes of kWidth lanes from `lane` on.
-inline IntVec bits_as_bytes(const void* word, int64_t lane) {
+// Adds to each byte whose bit in a word of 64 is set, for the bytes of kWidth lanes from `lane` on.
+inline IntVec add_where_set(IntVec to, const void* word, int64_t lane, int8_t addend) {
   int32_t bits;
   std::memcpy(&bits, static_cast<const char*>(word) + lane / 2, sizeof(bits));
   const __m256i byte_of =
       _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
   const __m256i bit_of = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
   const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of);
-  return whole(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of));
+  const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
+  return whole(_mm256_add_epi8(bits_of(to), _mm256_and_si256(is_set, _mm256_set1_epi8(addend))));
+}
+// The k-th byte of each word.
+inline IntVec byte_of(IntVec words, int k) {
+  const IntVec::Words of_words = {0, 4, 8, 12, 0, 4, 8, 12};
+  return whole(_mm256_shuffle_epi8(bits_of(words), bits_of({of_words + (k + kNoUpperBytes)})));
 }
 // 8 bytes, in all lanes.
 inline IntVec repeat8(const void* p) {

@@ -62,11 +62,16 @@ inline IntVec set1_int(int32_t x) { return whole(_mm512_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm512_storeu_si512(p, bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm512_cvtepi32_ps(bits_of(x))}; }
 inline Vec load(const int32_t* p) { return to_floats(load_int(p)); }
-// A byte of ones for each bit of a word of 64 that is set, for the bytes of kWidth lanes from `lane` on.
-inline IntVec bits_as_bytes(const void* word, int64_t) {
+// Adds to each byte whose bit in a word of 64 is set, for the bytes of kWidth lanes from `lane` on.
+inline IntVec add_where_set(IntVec bytes, const void* word, int64_t, int8_t addend) {
   __mmask64 mask;
   std::memcpy(&mask, word, sizeof(mask));
-  return whole(_mm512_movm_epi8(mask));
+  return whole(_mm512_mask_add_epi8(bits_of(bytes), mask, bits_of(bytes), _mm512_set1_epi8(addend)));
+}
+// The k-th byte of each word.
+inline IntVec byte_of(IntVec words, int k) {
+  const IntVec::Words of_words = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+  return whole(_mm512_shuffle_epi8(bits_of(words), bits_of({of_words + (k + kNoUpperBytes)})));
 }
 // 8 bytes, in all lanes.
 inline IntVec repeat8(const void* p) {
