@@ -442,8 +442,8 @@ class BatchStore:
                         good.write(answer + b"\n")
                     elif is_good is not None or unanswered is not None:
                         num_bad += 1
-                        unknown = is_good is None and unanswered is not None
-                        bad.write((unanswered(custom_id) if unknown else answer) + b"\n")
+                        line = unanswered(custom_id) if is_good is None and unanswered is not None else answer
+                        bad.write(line + b"\n")
                 for each in (good, bad):
                     each.flush()
                     os.fsync(each.fileno())

@@ -110,7 +110,12 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
 
 
-CODED_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+CODED_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 
 
 def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:

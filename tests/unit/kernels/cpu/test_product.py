@@ -1,4 +1,4 @@
-"""Products from packed weights in C++: odd sizes, any number of tokens, views, threads, activations."""
+"""PlainProducts from packed weights in C++: odd sizes, any number of tokens, views, threads, activations."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
 from kernels import ops, reference
-from kernels.backends import Products
+from kernels.backends import PlainProducts
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS, GATES, Quantization
@@ -20,7 +20,7 @@ def make_kernels(isa: str) -> CpuKernels:
     return kernels
 
 
-def products_of(isa: str, dtype: torch.dtype, quantization: Quantization) -> Products:
+def products_of(isa: str, dtype: torch.dtype, quantization: Quantization) -> PlainProducts:
     """What `ops` takes: where there is no kernel of ours, the reference."""
     kernels = make_kernels(isa)
     return kernels if kernels.has_products(dtype, quantization) else reference
