@@ -289,7 +289,7 @@ class SchedulerLink:
                 call.cancel()
                 # The call's end does not wake a write that waits for the connection.
                 exchange.cancel()
-                await asyncio.wait([exchange])
+                await asyncio.gather(exchange, return_exceptions=True)
 
     def _connect(self, welcome: Welcome) -> None:
         # The epoch is not compared: a stream is opened after the end of the one before, so its scheduler is the newer
@@ -333,7 +333,7 @@ class SchedulerLink:
         finally:
             reader.cancel()
             writer.cancel()
-            await asyncio.wait([reader, writer])
+            await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
         num_taken = 0

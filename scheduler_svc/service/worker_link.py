@@ -179,7 +179,7 @@ class WorkerLink:
             await channel.close()
             # The call's end does not wake a write that waits for the connection.
             handshake.cancel()
-            await asyncio.wait([handshake])
+            await asyncio.gather(handshake, return_exceptions=True)
             if isinstance(error, (*_CALL_ERRORS, FailedPrecondition, InvalidArgument)):
                 raise _kind_of_refusal(error)(f"cannot attach to worker {address}: {_describe(error)}") from error
             raise

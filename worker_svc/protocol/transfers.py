@@ -214,7 +214,7 @@ class Transfers:
             problem = str(fetching.exception() or "") if fetching.done() else f"took over {move.timeout_s:g} s"
         finally:
             fetching.cancel()
-            await asyncio.wait([fetching])
+            await asyncio.gather(fetching, return_exceptions=True)
             indices = np.array(sorted(came), np.int64)
             self._end(move, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
         failed = [index for index in range(len(move.block_ids)) if index not in came]

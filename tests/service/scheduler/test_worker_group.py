@@ -3,6 +3,7 @@ ranks, and when that is lost."""
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Constraint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service import step_loop
+from scheduler_svc.service import step_loop, worker_link
 from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
 from scheduler_svc.service.worker_messages import Prepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
@@ -220,3 +221,30 @@ async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
     assert answer.rows.tolist() == [0]
     await link.close()
     await worker.stop()
+
+
+async def test_a_rank_that_refuses_while_another_one_has_failed_logs_no_error(monkeypatch):
+    """As where all ranks load their model."""
+
+    has_begun = asyncio.Event()
+
+    async def refuse(*_: object) -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionError("refused at this moment") from None
+
+    monkeypatch.setattr(worker_link, "_handshake", refuse)
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    attaching = asyncio.create_task(WorkerLink.attach("unix:/nobody", 1, timeout_s=300))
+    await has_begun.wait()
+    attaching.cancel()
+    # pytest.raises would keep the tasks.
+    with contextlib.suppress(asyncio.CancelledError):
+        await attaching
+    del attaching
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not reported
