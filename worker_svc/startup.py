@@ -333,7 +333,10 @@ def _draft_directory(
             f"--draft-model is for workers on cpu with one rank; this one is on {device.type} with "
             f"{settings.tensor_parallel_size}; leave it out"
         )
-    draft = ModelDirectory.open(resolve_model(settings.draft_model))
+    try:
+        draft = ModelDirectory.open(resolve_model(settings.draft_model))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--draft-model: {error}") from error
     if _vocabulary(draft) != _vocabulary(directory):
         raise ConfigurationError(
             f"the tokenizer of --draft-model {draft.path} has another vocabulary than that of --model "

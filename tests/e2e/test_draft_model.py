@@ -187,7 +187,7 @@ def test_one_that_does_not_pay_drafts_next_to_nothing(tmp_path: Path) -> None:
     assert 0 < on.num_drafts < 60
 
 
-@pytest.mark.parametrize("case", ["no model", "not named", "other tokens", "too short", "two ranks"])
+@pytest.mark.parametrize("case", ["no model", "nowhere", "not named", "other tokens", "too short", "two ranks"])
 def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None:
     tiny, drafts = str(resolve_model(None)), ["--speculate", "draft"]
     if case in ("other tokens", "too short"):
@@ -196,6 +196,7 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
         shutil.copy(resolve_model(None) / "tokenizer.json", tmp_path / "other")
     flags, message = {
         "no model": (drafts, "--draft-model is None; give both"),
+        "nowhere": ([*drafts, "--draft-model", str(tmp_path / "nowhere")], "^--draft-model: .*nowhere does not exist"),
         "not named": (["--draft-model", tiny], "--speculate is off and --draft-model"),
         "other tokens": ([*drafts, "--draft-model", str(tmp_path / "other")], f"{tmp_path}.*has another vocabulary"),
         "too short": ([*drafts, "--draft-model", str(tmp_path / "other")], "256 positions .* up to 512"),
