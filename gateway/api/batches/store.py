@@ -440,10 +440,12 @@ class BatchStore:
                     if is_good:
                         num_good += 1
                         good.write(answer + b"\n")
-                    elif is_good is not None or unanswered is not None:
+                    elif is_good is not None:
                         num_bad += 1
-                        line = unanswered(custom_id) if is_good is None and unanswered is not None else answer
-                        bad.write(line + b"\n")
+                        bad.write(answer + b"\n")
+                    elif unanswered is not None:
+                        num_bad += 1
+                        bad.write(unanswered(custom_id) + b"\n")
                 for each in (good, bad):
                     each.flush()
                     os.fsync(each.fileno())
