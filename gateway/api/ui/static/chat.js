@@ -201,10 +201,11 @@ export class ChatView {
     }
   }
 
-  // Begins an answer that takes long: several, as long as they may be. Resolves when some of it has come.
+  // Begins an answer that takes long: several, of stories one after the other (behind the end of its answer a model of
+  // chats would write anything). Resolves when some of it has come.
   writeAtLength() {
     if (this.running) return Promise.resolve();
-    const fields = { n: "3", max_tokens: "800", ignore_eos: "true", temperature: "1" };
+    const fields = { n: "3", max_tokens: "320", min_tokens: "320", temperature: "0.7" };
     for (const [name, value] of Object.entries(fields)) {
       const field = this.fields.get(name);
       if (field !== undefined) field.input.value = value;

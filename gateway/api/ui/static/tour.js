@@ -8,8 +8,8 @@ const PROMPT = "Tell me a story about a fox.";
 const TOKENS = 160;
 
 export const example = (model) => {
-  const run = { model, messages: [{ role: "user", content: PROMPT }], max_tokens: TOKENS, ignore_eos: true };
-  return [{ ...run, n: 3, temperature: 1 }, { ...run, n: 4, temperature: 0, use_beam_search: true }];
+  const run = { model, messages: [{ role: "user", content: PROMPT }], max_tokens: TOKENS, min_tokens: TOKENS };
+  return [{ ...run, n: 3, temperature: 0.7 }, { ...run, n: 4, temperature: 0, use_beam_search: true }];
 };
 
 // The moments worth a sentence, among frames from `first` on: [{index, text, events}], in order.
