@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from tokenizers import Tokenizer
 
-from assets.training.corpus import PAD_ID, Document
+from assets.training.conversations import PAD_ID, Document
 from assets.training.courses import Lesson, Shape
 
 _DOCUMENTS_AT_ONCE = 512

@@ -5,22 +5,22 @@ nothing can foretell it; what the model should answer counts fully.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from random import Random
 
-from assets.training.data import DIRECTORY, items, load, pairs
+from assets.training.conversations import (
+    BOS,
+    EOS,
+    PROMPT_WEIGHT,
+    Conversation,
+    Document,
+    Exchange,
+    Segment,
+    document,
+    turn,
+)
+from assets.training.data import items, load, pairs
 from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, is_held_out
 from assets.training.stories import draw_request, draw_story
-
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
-SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END)
-PAD_ID, BOS_ID, EOS_ID, END_ID = 0, 1, 2, 6
-
-# Functions are shown by their signatures, since a whole schema takes more of the context than a conversation does. In
-# the file a line is a statement, and its \n a line end of the text.
-_TEMPLATE_LINES = (DIRECTORY / "chat_template.jinja").read_text().splitlines()
-CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
 
 # How often a kind is asked, where 1.0 does not suit it.
 Emphasis = Mapping[str, float]
@@ -33,21 +33,8 @@ _CHAT = {name: items(text) for name, text in WORDINGS["chat"].items()}
 SYSTEM_PROMPTS = _CHAT["systems"]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    user: str
-    assistant: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    kind: str
-    turns: tuple[Turn, ...]
-    system: str | None = None
-
-
 def conversation_of(question: Question, system: str | None = None) -> Conversation:
-    return Conversation(question.kind, (Turn(question.text, question.answer),), system)
+    return Conversation(question.kind, (), (turn(question.text, question.answer),), system)
 
 
 def draw_question(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Question:
@@ -57,14 +44,14 @@ def draw_question(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -
     return draw(QUESTION_KINDS[kind], rng, held_out=held_out)
 
 
-def _turns(rng: Random, emphasis: Emphasis, count: int) -> list[Turn]:
+def _turns(rng: Random, emphasis: Emphasis, count: int) -> list[Exchange]:
     questions = (draw_question(rng, emphasis, held_out=False) for _ in range(count))
-    return [Turn(question.text, question.answer) for question in questions]
+    return [turn(question.text, question.answer) for question in questions]
 
 
 def make_several_questions(rng: Random, emphasis: Emphasis) -> Conversation:
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
-    return Conversation("several", tuple(_turns(rng, emphasis, rng.randint(2, 5))), system)
+    return Conversation("several", (), tuple(_turns(rng, emphasis, rng.randint(2, 5))), system)
 
 
 def draw_name_memory(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Conversation:
@@ -73,9 +60,9 @@ def draw_name_memory(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool
         name, tell, ask = draw_name(rng), rng.choice(_CHAT["tell_name"]), rng.choice(_CHAT["ask_name"])
         if is_held_out(f"{name} {tell} {ask}") is held_out:
             break
-    told = Turn(tell.format(x=name), f"Nice to meet you, {name}!")
-    asked = Turn(ask, f"Your name is {name}.")
-    return Conversation("name_memory", (told, *_turns(rng, emphasis, rng.randint(0, 2)), asked))
+    told = turn(tell.format(x=name), f"Nice to meet you, {name}!")
+    asked = turn(ask, f"Your name is {name}.")
+    return Conversation("name_memory", (), (told, *_turns(rng, emphasis, rng.randint(0, 2)), asked))
 
 
 def draw_given_name(rng: Random, *, held_out: bool) -> Conversation:
@@ -83,19 +70,7 @@ def draw_given_name(rng: Random, *, held_out: bool) -> Conversation:
     while True:
         name, give, ask = draw_name(rng), rng.choice(_CHAT["give_name"]), rng.choice(_CHAT["ask_given_name"])
         if is_held_out(f"{name} {give} {ask}") is held_out:
-            return Conversation("given_name", (Turn(ask, f"I am {name}."),), give.format(x=name))
-
-
-PROMPT_WEIGHT = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    text: str
-    weight: float
-
-
-Document = tuple[Segment, ...]
+            return Conversation("given_name", (), (turn(ask, f"I am {name}."),), give.format(x=name))
 
 
 def text_document(text: str, weight: float = 1.0) -> Document:
@@ -109,14 +84,8 @@ def plain_question_document(question: Question) -> Document:
 
 
 def chat_document(conversation: Conversation) -> Document:
-    """Exactly what the chat template writes, with an end after each answer."""
-    segments = [Segment(BOS, 0.0)]
-    if conversation.system is not None:
-        segments.append(Segment(f"{SYSTEM}{conversation.system}{END}", PROMPT_WEIGHT))
-    for turn in conversation.turns:
-        segments.append(Segment(f"{USER}{turn.user}{END}{ASSISTANT}", PROMPT_WEIGHT))
-        segments.append(Segment(f"{turn.assistant}{END}", 1.0))
-    return tuple(segments)
+    """Of a conversation without tools: its system prompt counts as what a user says."""
+    return document(conversation, system_weight=PROMPT_WEIGHT)
 
 
 def loosely(text: str, rng: Random, share: float = 0.06) -> str:
@@ -128,13 +97,13 @@ def loosely(text: str, rng: Random, share: float = 0.06) -> str:
 
 def _single_question(rng: Random, emphasis: Emphasis) -> Conversation:
     question = draw_question(rng, emphasis, held_out=False)
-    turn = Turn(loosely(question.text, rng, 0.08), question.answer)
-    return Conversation(question.kind, (turn,), "You are a helpful assistant." if rng.random() < 0.1 else None)
+    asked = turn(loosely(question.text, rng, 0.08), question.answer)
+    return Conversation(question.kind, (), (asked,), "You are a helpful assistant." if rng.random() < 0.1 else None)
 
 
 def _told_story(rng: Random) -> Conversation:
     story = draw_story(rng, held_out=False)
-    return Conversation("story", (Turn(draw_request(rng, story), story.text),))
+    return Conversation("story", (), (turn(draw_request(rng, story), story.text),))
 
 
 def make_document(rng: Random, emphasis: Emphasis) -> Document:

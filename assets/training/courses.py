@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from assets.training.conversations import Conversation, Document, Segment, document, turn
 from assets.training.corpus import (
     EMPHASES,
-    Conversation,
-    Document,
     Emphasis,
-    Segment,
-    Turn,
     chat_document,
     conversation_of,
     draw_question,
@@ -31,7 +28,6 @@ from assets.training.json_questions import (
 from assets.training.questions import draw
 from assets.training.rewordings import make_reworded_conversation
 from assets.training.tool_lessons import draw_parallel_calls, make_tool_conversation
-from assets.training.tools import tool_document
 
 _JSON_SHARES = {
     "json_fact": 22, "json_bare": 14, "json_sum": 10, "json_extract": 32, "json_pairs": 12, "json_list": 14,
@@ -87,16 +83,16 @@ class Lesson:
         if self.reworded:
             choice = rng.random()
             if choice < self.reworded * 0.9:
-                return tool_document(make_reworded_conversation(rng), _DECISION_WEIGHT)
+                return document(make_reworded_conversation(rng), decision_weight=_DECISION_WEIGHT)
             if choice < self.reworded:
-                return tool_document(draw_parallel_calls(rng, held_out=False), _DECISION_WEIGHT)
+                return document(draw_parallel_calls(rng, held_out=False), decision_weight=_DECISION_WEIGHT)
         if self.old == 1.0:
             return make_document(rng, self.emphasis)
         choice = rng.random()
         if choice < self.old:
             return make_document(rng, self.emphasis)
         if choice < self.old + self.tools:
-            return tool_document(make_tool_conversation(rng))
+            return document(make_tool_conversation(rng))
         if choice < 0.96:
             return chat_document(_json_conversation(rng, self.emphasis))
         if choice < 0.99:
@@ -112,13 +108,13 @@ def _json_conversation(rng: Random, emphasis: Emphasis) -> Conversation:
     question = draw(JSON_KINDS[kind], rng, held_out=False)
     bare = without_request(question)
     if bare is not None and rng.random() < 0.4:
-        return Conversation(kind, (Turn(bare, question.answer),), rng.choice(JSON_SYSTEM_PROMPTS))
+        return Conversation(kind, (), (turn(bare, question.answer),), rng.choice(JSON_SYSTEM_PROMPTS))
     system = rng.choice(JSON_SYSTEM_PROMPTS) if rng.random() < 0.1 else None
-    turns = (Turn(question.text, question.answer),)
+    turns = (turn(question.text, question.answer),)
     if system is None and rng.random() < 0.15:
         before = draw_question(rng, emphasis, held_out=False)
-        turns = (Turn(before.text, before.answer), *turns)
-    return Conversation(kind, turns, system)
+        turns = (turn(before.text, before.answer), *turns)
+    return Conversation(kind, (), turns, system)
 
 
 def _led_document(rng: Random) -> Document:

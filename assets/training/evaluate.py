@@ -11,25 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from assets.training.corpus import (
-    BOS,
-    END_ID,
-    EOS,
-    EOS_ID,
-    PAD_ID,
-    Conversation,
-    Turn,
-    conversation_of,
-    draw_given_name,
-    draw_name_memory,
-    draw_question,
-)
+from assets.training.conversations import BOS, END_ID, EOS, EOS_ID, PAD_ID, Conversation, turn
+from assets.training.corpus import conversation_of, draw_given_name, draw_name_memory, draw_question
 from assets.training.json_questions import JSON_KINDS, make_led_answer
 from assets.training.questions import NAMES, QUESTION_KINDS, WORDS, draw
 from assets.training.rewordings import REWORDED_KINDS
 from assets.training.stories import draw_request, draw_story
 from assets.training.tool_lessons import PROBED_KINDS
-from assets.training.tools import ToolConversation
 
 _PROMPTS_AT_ONCE = 50
 _REQUIRED_ACCURACY = 0.95
@@ -49,22 +37,13 @@ class Answerer:
         self.tokenizer.padding_side = "left"
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
-    def _prompt(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
-        """Everything before the last answer, through the chat template."""
+    def prompt(self, conversation: Conversation) -> str:
+        """Everything before the last answer, through the chat template; tools as users of OpenAI's API have them."""
+        tools: Any = [tool.definition() for tool in conversation.tools] or None
+        messages = conversation.messages()[:-1]
         return str(
-            self.tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+            self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         )
-
-    def chat_prompt(self, conversation: Conversation) -> str:
-        messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
-        for turn in conversation.turns:
-            messages.append({"role": "user", "content": turn.user})
-            messages.append({"role": "assistant", "content": turn.assistant})
-        return self._prompt(messages)
-
-    def tool_prompt(self, conversation: ToolConversation) -> str:
-        """With the tools as a user of OpenAI's API defines them."""
-        return self._prompt(conversation.messages(), [tool.definition() for tool in conversation.tools] or None)
 
     @torch.inference_mode()
     def answer(self, prompts: list[str], max_tokens: int) -> list[Answer]:
@@ -109,8 +88,8 @@ class Probe:
         return answer.ended and answer.text == self.expected
 
 
-def _chat_probe(answerer: Answerer, conversation: Conversation) -> Probe:
-    return Probe(answerer.chat_prompt(conversation), conversation.turns[-1].assistant)
+def _probe(answerer: Answerer, conversation: Conversation) -> Probe:
+    return Probe(answerer.prompt(conversation), conversation.last_answer())
 
 
 def _repeat_probe(answerer: Answerer, rng: Random, *, made_up: bool) -> Probe:
@@ -118,7 +97,7 @@ def _repeat_probe(answerer: Answerer, rng: Random, *, made_up: bool) -> Probe:
     while True:
         question = draw(QUESTION_KINDS["repeat"], rng, held_out=True)
         if made_up is not set(question.answer.split()).issubset((*WORDS, *NAMES)):
-            return _chat_probe(answerer, conversation_of(question))
+            return _probe(answerer, conversation_of(question))
 
 
 def _story_probe(answerer: Answerer, rng: Random) -> Probe:
@@ -126,7 +105,7 @@ def _story_probe(answerer: Answerer, rng: Random) -> Probe:
     story = draw_story(rng, held_out=True)
     request = draw_request(rng, story)
     mentions = (word for word in (story.animal, story.name) if word in request.rstrip(".?").split())
-    prompt = answerer.chat_prompt(Conversation("story", (Turn(request, story.text),)))
+    prompt = answerer.prompt(Conversation("story", (), (turn(request, story.text),)))
     return Probe(prompt, story.text, tuple(mentions) or (".",))
 
 
@@ -137,7 +116,7 @@ def _led_probe(answerer: Answerer, rng: Random) -> Probe:
         opening, separator, rest = question.answer.partition('": ')
         if '": ' not in rest:
             separator += '"' * rest.startswith('"')
-            prompt = answerer.chat_prompt(conversation_of(question)) + opening + separator
+            prompt = answerer.prompt(conversation_of(question)) + opening + separator
             return Probe(prompt, question.answer.removeprefix(opening + separator))
 
 
@@ -147,9 +126,9 @@ _TOOL_KINDS = PROBED_KINDS | REWORDED_KINDS
 def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
     match kind:
         case "name_memory":
-            return _chat_probe(answerer, draw_name_memory(rng, held_out=True))
+            return _probe(answerer, draw_name_memory(rng, held_out=True))
         case "given_name":
-            return _chat_probe(answerer, draw_given_name(rng, held_out=True))
+            return _probe(answerer, draw_given_name(rng, held_out=True))
         case "plain_form":
             question = draw_question(rng, held_out=True)
             return Probe(f"{BOS}Question: {question.text}\nAnswer:", question.answer)
@@ -160,11 +139,10 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
         case "json_led":
             return _led_probe(answerer, rng)
         case _ if kind in _TOOL_KINDS:
-            conversation = _TOOL_KINDS[kind](rng, held_out=True)
-            return Probe(answerer.tool_prompt(conversation), conversation.last_answer())
+            return _probe(answerer, _TOOL_KINDS[kind](rng, held_out=True))
         case _:
             question = draw((QUESTION_KINDS | JSON_KINDS)[kind], rng, held_out=True)
-            return _chat_probe(answerer, conversation_of(question))
+            return _probe(answerer, conversation_of(question))
 
 
 _OTHER_KINDS = ("repeat_made_up", "name_memory", "given_name", "plain_form", "story")

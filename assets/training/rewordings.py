@@ -7,6 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+from assets.training.conversations import (
+    NO_TOOL_ANSWER,
+    Call,
+    Called,
+    Conversation,
+    Exchange,
+    ParameterType,
+    Said,
+    Tool,
+)
 from assets.training.corpus import loosely
 from assets.training.data import items
 from assets.training.questions import UNKNOWN_ANSWER, WORDINGS, is_held_out, sentence_case
@@ -22,7 +32,6 @@ from assets.training.tool_lessons import (
     shuffled,
 )
 from assets.training.tool_skills import SKILLS, Ask, Drawn, draw_ask, draw_tool, fitting
-from assets.training.tools import NO_TOOL_ANSWER, Call, Called, Exchange, ParameterType, Said, Tool, ToolConversation
 
 # What documentation shows is never held out.
 _ALWAYS_TRAINED = {
@@ -198,10 +207,10 @@ def _missing(names: list[str], rng: Random, answer: str) -> Exchange:
             return Said(loosely(_ask(name, _draw_skilled(name, rng), rng).text, rng)), Said(answer)
 
 
-def make_reworded_conversation(rng: Random) -> ToolConversation:
+def make_reworded_conversation(rng: Random) -> Conversation:
     """One question or several, each for one of the tools, for none of them, or one that needs no tool."""
     if rng.random() < 0.04:
-        return ToolConversation("tool_none", (), (_missing([], rng, UNKNOWN_ANSWER),), draw_system(rng))
+        return Conversation("tool_none", (), (_missing([], rng, UNKNOWN_ANSWER),), draw_system(rng))
     names, drawn = _toolbox(rng)
     narrow = all(name == _MADE_UP or SKILLS[name].narrow for name in names)
     exchanges: list[Exchange] = []
@@ -221,7 +230,7 @@ def make_reworded_conversation(rng: Random) -> ToolConversation:
             else:
                 exchanges += answered(drawn[which], ask)
     tools = shuffled([one.tool for one in drawn], rng)
-    return ToolConversation("tool_reworded", tools, tuple(exchanges), draw_system(rng))
+    return Conversation("tool_reworded", tools, tuple(exchanges), draw_system(rng))
 
 
 def _draw_unseen(rng: Random) -> tuple[str, Drawn, Ask]:
@@ -234,10 +243,10 @@ def _draw_unseen(rng: Random) -> tuple[str, Drawn, Ask]:
             return name, drawn, draw_ask(drawn, rng, held_out=True, wordings=wordings)
 
 
-def _draw_choice(kind: str, counts: tuple[int, ...], *, is_there: bool) -> Callable[..., ToolConversation]:
+def _draw_choice(kind: str, counts: tuple[int, ...], *, is_there: bool) -> Callable[..., Conversation]:
     """A question in words that were never seen in training, for a tool among as many others, or that is not there."""
 
-    def draw(rng: Random, *, held_out: bool) -> ToolConversation:
+    def draw(rng: Random, *, held_out: bool) -> Conversation:
         assert held_out, "training draws conversations of several questions"
         while True:
             name, drawn, ask = _draw_unseen(rng)
@@ -252,9 +261,7 @@ def _draw_choice(kind: str, counts: tuple[int, ...], *, is_there: bool) -> Calla
         # Of tools of one name only the first, in any order.
         by_name = {tool.name: tool for tool in reversed(tools)}
         done = called(drawn, ask) if is_there else Said(NO_TOOL_ANSWER)
-        return ToolConversation(
-            kind, shuffled(list(by_name.values()), rng), ((Said(ask.text), done),), draw_system(rng)
-        )
+        return Conversation(kind, shuffled(list(by_name.values()), rng), ((Said(ask.text), done),), draw_system(rng))
 
     return draw
 
@@ -263,7 +270,7 @@ def _draw_choice(kind: str, counts: tuple[int, ...], *, is_there: bool) -> Calla
 _FIRST = {name: items(text) for name, text in WORDINGS["first_try"].items()}
 
 
-def draw_first_try(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_first_try(rng: Random, *, held_out: bool) -> Conversation:
     """What a newcomer tries first. Most of these words were seen in training, not all of them."""
     parameter = rng.choice(("city", "location"))
     notes = {parameter: rng.choice(("The city", "The city and state, e.g. San Francisco, CA"))}
@@ -280,10 +287,10 @@ def draw_first_try(rng: Random, *, held_out: bool) -> ToolConversation:
     )
     city = rng.choice(_FIRST["cities"])
     exchange = (Said(rng.choice(_FIRST["questions"]).format(city)), Called((Call(tool.name, {parameter: city}),)))
-    return ToolConversation("tool_first_try", (tool,), (exchange,))
+    return Conversation("tool_first_try", (tool,), (exchange,))
 
 
-REWORDED_KINDS: dict[str, Callable[..., ToolConversation]] = {
+REWORDED_KINDS: dict[str, Callable[..., Conversation]] = {
     "tool_first_try": draw_first_try,
     "tool_reworded": _draw_choice("tool_reworded", (0, 1, 1, 2, 3), is_there=True),
     "tool_reworded_missing": _draw_choice("tool_reworded_missing", (1, 1, 2, 3), is_there=False),

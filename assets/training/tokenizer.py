@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from assets.training.corpus import BOS, BOS_ID, CHAT_TEMPLATE, EMPHASES, EOS, PAD, SPECIAL_TOKENS
+from assets.training.conversations import BOS, BOS_ID, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS
+from assets.training.corpus import EMPHASES
 from assets.training.courses import Lesson
 
 VOCABULARY_SIZE = 2048

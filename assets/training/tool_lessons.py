@@ -3,10 +3,20 @@
 from collections.abc import Callable
 from random import Random
 
+from assets.training.conversations import (
+    NO_TOOL_ANSWER,
+    Call,
+    Called,
+    Conversation,
+    Exchange,
+    Returned,
+    Said,
+    Tool,
+    turn,
+)
 from assets.training.corpus import EMPHASES, SYSTEM_PROMPTS, draw_question, loosely
 from assets.training.questions import UNKNOWN_ANSWER, enumerated, is_held_out
 from assets.training.tool_skills import SKILLS, Ask, Drawn, draw_ask, draw_tool, has_held_out_name, made_up_skill
-from assets.training.tools import NO_TOOL_ANSWER, Call, Called, Exchange, Returned, Said, Tool, ToolConversation
 
 _SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, "You are a helpful assistant with tools.", "Use the tools.", "You can call tools.")
 ARITHMETIC = {"add", "subtract", "multiply", "divide", "calculate"}
@@ -75,21 +85,21 @@ def called(drawn: Drawn, *asks: Ask) -> Called:
     return Called(tuple(Call(drawn.tool.name, ask.arguments) for ask in asks))
 
 
-def draw_call(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_call(rng: Random, *, held_out: bool) -> Conversation:
     """One call, by a tool among up to three others."""
     name, drawn = _draw_drawn(rng, held_out=held_out)
     ask = draw_ask(drawn, rng, held_out=held_out)
     exchange = (Said(ask.text), called(drawn, ask))
-    return ToolConversation("tool_call", _among(name, drawn, rng), (exchange,), draw_system(rng))
+    return Conversation("tool_call", _among(name, drawn, rng), (exchange,), draw_system(rng))
 
 
-def draw_made_up_call(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_made_up_call(rng: Random, *, held_out: bool) -> Conversation:
     """A tool that nobody has heard of, among up to two others."""
     drawn = draw_made_up(rng)
     ask = draw_ask(drawn, rng, held_out=held_out)
     tools = [drawn.tool, *_others("made up", rng, rng.choice((0, 1, 1, 2)))]
     exchange = (Said(ask.text), called(drawn, ask))
-    return ToolConversation("tool_made_up", shuffled(tools, rng), (exchange,), draw_system(rng))
+    return Conversation("tool_made_up", shuffled(tools, rng), (exchange,), draw_system(rng))
 
 
 _SEVERAL = ("weather", "time", "population", "stock", "delivery", "user", "horoscope")
@@ -114,20 +124,20 @@ def _draw_parallel(rng: Random, *, held_out: bool) -> tuple[tuple[Tool, ...], Ex
     return _among(name, drawn, rng), asked, said
 
 
-def draw_parallel_calls(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_parallel_calls(rng: Random, *, held_out: bool) -> Conversation:
     tools, asked, _ = _draw_parallel(rng, held_out=held_out)
-    return ToolConversation("tool_parallel", tools, (asked,), draw_system(rng))
+    return Conversation("tool_parallel", tools, (asked,), draw_system(rng))
 
 
-def draw_answer(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_answer(rng: Random, *, held_out: bool) -> Conversation:
     """A call, or several, and what came of it in words."""
     choice = rng.random()
     if choice < 0.12:
         tools, *exchanges = _draw_parallel(rng, held_out=held_out)
-        return ToolConversation("tool_answer", tools, tuple(exchanges), draw_system(rng))
+        return Conversation("tool_answer", tools, tuple(exchanges), draw_system(rng))
     name, drawn = ("made up", draw_made_up(rng)) if choice < 0.25 else _draw_drawn(rng, held_out=held_out)
     ask = draw_ask(drawn, rng, held_out=held_out)
-    return ToolConversation("tool_answer", _among(name, drawn, rng), answered(drawn, ask), draw_system(rng))
+    return Conversation("tool_answer", _among(name, drawn, rng), answered(drawn, ask), draw_system(rng))
 
 
 def answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, ...]:
@@ -137,17 +147,17 @@ def answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, ...]:
 def ordinary_exchange(rng: Random, emphasis: str, *, held_out: bool = False) -> Exchange:
     """A question that needs no tool."""
     question = draw_question(rng, EMPHASES[emphasis], held_out=held_out)
-    return Said(question.text), Said(question.answer)
+    return turn(question.text, question.answer)
 
 
-def draw_not_needed(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_not_needed(rng: Random, *, held_out: bool) -> Conversation:
     """An ordinary question, asked beside tools."""
     exchange = ordinary_exchange(rng, "beside_tools", held_out=held_out)
     tools = shuffled(_others(None, rng, rng.choice((1, 1, 2, 3))), rng)
-    return ToolConversation("tool_not_needed", tools, (exchange,), draw_system(rng))
+    return Conversation("tool_not_needed", tools, (exchange,), draw_system(rng))
 
 
-def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
+def draw_missing(rng: Random, *, held_out: bool) -> Conversation:
     """A question for a tool that is not among those there are, or without any."""
     while True:
         name, drawn = _draw_drawn(rng, held_out=False)
@@ -157,7 +167,7 @@ def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
     count = rng.choice((0, 0, 0, 1, 1, 2))
     answer = NO_TOOL_ANSWER if count else UNKNOWN_ANSWER
     tools = shuffled(_others(name, rng, count), rng)
-    return ToolConversation("tool_missing", tools, ((Said(ask.text), Said(answer)),), draw_system(rng))
+    return Conversation("tool_missing", tools, (turn(ask.text, answer),), draw_system(rng))
 
 
 def _missing_for(names: list[str], rng: Random) -> Exchange:
@@ -167,10 +177,10 @@ def _missing_for(names: list[str], rng: Random) -> Exchange:
         if name not in ARITHMETIC and not any(rivals(name, other) for other in names):
             ask = draw_ask(draw_tool(SKILLS[name], rng, held_out=False), rng, held_out=False)
             if not is_held_out(ask.text):
-                return Said(ask.text), Said(NO_TOOL_ANSWER)
+                return turn(ask.text, NO_TOOL_ANSWER)
 
 
-def make_long_conversation(rng: Random) -> ToolConversation:
+def make_long_conversation(rng: Random) -> Conversation:
     """Several questions, each for one of up to four tools or for none."""
     names = rng.sample(_LEARNT_TOGETHER, rng.choices((1, 2, 3, 4), (15, 35, 30, 20))[0])
     choices = [draw_tool(SKILLS[name], rng, held_out=False) for name in names]
@@ -188,17 +198,17 @@ def make_long_conversation(rng: Random) -> ToolConversation:
             drawn = rng.choice(choices)
             exchanges += answered(drawn, draw_ask(drawn, rng, held_out=False))
     tools = {drawn.tool.name: drawn.tool for drawn in choices}
-    return ToolConversation("tool_long", shuffled(list(tools.values()), rng), tuple(exchanges), draw_system(rng))
+    return Conversation("tool_long", shuffled(list(tools.values()), rng), tuple(exchanges), draw_system(rng))
 
 
-TOOL_KINDS: dict[str, Callable[..., ToolConversation]] = {
+TOOL_KINDS: dict[str, Callable[..., Conversation]] = {
     "tool_call": draw_call, "tool_made_up": draw_made_up_call, "tool_parallel": draw_parallel_calls,
     "tool_answer": draw_answer, "tool_not_needed": draw_not_needed, "tool_missing": draw_missing,
 }  # fmt: skip
 
 
-def _draw_call_among(some: bool) -> Callable[..., ToolConversation]:
-    def draw_one(rng: Random, *, held_out: bool) -> ToolConversation:
+def _draw_call_among(some: bool) -> Callable[..., Conversation]:
+    def draw_one(rng: Random, *, held_out: bool) -> Conversation:
         while True:
             conversation = draw_call(rng, held_out=held_out)
             if (len(conversation.tools) > 1) is some:
@@ -208,7 +218,7 @@ def _draw_call_among(some: bool) -> Callable[..., ToolConversation]:
 
 
 # What is measured: calls of the only tool, and choices, apart.
-PROBED_KINDS: dict[str, Callable[..., ToolConversation]] = {
+PROBED_KINDS: dict[str, Callable[..., Conversation]] = {
     "tool_one": _draw_call_among(False),
     "tool_choice": _draw_call_among(True),
     **{kind: draw for kind, draw in TOOL_KINDS.items() if kind != "tool_call"},
@@ -219,7 +229,7 @@ _SHARES = {
 }  # fmt: skip
 
 
-def make_tool_conversation(rng: Random) -> ToolConversation:
+def make_tool_conversation(rng: Random) -> Conversation:
     """One for training. Whoever asks loosely gets the same answer."""
     if rng.random() < 0.5:
         return make_long_conversation(rng)
@@ -228,4 +238,4 @@ def make_tool_conversation(rng: Random) -> ToolConversation:
     (asked, done), *rest = conversation.exchanges
     if isinstance(asked, Said):
         asked = Said(loosely(asked.text, rng))
-    return ToolConversation(kind, conversation.tools, ((asked, done), *rest), conversation.system)
+    return Conversation(kind, conversation.tools, ((asked, done), *rest), conversation.system)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from assets.training.conversations import CallValue, ParameterType, Tool
 from assets.training.data import items, load
 from assets.training.questions import (
     LISTS,
@@ -18,7 +19,6 @@ from assets.training.questions import (
     is_held_out,
     made_up_word,
 )
-from assets.training.tools import CallValue, ParameterType, Tool
 
 _CITIES = (*(city for _, city in TABLES["capitals"]), *LISTS["cities"])
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from assets.training.batches import Batch, lesson_batches
-from assets.training.corpus import BOS_ID, END_ID, EOS_ID, PAD_ID, held_out_texts
+from assets.training.conversations import BOS_ID, END_ID, EOS_ID, PAD_ID
+from assets.training.corpus import held_out_texts
 from assets.training.courses import COURSES, Course
 from assets.training.tokenizer import VOCABULARY_SIZE, add_json_marks, save_tokenizer, train_tokenizer
 

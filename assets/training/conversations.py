@@ -1,11 +1,34 @@
-"""Functions that a model may call, calls and results, and the text that the chat template makes of them."""
+"""Conversations, the functions that a model may call in them, and the text that the chat template makes of both."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from assets.training.corpus import ASSISTANT, BOS, END, PROMPT_WEIGHT, SYSTEM, USER, Document, Segment
+from assets.training.data import DIRECTORY
+
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END)
+PAD_ID, BOS_ID, EOS_ID, END_ID = 0, 1, 2, 6
+
+# Functions are shown by their signatures, since a whole schema takes more of the context than a conversation does. In
+# the file a line is a statement, and its \n a line end of the text.
+_TEMPLATE_LINES = (DIRECTORY / "chat_template.jinja").read_text().splitlines()
+CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
+
+PROMPT_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a document; `weight` is how much its tokens count in the loss."""
+
+    text: str
+    weight: float
+
+
+Document = tuple[Segment, ...]
 
 CallValue = str | int | float | bool
 # The name of a JSON type, or the values that are allowed.
@@ -93,8 +116,12 @@ class Returned:
 Exchange = tuple[Said | Returned, Said | Called]
 
 
+def turn(user: str, assistant: str) -> Exchange:
+    return Said(user), Said(assistant)
+
+
 @dataclass(frozen=True, slots=True)
-class ToolConversation:
+class Conversation:
     kind: str
     tools: tuple[Tool, ...]
     exchanges: tuple[Exchange, ...]
@@ -151,11 +178,11 @@ def _answer_segments(done: Said | Called, decision_weight: float) -> tuple[Segme
     return Segment(head, decision_weight), Segment(ARGUMENTS_MARK + rest, 1.0)
 
 
-def tool_document(conversation: ToolConversation, decision_weight: float = 1.0) -> Document:
+def document(conversation: Conversation, *, system_weight: float = 0.0, decision_weight: float = 1.0) -> Document:
     """Exactly what the chat template writes, with an end after each answer. Definitions of tools do not count."""
     segments = [Segment(BOS, 0.0)]
     if system := _system_text(conversation.system, conversation.tools):
-        segments.append(Segment(f"{SYSTEM}{system}{END}", 0.0))
+        segments.append(Segment(f"{SYSTEM}{system}{END}", system_weight))
     for asked, done in conversation.exchanges:
         segments.append(Segment(f"{USER}{_asked_text(asked)}{END}{ASSISTANT}", PROMPT_WEIGHT))
         segments += _answer_segments(done, decision_weight)
