@@ -359,7 +359,8 @@ class KeyRing:
         """The caller, from the authorization headers of a call. Raises Unauthenticated."""
         known = self._by_hash.get(hash_of(shown_key(authorizations)))
         if known is None:
-            raise Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
+            message = "the API key is not valid; operators list and make keys with `quire keys`"
+            raise Unauthenticated(message, reason="INVALID_API_KEY")
         if self._is_expired(known.entry):
             raise Unauthenticated("the API key has expired", reason="EXPIRED_API_KEY")
         return known.caller

@@ -245,8 +245,8 @@ def _check_prompt_length(
     count = f"at least {num_tokens:,}" if is_lower_bound else f"{num_tokens:,}"
     violations.add(
         field,
-        f"has {count} tokens; a prompt may have at most {limits.max_prompt_tokens:,}, so the prompt is too long; "
-        f"{_context_length(limits)}",
+        f"has {count} tokens; a prompt may have at most {limits.max_prompt_tokens:,}, so the prompt is too long: "
+        f"shorten it; {_context_length(limits)}",
         reason="CONTEXT_LENGTH_EXCEEDED",
     )
     return False
