@@ -74,8 +74,9 @@ class Pins:
         self._holders: Counter[BlockId] = Counter()
         self._num_made = 0
         self._num_blocks = 0
-        self._num_blocks_of_tenant: Counter[str] = Counter()
-        """Blocks of all pins and of those of each tenant, each counted for every pin that has it."""
+        self._of_tenant: dict[str, Counter[BlockHash]] = {}
+        """The blocks of each tenant's pins, held or not yet, with the number of its pins that have each; tenants have
+        none in common. `_num_blocks` is the number of them all."""
         # Heaps of (end, handle). An entry is void where the pin is gone, ends at another time or holds nothing.
         self._ends: list[tuple[float, Handle]] = []
         self._held_ends: list[tuple[float, Handle]] = []
@@ -125,25 +126,29 @@ class Pins:
             pin.expires_at = expires_at
             self._note_end(pin)
             return pin
-        self._check_quota(tenant, num_blocks)
+        self._check_quota(tenant, hashes)
         self._num_made += 1
         key = RequestKey(PIN_CLIENT, Handle(self._num_made))
         pin = Pin(pin_id, tenant, adapter, token_ids[: num_blocks * self._block_size], hashes, key, expires_at)
         self._pins[pin_id] = self._by_key[key] = pin
-        self._num_blocks += num_blocks
-        self._num_blocks_of_tenant[tenant] += num_blocks
+        blocks = self._of_tenant.setdefault(tenant, Counter())
+        self._num_blocks -= len(blocks)
+        blocks.update(hashes)
+        self._num_blocks += len(blocks)
         self._note_end(pin)
         return pin
 
-    def _check_quota(self, tenant: str, num_blocks: int) -> None:
-        of_tenant, of_all = self._num_blocks_of_tenant[tenant], self._num_blocks
+    def _check_quota(self, tenant: str, hashes: list[BlockHash]) -> None:
+        """A prefix takes what none of the tenant's pins has, so that each turn of a conversation costs what it adds."""
+        known = self._of_tenant.get(tenant, Counter())
+        num_blocks, of_tenant, of_all = sum(each not in known for each in hashes), len(known), self._num_blocks
         if of_tenant + num_blocks > self._quota:
             raise PinQuotaError(
-                f"the prefix has {num_blocks} blocks and {of_tenant} are pinned already; a tenant can pin {self._quota}"
+                f"the prefix has {num_blocks} new blocks and {of_tenant} are pinned already; a tenant can pin {self._quota}"
             )
         if of_all + num_blocks > self._max_pinned:
             raise PinQuotaError(
-                f"the prefix has {num_blocks} blocks and {of_all} are pinned by all; together they can "
+                f"the prefix has {num_blocks} new blocks and {of_all} are pinned by all; together they can "
                 f"pin {self._max_pinned}"
             )
 
@@ -161,10 +166,14 @@ class Pins:
     def remove(self, pin: Pin, pool: BlockPool) -> None:
         """Removes a pin. Its blocks stay cached until they are evicted."""
         del self._pins[pin.pin_id], self._by_key[pin.key]
-        self._num_blocks -= len(pin.hashes)
-        self._num_blocks_of_tenant[pin.tenant] -= len(pin.hashes)
-        if not self._num_blocks_of_tenant[pin.tenant]:
-            del self._num_blocks_of_tenant[pin.tenant]
+        blocks = self._of_tenant[pin.tenant]
+        for content in pin.hashes:
+            blocks[content] -= 1
+            if not blocks[content]:
+                del blocks[content]
+                self._num_blocks -= 1
+        if not blocks:
+            del self._of_tenant[pin.tenant]
         for block in pin.blocks:
             self._holders[block] -= 1
             if not self._holders[block]:

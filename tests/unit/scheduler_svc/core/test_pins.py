@@ -108,7 +108,7 @@ def test_overlapping_pins_share_blocks():
 def test_quotas_hold_for_a_tenant_and_for_all():
     driver = make_driver(pin_quota=0.25, max_pinned=0.5)
     pinned(driver, token_ids=[7] * 20)
-    with pytest.raises(PinQuotaError, match="the prefix has 4 blocks and 5 are pinned already; a tenant can pin 8"):
+    with pytest.raises(PinQuotaError, match="the prefix has 4 new blocks and 5 are pinned already; a tenant can pin 8"):
         pin(driver, [8] * 16)
     pinned(driver, token_ids=[8] * 32, tenant="b")
     with pytest.raises(PinQuotaError, match="13 are pinned by all; together they can pin 16"):
@@ -116,6 +116,19 @@ def test_quotas_hold_for_a_tenant_and_for_all():
     pin(driver, [9] * 12, tenant="c")
     with pytest.raises(PinQuotaError, match="16 are pinned by all"):
         pin(driver, [6] * 4, tenant="c")
+
+
+def test_each_turn_of_a_conversation_takes_of_the_quota_what_it_adds():
+    driver = make_driver(pin_quota=0.25, max_pinned=0.5)
+    turns = [pinned(driver, token_ids=[7] * length) for length in (16, 24, 32)]
+    # All 8 blocks of the tenant: those of the longest turn.
+    with pytest.raises(PinQuotaError, match="the prefix has 1 new blocks and 8 are pinned already"):
+        pin(driver, [7] * 36)
+    assert driver.scheduler.unpin("a", turns[0].pin_id)
+    with pytest.raises(PinQuotaError):
+        pin(driver, [7] * 36)
+    assert driver.scheduler.unpin("a", turns[2].pin_id)
+    assert pinned(driver, token_ids=[7] * 28).is_held
 
 
 def test_a_prefix_that_no_request_could_have_is_refused_and_leaves_nothing():
