@@ -36,6 +36,7 @@ BENCHMARKS = (
     "drawing",
     "adapters",
     "moves",
+    "fleet",
     "contiguous",
     "virtual_pages",
     "speculation",

@@ -144,7 +144,8 @@ class Pins:
         num_blocks, of_tenant, of_all = sum(each not in known for each in hashes), len(known), self._num_blocks
         if of_tenant + num_blocks > self._quota:
             raise PinQuotaError(
-                f"the prefix has {num_blocks} new blocks and {of_tenant} are pinned already; a tenant can pin {self._quota}"
+                f"the prefix has {num_blocks} new blocks and {of_tenant} are pinned already; a tenant can "
+                f"pin {self._quota}"
             )
         if of_all + num_blocks > self._max_pinned:
             raise PinQuotaError(
