@@ -38,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 12, 40]),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 20),
+        budget=st.integers(6, 20),
         watermark=st.sampled_from([0.0, 0.1, 0.5]),
         policy=st.sampled_from(PolicyKind),
         preemption_mode=st.sampled_from(PreemptionMode),
@@ -53,12 +53,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 1, 3, 7]),
         fixed_tokens=st.sampled_from([0, 16, 1000]),
     )
-    def start(self, max_in_flight, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config):
+    def start(self, max_in_flight, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
         self.patch.setattr(preparation, "NUM_KEPT", num_kept)
-        config |= {"pin_quota": max_pinned, "max_pinned": max_pinned, "max_model_len": 40, "max_waiting_requests": 6}
-        self.driver = Driver(make_config(**config), max_in_flight)
+        config |= {"pin_quota": max_pinned, "max_pinned": max_pinned, "max_num_batched_tokens": budget}
+        self.driver = Driver(make_config(max_model_len=40, max_waiting_requests=6, **config), max_in_flight)
         self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
         self.is_cache_watched = is_cache_watched
         """Whether the mirror is compared after each operation, else after some."""
