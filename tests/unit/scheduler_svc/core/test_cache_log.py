@@ -68,3 +68,15 @@ def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
     driver.tell_disk(slots)
     changes = late.take()
     assert (changes.removed, changes.stored, changes.tier_removed) == ([], {}, HASHES)
+
+
+def test_blocks_that_others_took_are_removed_if_they_were_told_of():
+    driver = Driver(make_config(num_blocks=6))
+    log = driver.scheduler.log_cache()
+    run(driver, 1, PROMPT)
+    log.take()
+    run(driver, 2, [45] * 22)
+    run(driver, 3, [46] * 22)
+    changes = log.take()
+    assert {*changes.removed} == {*HASHES}
+    assert [each.token_ids for each in changes.stored.values()] == [[46] * 4] * 5
