@@ -175,6 +175,7 @@ class GgufFields:
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
+        self._lists: dict[str, list[str]] = {}
         self.architecture = self.text("general.architecture")
 
     def error(self, problem: str) -> ConfigurationError:
@@ -184,10 +185,12 @@ class GgufFields:
         return self._typed(key, str, "a text") if default is None or key in self.header.metadata else default
 
     def texts(self, key: str) -> list[str]:
-        values = self._typed(key, list, "a list of texts")
-        if not all(isinstance(value, str) for value in values):
-            raise self.error(f"{key} is not a list of texts")
-        return values
+        if key not in self._lists:
+            values = self._typed(key, list, "a list of texts")
+            if not all(isinstance(value, str) for value in values):
+                raise self.error(f"{key} is not a list of texts")
+            self._lists[key] = values
+        return self._lists[key]
 
     def shared(self, key: str) -> float | None:
         """A number that does not depend on the architecture, by its whole key; None where it is not there."""
@@ -289,6 +292,21 @@ class _Reader:
         # Some vocabularies have tokens that are not UTF-8, as others have them in JSON.
         return self._take(length).decode("utf-8", errors="replace")
 
+    def _texts(self, count: int) -> list[str]:
+        """The same as so many calls of `text`, in half the time: a vocabulary has more than 100,000."""
+        content, place, found = self._content, self.place, list[str]()
+        end = min(len(content), _MAX_METADATA_BYTES)
+        for _ in range(count):
+            start = place + 8
+            length = int.from_bytes(content[place:start], "little")
+            if length > _MAX_TEXT_BYTES or start + length > end:
+                self.place = place
+                self.text()  # raises what is wrong
+            place = start + length
+            found.append(content[start:place].decode("utf-8", errors="replace"))
+        self.place = place
+        return found
+
     def name(self) -> str:
         """A text that messages may show."""
         text = self.text()
@@ -308,7 +326,7 @@ class _Reader:
         if self._num_elements > _MAX_ELEMENTS:
             raise ValueError(f"its lists have more than {_MAX_ELEMENTS} elements up to {key!r:.80}")
         if kind == _STRING:
-            return key, [self.text() for _ in range(length)]
+            return key, self._texts(length)
         return key, list(self._unpack(f"<{length}{self._code_of(kind, key)}"))
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:

@@ -79,7 +79,7 @@ _SAMPLING = RowSampling(
 _PLAIN_SAMPLING = RowSampling(SamplingParameters(temperature=1.0, top_p=1.0))
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.5, 2, 40
+_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.25, 1, 40
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
 """Passes of more than so many rows are measured only where half as many take less than so long."""
 _CONTEXT_MEASURED = 512
@@ -127,10 +127,10 @@ def build_worker(
     )
     draft_directory = _draft_directory(settings, directory, device)
     try:
-        model = load(directory.path)
+        model = load(directory)
         draft = None
         if draft_directory is not None:
-            draft = DraftPart(load(draft_directory.path), ModelFingerprint.read(draft_directory))
+            draft = DraftPart(load(draft_directory), ModelFingerprint.read(draft_directory))
         _release_freed_memory()
         templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))
         worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report, draft)

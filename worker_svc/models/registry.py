@@ -56,7 +56,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def load_model(
-    directory: Path,
+    directory: Path | ModelDirectory,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -66,7 +66,7 @@ def load_model(
     quantization: Quantization = Quantization.NONE,
     max_model_len: int | None = None,
 ) -> CausalLM:
-    """Reads config.json and the safetensors files of `directory`.
+    """Reads the weights of `directory`, and its configuration where it is not read yet.
 
     Args:
         ranks: those that share the model; only the part of this one is read.
@@ -78,7 +78,7 @@ def load_model(
     Raises:
         ConfigurationError: the model of the directory cannot be served.
     """
-    described = ModelDirectory.open(directory)
+    described = directory if isinstance(directory, ModelDirectory) else ModelDirectory.open(directory)
     _check_depth(described)
     placement = Placement(device, dtype, ranks, quantization, max_model_len)
     family = FAMILIES.get(described.architecture)
@@ -87,7 +87,7 @@ def load_model(
         return _load_by_transformers(described, placement, progress)
     if family is None:
         raise ConfigurationError(
-            f"architecture {described.architecture} of {directory} is not one of Quire's own, {', '.join(FAMILIES)}; "
+            f"architecture {described.architecture} of {described.path} is not one of Quire's own, {', '.join(FAMILIES)}; "
             "--model-impl is native, use auto or transformers"
         )
     check_quantization(quantization, device, dtype)

@@ -125,7 +125,7 @@ class CodeMultiplier {
               for (int t = 0; t < kTokens; ++t) {
                 const IntVec x = repeat8(tokens[t * pieces].values + 8 * i);
                 for (int half = 0; half < 2; ++half)
-                  whole[t][half][at] = add_code_products(whole[t][half][at], codes[half], x);
+                  whole[t][half][at] = add_code_products<kSmall<Format>>(whole[t][half][at], codes[half], x);
               }
             }
           }
@@ -171,8 +171,8 @@ class CodeMultiplier {
     for (int64_t group = 0; group < count; ++group, next += share * pieces(args) * kCacheLine) {
       const int64_t first = begin + (end - begin) * group / count, last = begin + (end - begin) * (group + 1) / count;
       with_count<kExpandedTokens>(last - first, [&]<int kTokens>() {
-        multiply_pieces<kParts, kAddsMinima<Format>, kTokens>(args, panel, first, tokens + first * pieces(args),
-                                                              expanded, {{next, share}});
+        multiply_pieces<kParts, kAddsMinima<Format>, kSmall<Format>, kTokens>(
+            args, panel, first, tokens + first * pieces(args), expanded, {{next, share}});
       });
     }
   }
@@ -209,7 +209,7 @@ class CodeMultiplier {
     }
   }
 
-  template <int kParts, bool kWithMinima, int kTokens>
+  template <int kParts, bool kWithMinima, bool kIsSmall, int kTokens>
   static void multiply_pieces(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens,
                               const PanelPiece<kParts>* of_panel, MovingPrefetch<kPrefetchCache, int64_t> ahead) {
     constexpr int kVectorsAtOnce = 2, kWords = kWordsOfPiece / kParts;
@@ -233,7 +233,8 @@ class CodeMultiplier {
 #pragma GCC unroll 8
             for (int t = 0; t < kTokens; ++t) {
               const IntVec x = set1_int(word(of_tokens[t * pieces].values, i));
-              for (int at = 0; at < kVectorsAtOnce; ++at) whole[t][at] = add_code_products(whole[t][at], codes[at], x);
+              for (int at = 0; at < kVectorsAtOnce; ++at)
+                whole[t][at] = add_code_products<kIsSmall>(whole[t][at], codes[at], x);
             }
           }
           for (int at = 0; at < kVectorsAtOnce; ++at) {
@@ -261,6 +262,15 @@ class CodeMultiplier {
   // Codes of 4 bits that stand for other values than their own.
   template <class Format>
   static constexpr bool kHasTable = Format::kBits == 4 && Format::kOffset == Iq4Xs::kOffset;
+
+  // No byte that is multiplied is above 127. Products of VNNI are the same for all.
+#if defined(__AVX512VNNI__)
+  template <class Format>
+  static constexpr bool kSmall = false;
+#else
+  template <class Format>
+  static constexpr bool kSmall = Format::kBits < 8 && !kHasTable<Format>;
+#endif
 
   // What is multiplied: codes as `load_codes` has them, or what they stand for.
   template <class Format>

@@ -127,8 +127,14 @@ inline IntVec add_int8_products(IntVec sum, IntVec a, IntVec b) {
   return whole(_mm256_add_epi32(bits_of(sum), _mm256_add_epi32(even, odd)));
 }
 
-// Adds the products of the four unsigned bytes of each word of `codes` with signed ones.
+// Adds the products of the four unsigned bytes of each word of `codes` with signed ones. kSmall: no code is above 127,
+// so that sums of two products fit 16 bits.
+template <bool kSmall>
 inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
+  if constexpr (kSmall) {
+    const __m256i pairs = _mm256_maddubs_epi16(bits_of(codes), bits_of(x));
+    return whole(_mm256_add_epi32(bits_of(sum), _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+  }
   const __m256i even = _mm256_and_si256(bits_of(codes), _mm256_set1_epi16(0xff)),
                 odd = _mm256_srli_epi16(bits_of(codes), 8);
   const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, even_int8(x)), _mm256_madd_epi16(odd, odd_int8(x)));

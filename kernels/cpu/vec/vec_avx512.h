@@ -97,11 +97,17 @@ inline IntVec sums_of_pairs(IntVec x) {
   return whole(_mm512_add_epi32(bits_of(x), _mm512_shuffle_epi32(bits_of(x), _MM_PERM_CDAB)));
 }
 
-// Adds the products of the four unsigned bytes of each word of `codes` with signed ones.
+// Adds the products of the four unsigned bytes of each word of `codes` with signed ones. kSmall: no code is above 127,
+// so that sums of two products fit 16 bits.
+template <bool kSmall>
 inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
 #if defined(__AVX512VNNI__)
   return whole(_mm512_dpbusd_epi32(bits_of(sum), bits_of(codes), bits_of(x)));
 #else
+  if constexpr (kSmall) {
+    const __m512i pairs = _mm512_maddubs_epi16(bits_of(codes), bits_of(x));
+    return whole(_mm512_add_epi32(bits_of(sum), _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+  }
   const __m512i even = _mm512_and_si512(bits_of(codes), _mm512_set1_epi16(0xff)),
                 odd = _mm512_srli_epi16(bits_of(codes), 8);
   const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(bits_of(x), 8), 8),

@@ -77,7 +77,7 @@ def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> No
 
 @given(
     coding=st.sampled_from([coding for coding in Coding if coding is not Coding.FP8]),
-    num_tokens=st.sampled_from([1, 3, 4, 9]),
+    num_tokens=st.sampled_from([1, 3, 4, 9, 70]),
     out_features=st.integers(1, 70),
     num_groups=st.integers(1, 3),
     gated=st.booleans(),
@@ -98,6 +98,18 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
     # The company of a token changes nothing.
     alone = [kernels.product(each, packed, bias, "silu" if gated else "identity", torch.float32) for each in x.split(1)]
     assert torch.equal(torch.cat(alone), actual)
+
+
+@pytest.mark.parametrize(("coding", "codes"), [(Coding.Q4_K, slice(16, 144)), (Coding.Q6_K, slice(192))])
+def test_the_largest_codes_times_the_largest_tokens(isa: str, coding: Coding, codes: slice) -> None:
+    """Where sums of two products have 16 bits."""
+    kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
+    weight.rows[:, codes] = 255
+    x = torch.full((9, weight.in_features), -127.0).bfloat16()
+    packed = kernels.pack_coded(weight, False, Quantization.INT8_DYNAMIC)
+    actual = kernels.product(x, packed, None, "identity", torch.float32)
+    expected = x.double() @ dequantized(weight).double().t()
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_token_that_is_not_finite_has_products_that_are_not(isa: str) -> None:
