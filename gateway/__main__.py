@@ -20,11 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def start() -> None:
         failpoint.arm(os.environ)
         settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
+        # Delivering tokens can wait a moment; a step that is planned late leaves the device idle. So can the imports,
+        # beside those of a worker.
+        os.nice(settings.niceness)
         with imports_that_stay():
             from gateway.app import serve
         configure_logging("gateway", settings.log_level, settings.log_format)
-        # Delivering tokens can wait a moment; a step that is planned late leaves the device idle.
-        os.nice(settings.niceness)
         await serve(settings)
 
     return run_service(start, program=_PROGRAM)

@@ -87,8 +87,8 @@ def load_model(
         return _load_by_transformers(described, placement, progress)
     if family is None:
         raise ConfigurationError(
-            f"architecture {described.architecture} of {described.path} is not one of Quire's own, {', '.join(FAMILIES)}; "
-            "--model-impl is native, use auto or transformers"
+            f"architecture {described.architecture} of {described.path} is not one of Quire's own, "
+            f"{', '.join(FAMILIES)}; --model-impl is native, use auto or transformers"
         )
     check_quantization(quantization, device, dtype)
     return _load_native(family, described, placement, progress)
