@@ -53,6 +53,7 @@ def test_the_table_has_each_fault() -> None:
         ("ranks-not-compared", 29),
         ("hash-of-other-block-size", 24),
         ("continued-without-prompt", 106),
+        ("sealed-behind-write", 209),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -13,6 +13,7 @@ from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_
 from tests.sim.world.disk import draw_recording
 from tests.sim.world.faults import (
     BadDisk,
+    CannotStart,
     Cut,
     Fault,
     Glitch,
@@ -25,16 +26,19 @@ from tests.sim.world.faults import (
     Reset,
     SetClock,
     draw_bad_disks,
+    draw_block_disk_faults,
     draw_drains,
     draw_faults,
     draw_other_model,
+    draw_slow_block_disks,
 )
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.http_calls import with_http
-from tests.sim.world.knobs import REPLAYS, draw_low_limits, low_limits
+from tests.sim.world.knobs import MOVES, REPLAYS, draw_low_limits, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
+    LONGEST,
     MAX_OUTPUT,
     NUM_SPECIAL_TOKENS,
     TENANT,
@@ -82,6 +86,14 @@ _KEEPING = 0.5
 """The share of worlds in which the pools of workers outlive them."""
 _MOVING = 0.05
 """The share of worlds in which replicas are drained and requests move between them."""
+_ON_DISK = 0.05
+"""The share of worlds in which much comes back from disks of blocks."""
+_WITH_DISKS = 0.15
+"""The share of the others whose workers have such disks."""
+_HANDED = 0.05
+"""The share of worlds in which rows, blocks and streams change hands in the middle of what they do."""
+_DISK_BLOCKS = (4, 32, 500, 500)
+"""For how many blocks a disk may have room."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -123,6 +135,14 @@ def draw_plan(seed: int) -> Plan:
     moving = Random(f"drains {seed}")
     if moving.random() < _MOVING:
         return draw_moving(seed, moving)
+    disks = Random(f"block disks {seed}")
+    if disks.random() < _ON_DISK:
+        return draw_on_disk(seed, disks)
+    hands = Random(f"hands {seed}")
+    if hands.random() < _HANDED:
+        return hands.choice(_OF_HANDS)(seed, hands)
+    if disks.random() < _WITH_DISKS and plan.layout.worker.world_size == 1:
+        plan = replace(plan, layout=replace(plan.layout, disk_blocks=disks.choice(_DISK_BLOCKS)))
     if draw.random() < 0.5 * _RARE:
         requests, deadly = with_deadly_need(draw, plan.requests)
         plan = replace(plan, requests=requests, layout=replace(plan.layout, deadly=deadly))
@@ -261,7 +281,51 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     if draw.random() < 0.2:
         layout = replace(layout, worker=replace(layout.worker, max_drafts=3, fixed_tokens=1000))
     layout = replace(_with_passes(draw, layout), keeps_pools=Random(f"pools {seed}").random() < _KEEPING)
-    return _plan(seed, layout, requests, draw_drains(draw, layout.hosts, over_s, layout.worker))
+    drains, low = draw_drains(draw, layout.hosts, over_s, layout.worker), ()
+    crowded = Random(f"crowded {seed}")
+    if crowded.random() < 0.5:
+        # Leases give way while their blocks are on the way, and blocks come where others have just been.
+        worker = replace(layout.worker, num_blocks=(2 * LONGEST + 40) // layout.worker.block_size)
+        layout = replace(layout, worker=worker, weather=replace(layout.weather, bytes_per_s=crowded.choice((2e4, 1e5))))
+        requests = _doubled(requests)
+        low = MOVES if crowded.random() < 0.7 else ()
+    return _plan(seed, layout, requests, drains, low)
+
+
+def _doubled(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Twice as many requests for tokens."""
+    more = (replace(each, number=1000 + each.number) for each in requests if isinstance(each, Generate))
+    return (*requests, *more)
+
+
+def draw_on_disk(seed: int, draw: Random) -> Plan:
+    """A few prompts come again and again, the pool has room for one or two of them, and the disk for more."""
+    layout, over_s = draw_layout(draw, Kind.TIGHT), draw.choice((1.0, 5.0))
+    worker = layout.worker
+    # As small as one that refuses no request may be.
+    pool_tokens = 2 * LONGEST + 40
+    worker = replace(worker, num_blocks=pool_tokens // worker.block_size)
+    drawn = draw_requests(draw, draw.choice((Kind.CALM, Kind.TIGHT)), layout.clients, pool_tokens, over_s)
+    prompts = [tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(100)) for _ in range(6)]
+    tenant = draw.choice((None, "ann", "ann"))
+    drawn = _doubled(drawn)
+    requests = [
+        replace(
+            each,
+            prompt=draw.choice(prompts)[: draw.randint(60, 100)],
+            at=draw.uniform(0, over_s),
+            tenant=tenant or each.tenant,
+        )
+        if isinstance(each, Generate) and each.front is None
+        else each
+        for each in drawn
+    ]
+    layout = replace(layout, worker=worker, disk_blocks=draw.choice(_DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
+    faults = (
+        *draw_block_disk_faults(draw, layout.hosts, over_s),
+        *draw_slow_block_disks(Random(f"slow {seed}"), over_s),
+    )
+    return _plan(seed, layout, requests, faults, MOVES if draw.random() < 0.5 else ())
 
 
 def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Plan:
@@ -307,6 +371,69 @@ def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
     return _plan(seed, layout, requests, faults)
 
 
+def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
+    """Requests end and others take their rows and blocks while steps of them are in flight."""
+    layout, size = draw_layout(draw, Kind.TIGHT), draw.choice((2, 4))
+    worker = replace(
+        layout.worker,
+        max_num_rows=draw.choice((2, 4)),
+        block_size=size,
+        num_blocks=(2 * LONGEST + 40) // size,
+        num_host_blocks=0,
+        max_steps_in_flight=4,
+        max_drafts=draw.choice((0, 1, 7)),
+        fixed_tokens=1000,
+        max_passes=draw.choice((1, 4)),
+    )
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_steps_in_flight=draw.choice((2, 4)))
+    layout = replace(layout, slowness=10.0, worker=worker, settings=settings)
+    requests, within_s = list[Request](), draw.choice((2.0, 8.0))
+    for each in _doubled(draw_requests(draw, Kind.TIGHT, layout.clients, worker.num_blocks * size, 0.3)):
+        if isinstance(each, Generate) and each.front is None:
+            # Few fill the pool, so that each that comes takes the blocks of the one that has just left.
+            prompt = (each.prompt * 100)[: draw.randint(60, 100)]
+            each = replace(each, at=draw.uniform(0, 0.3), timeout_s=None, prompt=prompt)
+            match draw.choice(("stay", "leave", "cancel")):
+                case "leave":
+                    each = replace(each, leaves_after_s=draw.uniform(0.02, within_s))
+                case "cancel":
+                    each = replace(each, cancels_after_s=draw.uniform(0.02, within_s))
+                case _:
+                    pass
+        requests.append(each)
+    return _plan(seed, layout, requests)
+
+
+def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
+    """Durable streams are taken over or cancelled while a worker is gone for long, or the way to a scheduler."""
+    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=20.0)
+    layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY, durable_grace=60.0))
+    layout = replace(layout, gateway=replace(layout.gateway, failover_delay=draw.choice((0.5, 5.0, 5.0))))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    at, number = draw.uniform(0.4, 0.8), draw.randrange(2)
+    requests: list[Request] = []
+    for each in draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3):
+        if isinstance(each, Generate) and each.options.beam_search is None and each.options.constraint is None:
+            options = replace(each.options, max_tokens=MAX_OUTPUT, ignore_eos=True, stop_token_ids=(), stop=())
+            each = replace(each, verb=Verb.DURABLE, options=options, timeout_s=None, leaves_after_s=None)
+            after_s = max(at - each.at, 0.0) + draw.uniform(0.05, 2.0)
+            match draw.choice(("stay", "take over", "cancel")):
+                case "take over":
+                    each = replace(each, taken_over_after_s=after_s, num_takeovers=draw.choice((1, 1, 3)))
+                case "cancel":
+                    each = replace(each, cancels_after_s=after_s)
+                case _:
+                    pass
+        requests.append(each)
+    if draw.random() < 0.5:
+        return _plan(seed, layout, requests, [CannotStart(at, f"worker-{number}", 25.0)])
+    # A cut alone is noticed late.
+    resets = [Reset(at + 0.01, "gateway", number) for number in range(6)]
+    away = Cut(at, f"gateway-{draw.randrange(2)}", f"scheduler-{number}", True, draw.choice((3.0, 8.0)))
+    return _plan(seed, layout, requests, [away, *resets])
+
+
+_OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 _OF_WORKERS = (
     _slow_preparations,
     _slow_preparations,

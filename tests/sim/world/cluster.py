@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +20,10 @@ from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
 from quire.settings import ConfigurationError
 from scheduler_svc.core import invariants, preparation
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
-from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.moves import Lease, Leases
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, Constraint, RequestKey
@@ -37,6 +38,7 @@ from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
+from tests.sim.world.block_disk import BlockDisk, SimDiskTier, open_tier, simulated_block_disks
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
@@ -89,6 +91,7 @@ class Layout:
         preparations_are_slow: Whether some constraints and adapters take longer than schedulers wait for them.
         deadly: The adapter, or the pattern of a constraint, that no worker prepares without dying.
         keeps_pools: Whether the pool of a worker outlives its process, if the machine has power.
+        disk_blocks: For how many blocks the disk of each worker has room, where it has one.
         first_role: Of the first replica; with another one than "both", the others decode.
     """
 
@@ -105,6 +108,7 @@ class Layout:
     preparations_are_slow: bool = False
     deadly: str | None = None
     keeps_pools: bool = False
+    disk_blocks: int | None = None
     first_role: str = "both"
 
     @property
@@ -159,6 +163,9 @@ class Cluster:
     requests: dict[str, Requests] = field(default_factory=dict[str, Requests])
     false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
     disks: dict[str, Disk] = field(default_factory=dict[str, Disk])
+    block_disks: dict[str, BlockDisk] = field(default_factory=dict[str, BlockDisk])
+    workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
+    """That of each host which is loaded."""
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self.layout.weather)
@@ -192,6 +199,8 @@ class Cluster:
             for host in self.layout.replicas:
                 if host.startswith("scheduler"):
                     self.disks[host] = Disk(self.world, host, self.layout.recording.max_bytes)
+        if self.layout.disk_blocks is not None:
+            self.block_disks = {host: BlockDisk(self.world, host) for host in workers}
         self._clients: dict[str, Client] = {}
         for host in self.layout.replicas:
             self._start(host, self._run_worker if host.startswith("worker") else self._run_scheduler)
@@ -212,8 +221,11 @@ class Cluster:
         """The process of a host has ended."""
         if host in self.disks:
             self.disks[host].process_ended(has_power=host not in self.network.dark)
+        if host in self.block_disks:
+            self.block_disks[host].process_ended(has_power=host not in self.network.dark)
         if host in self.network.dark:
             self._pools.pop(host, None)
+        self.workers.pop(host, None)
         self.gateways.pop(host, None)
         self.cores.pop(host, None)
         self.requests.pop(host, None)
@@ -259,6 +271,7 @@ class Cluster:
                 self.hosts[node.host].leave()
         finally:
             await server.stop(grace_s=1.0)
+            await servicer.stop_disk()
 
     def _hung(self, node: Node) -> None:
         """A step of a worker does not end, which ends its process."""
@@ -289,7 +302,14 @@ class Cluster:
         loop = SimDeviceLoop(node, runner, self.devices)
         agree = (lambda *_: None) if group is None else partial(group.agree, rank)
         adapters = SimAdapters(node, runner, self.devices) if config.info().limits.max_adapters else None
-        worker = Worker(config.info(), runner, loop, agree, partial(self._prepare, node), adapters, runner.blocks)
+        info, blocks, disk = config.info(), runner.blocks, None
+        if (slots := self.layout.disk_blocks) is not None:
+            namespace = blake2b(info.kv_namespace.encode(), digest_size=32).digest()
+            # For so many at first; another pool may have larger ones.
+            space = 4096 + slots * (48 + self.layout.worker.block_size * 8)
+            disk = open_tier(self.block_disks[node.host], node, blocks, config.num_blocks, namespace, space)
+        worker = Worker(info, runner, loop, agree, partial(self._prepare, node), adapters, blocks, disk=disk)
+        self.workers[node.host] = worker
         assert worker.transfers is not None
         worker.transfers._read = self._sent_by(node.host, worker.transfers._read)
         worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
@@ -420,6 +440,8 @@ class Cluster:
                 yield f"{host} has {core.num_live} requests, {len(core.in_flight)} steps, {len(core.pins)} pins"
             elif pool.num_free < pool.num_blocks or swap.num_free < swap.num_blocks or core.batch.rows.active.any():
                 yield f"{host} holds blocks or rows, and has no requests"
+            else:
+                yield from self._held_apart(host, core)
         for host, requests in self.requests.items():
             # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
             owned = (
@@ -427,6 +449,26 @@ class Cluster:
             )
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
+
+    def _held_apart(self, host: str, core: "CheckedScheduler") -> Iterator[str]:
+        """What a scheduler and its worker must have in common when nothing runs."""
+        for worker_host in self.layout.ranks(host.replace("scheduler", "worker")):
+            worker = self.workers.get(worker_host)
+            if worker is None:
+                yield f"{worker_host} does not serve"
+                continue
+            sealed = worker.runner.sealed_blocks()
+            names = dict(zip(sealed.block_ids.tolist(), map(bytes, sealed.hashes), strict=True))
+            pool = core.batch.blocks.pool
+            for block in range(pool.num_blocks):
+                name = pool.hash_of(BlockId(block))
+                if name is not None and names.get(block) != name:
+                    yield f"{host} has a name for block {block}, which its worker has not sealed"
+            if isinstance(tier := worker.disk, SimDiskTier):
+                entries = tier.entries
+                for slot, name in core.tier._by_slot.items():
+                    if entries.get(slot) != name:
+                        yield f"{host} takes a block to be in slot {slot} of a disk, which is not there"
 
     def check_glitches(self) -> None:
         """Raises FalseAnswerError where more requests than rows failed by what is not finite."""
@@ -596,6 +638,8 @@ class CheckedScheduler(Scheduler):
         super()._enqueue(group)
 
     def _preempt(self, group: SequenceGroup, now: float) -> None:
+        if self.config.policy is not PolicyKind.FAIR and group is not self.running.last():
+            self._report(AssertionError(f"{group.request.request_id} makes room before those behind it"))
         super()._preempt(group, now)
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
@@ -619,7 +663,17 @@ class CheckedScheduler(Scheduler):
         super().restore_sealed(sealed)
         self._check()
 
+    def _displace(self, now: float) -> None:
+        """Who displaces others goes before each of them."""
+        before = list(self.running) if self.config.policy is PolicyKind.PRIORITY else []
+        super()._displace(now)
+        displaced = [group.request.priority for group in before if group.request.key not in self.running]
+        if displaced and max(each.request.priority for each in (*self.waiting, *self.swapped)) <= max(displaced):
+            self._report(AssertionError("a request displaces one that does not come after it"))
+
     def _check(self) -> None:
+        if lost := [pin.pin_id for pin in self.pins if not pin.is_held and self.group(pin.key) is None]:
+            self._report(AssertionError(f"pins {lost} hold nothing, and nobody computes them"))
         try:
             invariants.check(self)
         except Exception as error:
@@ -632,6 +686,17 @@ class CheckedScheduler(Scheduler):
         node = CLOCK.get()
         assert isinstance(node, Node)
         node.fail(error)
+
+
+def _expire_checked(leases: Leases, now: float, pool: BlockPool) -> None:
+    """Leases last as long as they were promised to, unless they give way."""
+    before = {lease: leased.expires_at for lease, leased in leases._leases.items()}
+    _expire(leases, now, pool)
+    if any(ends_at > now for lease, ends_at in before.items() if lease not in leases._leases):
+        CheckedScheduler._report(AssertionError("a lease ends early"))
+
+
+_expire = Leases.expire
 
 
 class RecordedScheduler(recorder._RecordedScheduler, CheckedScheduler):
@@ -665,8 +730,11 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
     with (
         watched_errors(lambda: bool(clusters[-1].cores[host()].in_flight)),
+        simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
+        # Recordings have no class of tests.
+        patch.object(Leases, "expire", _expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
     ):
         yield

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any, ClassVar, Protocol, cast
 
 from quire.compatibility import ModelFingerprint
+from tests.sim.world.block_disk import BlockDisk
 from tests.sim.world.device import Devices
 from tests.sim.world.disk import Disk
 from tests.sim.world.network import Connection, Network
@@ -80,6 +81,11 @@ class Target(Protocol):
     @property
     def disks(self) -> Mapping[str, Disk]:
         """The disks of hosts that have one."""
+        ...
+
+    @property
+    def block_disks(self) -> Mapping[str, BlockDisk]:
+        """The disks of workers' blocks, by their hosts."""
         ...
 
     def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
@@ -420,6 +426,94 @@ class BadDisk:
 
     def begin(self, target: Target) -> None:
         target.disks[self.host].fail(self.error, self.lasts_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BadBlockDisk:
+    """The disk of a worker's blocks is full for some seconds, or fails otherwise. No answer shows it."""
+
+    at: float
+    host: str
+    error: int
+    lasts_s: float
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.block_disks[self.host].fail(self.error, self.lasts_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowBlockDisk:
+    """The disk of a worker's blocks takes up to `job_s` seconds for what takes milliseconds."""
+
+    at: float
+    host: str
+    job_s: float
+    lasts_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.lasts_s
+
+    def begin(self, target: Target) -> None:
+        target.block_disks[self.host].slow(self.job_s, self.lasts_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Rot:
+    """Bits on the disk of a worker's blocks are others."""
+
+    at: float
+    host: str
+    number: int
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.block_disks[self.host].rot(self.number)
+
+
+def draw_block_disk_faults(draw: Random, hosts: Sequence[str], over_s: float) -> tuple[Fault, ...]:
+    """What happens to disks of blocks, and to the workers that use them."""
+    workers = [host for host in hosts if host.startswith("worker")]
+    faults: list[Fault] = []
+    for _ in range(draw.choice((0, 1, 2, 4))):
+        at, host = draw.uniform(-0.1, over_s), draw.choice(workers)
+        faults.append(
+            draw.choice(
+                (
+                    BadBlockDisk(at, host, draw.choice((errno.ENOSPC, errno.EIO)), draw.choice((0.05, 1.0))),
+                    SlowBlockDisk(at, host, draw.choice((0.05, 0.5, 9.0)), draw.choice((0.5, 10.0))),
+                    Rot(at, host, draw.choice((1, 20))),
+                    Rot(at, host, 20),
+                    Kill(at, host),
+                    KillAt(at, host, "worker.move.written", draw.randint(1, 3)),
+                    PowerOff(at, host, draw.uniform(0.1, 3)),
+                    Stop(at, host),
+                )
+            )
+        )
+    return tuple(faults)
+
+
+def draw_slow_block_disks(draw: Random, over_s: float) -> tuple[Fault, ...]:
+    """A disk that is slow all the time, in a part of the worlds; in another part one that brings blocks when nobody
+    waits for them any more, perhaps to the next scheduler."""
+    match draw.choice(("usual", "slow", "late")):
+        case "slow":
+            return (SlowBlockDisk(-0.1, "worker-0", draw.choice((0.05, 0.2)), 10.0),)
+        case "late":
+            at = draw.uniform(0.2, over_s)
+            late = SlowBlockDisk(at, "worker-0", 9.0, 10.0)
+            ends = (Kill(at + draw.uniform(0.05, 3), "scheduler-0"), Reset(at + draw.uniform(0.05, 3), "scheduler", 0))
+            return (late, *((draw.choice(ends),) if draw.random() < 0.7 else ()))
+        case _:
+            return ()
 
 
 def draw_bad_disks(draw: Random, hosts: Sequence[str], over_s: float) -> tuple[BadDisk, ...]:

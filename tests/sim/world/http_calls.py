@@ -123,6 +123,8 @@ def _body_of(request: Generate) -> dict[str, Any]:
         names = [each.name for each in fields_of(options)]
         fields = {"priority": request.priority, "request_id": request.request_id}
     fields |= {name: getattr(options, name) for name in names if getattr(options, name) not in (None, (), {})}
+    if request.number % 3:
+        fields["cache_salt"] = f"salt {request.number % 3}"
     is_list = request.front is Front.COMPLETIONS and request.number % 2
     body = _FRONTS[request.front.value]._body([*request.prompt] if is_list else text, fields)
     return body | ({"stream": True} if request.verb is Verb.STREAM else {})

@@ -1,13 +1,13 @@
 """Limits of services that only long outputs or large pools reach. In some worlds they are so low that small ones do; no
 answer may depend on them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from random import Random
 from unittest.mock import patch
 
-_LOWEST: Mapping[str, int] = {
+_LOWEST: dict[str, int] = {
     "gateway.replicas.link._MESSAGES_OF_CREDIT": 1,
     "gateway.replicas.link._MESSAGES_AHEAD": 2,
     "gateway.replicas.link._TOKENS_AT_ONCE": 3,
@@ -27,6 +27,14 @@ _LOWEST: Mapping[str, int] = {
     "scheduler_svc.service.requests.MAX_UNDELIVERED": 20,
     "scheduler_svc.core.preparation.NUM_KEPT": 1,
 }
+
+_OF_MOVES: dict[str, int] = {
+    "worker_svc.protocol.transfers._MESSAGE_BYTES": 100,
+    "worker_svc.protocol.transfers._READ_AT_ONCE": 2,
+    "worker_svc.device.disk_tier._AT_ONCE": 2,
+}
+MOVES = tuple(_OF_MOVES)
+"""The limits by which blocks that move take many messages, between which steps run."""
 
 
 def draw_low_limits(draw: Random) -> tuple[str, ...]:
@@ -50,5 +58,5 @@ def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in names:
             module, _, constant = name.rpartition(".")
-            stack.enter_context(patch.object(import_module(module), constant, _LOWEST[name]))
+            stack.enter_context(patch.object(import_module(module), constant, (_LOWEST | _OF_MOVES)[name]))
         yield

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from gateway.app import Gateway
 from gateway.replicas import live, sequence
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
@@ -42,7 +44,7 @@ _SILENCE_S = 13.0
 
 Names = dict[BlockHash, tuple[int, int, str]]
 """The names that schedulers gave to blocks, with what the first and the last slot of such a block hold, and whose it
-is: tenants share no blocks."""
+is: tenants share no blocks, and neither do requests of one tenant with other salts."""
 
 
 class FalseSealError(BlockError):
@@ -58,15 +60,16 @@ class NamingBlocks(BlockManager):
 
     def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
+        owner = f"{sequence.request.tenant} {sequence.request.cache_salt.hex()}"
         if not all(name in self._names for name in hashes):
             adapter = b"" if sequence.request.adapter is None else sequence.request.adapter.digest
             slots = Prefixes(sequence.token_ids[: end * self.block_size], adapter).hashes(0, end * self.block_size)
             for index, name in enumerate(hashes, first):
                 begin = index * self.block_size
                 ends = int(slots[begin]), int(slots[begin + self.block_size - 1])
-                self._names[name] = (*ends, sequence.request.tenant)
-        if any(self._names[name][2] != sequence.request.tenant for name in hashes):
-            raise FalseSealError(f"a block of {sequence.request.tenant} has the name of another tenant's")
+                self._names[name] = (*ends, owner)
+        if any(self._names[name][2] != owner for name in hashes):
+            raise FalseSealError(f"a block of {owner} has the name of another one's")
         return super().seal(sequence, first, end)
 
 
@@ -76,6 +79,8 @@ class CheckedSeals(SealInventory):
     def __init__(self, num_gpu_blocks: int, names: Names) -> None:
         super().__init__(num_gpu_blocks)
         self._names = names
+        self.on_add = lambda: None
+        """Is told when blocks were sealed."""
         self._expected = np.zeros((num_gpu_blocks, 2), np.int64)
 
     def keep(self, sealed: NDArray[np.uint8], hashes: NDArray[np.uint8]) -> None:
@@ -92,6 +97,7 @@ class CheckedSeals(SealInventory):
         super().add(sealed, step_number)
         for block, name in zip(sealed.block_ids.tolist(), sealed.hashes, strict=True):
             self._expected[block] = self._names[BlockHash(name.tobytes())][:2]
+        self.on_add()
 
     def check(self, slots: np.ndarray) -> None:
         """Raises FalseSealError unless sealed blocks hold what their names say; `slots` [n, block size] is the pool."""
@@ -215,6 +221,10 @@ class MissedTokenError(TokenGapError):
         node.fail(self)
 
 
+_RELEASED = set[tuple[str, Any]]()
+"""Durable requests that gateways have ended at their schedulers, by the address and the nonce, in this world."""
+
+
 @contextmanager
 def watched_errors(has_step: Callable[[], bool]) -> Iterator[None]:
     """Inside the block, a gateway that misses tokens ends the world, and so does a scheduler that gives up its worker
@@ -228,7 +238,16 @@ def watched_errors(has_step: Callable[[], bool]) -> Iterator[None]:
                 assert isinstance(node, Node)
                 node.fail(self)
 
+    release = Replicas.release
+
+    def note_released(replicas: Replicas, live: LiveRequest) -> None:
+        if live.request.durable and live.replica is not None:
+            _RELEASED.add((live.replica, live.request.nonce))
+        release(replicas, live)
+
+    _RELEASED.clear()
     with (
+        patch.object(Replicas, "release", note_released),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
         patch.object(live, "TokenGapError", MissedTokenError),
@@ -281,7 +300,8 @@ class Watch:
             for owned in table._by_handle.values():
                 # The end of one that is read is kept until that is taken in.
                 is_kept = owned.durable is None and not (owned.is_over and owned.reader)
-                if is_kept and owned.gateway_id == gateway_id and owned.nonce not in known:
+                is_released = not owned.is_over and (address, owned.nonce) in _RELEASED
+                if (is_kept or is_released) and owned.gateway_id == gateway_id and owned.nonce not in known:
                     yield f"{host} goes on with {owned.request_id}, which {gateway_host} does not know any more"
 
     def _unread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:

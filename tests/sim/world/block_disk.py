@@ -1,0 +1,260 @@
+"""The disk of a worker's blocks in a world: the product's own file and tier, over bytes that outlive processes.
+
+What is slow, full, fails or rots is drawn. A process that is killed leaves its last writes undone from some place on;
+a machine without power loses any of those that it had not brought to the disk. What a thread would do beside the steps
+is a job of its process, and between its parts steps run.
+"""
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.sim.world.watch import CheckedSeals
+from tests.sim.world.world import Node, World
+from tests.support.fake_pool import FakeBlocks
+from worker_svc.device import disk_tier
+from worker_svc.device.disk_tier import BlockFile, Count, DiskFailsError, DiskTier
+from worker_svc.step import Int32Array, SealedBlocks
+
+T = TypeVar("T")
+
+_SHORT = 0.05
+"""The share of writes that take a part of what they are given."""
+_WRITE_S = 0.003
+"""What a process dies in the middle of was written so shortly before."""
+_UNSYNCED_S = 3.0
+"""What was written earlier is on the disk when the power fails."""
+_LOOK_S, _READ_S = 0.05, 0.004
+_FLAG = "/tmp/quire-world.kv"
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    at_s: float
+    start: int
+    before: bytes
+    after: bytes
+
+
+class BlockDisk:
+    """The bytes of a worker's file of blocks.
+
+    Attributes:
+        chance: Draws what becomes of them.
+    """
+
+    def __init__(self, world: World, host: str) -> None:
+        self.chance = world.generator(f"block disk of {host}")
+        self._world, self._host = world, host
+        self._data = bytearray()
+        self._trouble: tuple[float, int] = (0.0, 0)
+        self._slow: tuple[float, float] = (0.0, 0.0)
+        self._writes: deque[_Write] = deque()
+
+    # What happens to it
+
+    def fail(self, error: int, seconds: float) -> None:
+        """For so many seconds writes are refused with this error; with another one than a full disk reads are, too."""
+        self._world.note("block disk", self._host, errno.errorcode[error])
+        self._trouble = self._world.now + seconds, error
+
+    def slow(self, job_s: float, seconds: float) -> None:
+        """For so many seconds each job takes up to `job_s`."""
+        self._world.note("slow disk", self._host)
+        self._slow = self._world.now + seconds, job_s
+
+    def rot(self, number: int) -> None:
+        """Some bits are others."""
+        self._world.note("rot", self._host)
+        for _ in range(number if self._data else 0):
+            place = self.chance.randrange(len(self._data))
+            self._data[place] ^= 1 << self.chance.randrange(8)
+
+    def process_ended(self, *, has_power: bool) -> None:
+        """By a kill, perhaps in the middle of a write, or without power."""
+        recent_s = _WRITE_S if has_power else _UNSYNCED_S
+        writes = [each for each in self._writes if each.at_s > self._world.now - recent_s]
+        self._writes.clear()
+        for each in reversed(writes):
+            self._put(each.start, each.before)
+        num_kept = self.chance.randint(0, len(writes)) if self.chance.random() < 0.5 else len(writes)
+        for number, each in enumerate(writes):
+            is_kept = number < num_kept if has_power else self.chance.random() < 0.7
+            is_torn = number == num_kept if has_power else self.chance.random() < 0.2
+            if is_kept or is_torn:
+                self._put(each.start, each.after[: self.chance.randrange(len(each.after)) if is_torn else None])
+
+    def _put(self, start: int, data: bytes) -> None:
+        self._data[start : start + len(data)] = data
+
+    def job_s(self) -> float:
+        """How long something takes that begins now."""
+        until, job_s = self._slow
+        return self.chance.uniform(0, job_s if self._world.now < until else _READ_S)
+
+    # What `os` does with it
+
+    def _check_works(self, *, writes: bool) -> None:
+        until, error = self._trouble
+        if self._world.now < until and (writes or error != errno.ENOSPC):
+            raise OSError(error, os.strerror(error))
+
+    def pread(self, count: int, start: int) -> bytes:
+        self._check_works(writes=False)
+        return bytes(self._data[start : start + count])
+
+    def preadv(self, buffers: list[Any], start: int) -> int:
+        self._check_works(writes=False)
+        length = 0
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            part = self._data[start + length : start + length + len(view)]
+            view[: len(part)] = part
+            length += len(part)
+        return length
+
+    def pwrite(self, data: Any, start: int) -> int:
+        self._check_works(writes=True)
+        content = bytes(data)
+        if self.chance.random() < _SHORT:
+            content = content[: self.chance.randint(1, len(content))]
+        self._extend(start + len(content))
+        self._writes.append(_Write(self._world.now, start, bytes(self._data[start : start + len(content)]), content))
+        while self._writes[0].at_s < self._world.now - _UNSYNCED_S:
+            self._writes.popleft()
+        self._put(start, content)
+        return len(content)
+
+    def ftruncate(self, size: int) -> None:
+        self._check_works(writes=True)
+        self._writes.clear()
+        del self._data[size:]
+        self._extend(size)
+
+    def _extend(self, size: int) -> None:
+        self._data += bytes(max(size - len(self._data), 0))
+
+    def fstat(self) -> Any:
+        return SimpleNamespace(st_size=len(self._data))
+
+
+@contextmanager
+def simulated_block_disks() -> Iterator[None]:
+    """Inside the block, what a worker takes for a descriptor is a `BlockDisk`."""
+    calls = ("pread", "preadv", "pwrite", "ftruncate", "fstat")
+    fake = SimpleNamespace(close=lambda disk: None)
+    for name in calls:
+        setattr(fake, name, lambda disk, *arguments, name=name: getattr(disk, name)(*arguments))
+    with patch.object(disk_tier, "os", fake):
+        yield
+
+
+def open_tier(
+    disk: BlockDisk, node: Node, blocks: FakeBlocks, num_blocks: int, namespace: bytes, space: int
+) -> "SimDiskTier | None":
+    """The tier of a worker that starts, with the newest blocks in its pool; None where the disk fails."""
+    with patch.object(disk_tier, "open_alone", lambda *_: disk):
+        try:
+            file = BlockFile(Path(_FLAG), space, namespace, blocks.block_bytes)
+        except DiskFailsError:
+            return None
+    tier = SimDiskTier(file, blocks, num_blocks, disk, node)
+    tier.restore()
+    return tier
+
+
+class _Late:
+    """A pool of which a thread knows what was sealed a while ago, and reads what is there now."""
+
+    def __init__(self, blocks: FakeBlocks, sealed: tuple[SealedBlocks, NDArray[np.int64]]) -> None:
+        self.seals: Any = self
+        self.block_bytes, self.read, self.num_writes = blocks.block_bytes, blocks.read, blocks.seals.num_writes
+        self._sealed = sealed
+
+    def sealed_since(self, seen: NDArray[np.int64]) -> tuple[SealedBlocks, NDArray[np.int64]]:
+        return self._sealed
+
+    def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None:
+        raise AssertionError("who writes behind writes no block")
+
+
+class SimDiskTier(DiskTier):
+    """The tier of a process, whose threads are jobs: one that reads, and one that writes where something was sealed."""
+
+    def __init__(self, file: BlockFile, blocks: FakeBlocks, num_blocks: int, disk: BlockDisk, node: Node) -> None:
+        super().__init__(file, blocks, num_blocks)
+        self._disk, self._node, self._blocks = disk, node, blocks
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_reading = self._is_due = False
+
+    @property
+    def entries(self) -> dict[int, bytes]:
+        """The slot and the name of each block."""
+        return dict(self._file.entries())
+
+    def start(self, count: Count) -> None:
+        self._count = count
+        assert isinstance(self._blocks.seals, CheckedSeals)
+        self._blocks.seals.on_add = self._sealed
+        self._sealed()
+
+    def _sealed(self) -> None:
+        if not self._is_due and not self._stopping.is_set():
+            self._is_due = True
+            self._node.run_job(self._look, self._disk.chance.uniform(0, _LOOK_S))
+
+    def _look(self) -> None:
+        self._is_due = False
+        sealed = self._blocks.seals.sealed_since(self._saved)
+        if len(sealed[0].block_ids):
+            self._is_due = True
+            self._node.run_job(lambda: self._write(sealed), self._disk.job_s())
+
+    def _write(self, sealed: tuple[SealedBlocks, NDArray[np.int64]]) -> None:
+        self._is_due = False
+        if self._stopping.is_set():
+            return
+        self._store = _Late(self._blocks, sealed)
+        try:
+            self.write_behind()
+        finally:
+            self._store = self._blocks
+        # What was sealed meanwhile.
+        if self._is_writing and len(self._blocks.seals.sealed_since(self._saved)[0].block_ids):
+            self._sealed()
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if self._stopping.is_set():
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except Exception as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            self._read_next()
+
+        self._calls.append(run)
+        if not self._is_reading:
+            self._read_next()
+        return future
+
+    def _read_next(self) -> None:
+        self._is_reading = bool(self._calls)
+        if self._is_reading:
+            self._node.run_job(self._calls.popleft(), self._disk.job_s())
