@@ -9,9 +9,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -94,21 +92,12 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
     @classmethod
-    def read(cls, path: Path) -> "GgufHeader":
+    def read(cls, path: Path) -> Self:
         """The header of a file, or of all parts where it is one of several.
 
         Raises:
             ConfigurationError: one line: it is not a GGUF file, is damaged, or parts are missing or of several models.
         """
-        kept = _kept.get()
-        if kept is None:
-            return cls._read(path)
-        if path not in kept:
-            kept[path] = cls._read(path)
-        return kept[path]
-
-    @classmethod
-    def _read(cls, path: Path) -> "GgufHeader":
         first, *others = (cls._read_file(part) for part in parts_of(path))
         tensors = dict(first.tensors)
         for other in others:
@@ -169,19 +158,6 @@ class GgufHeader:
                 raise ValueError(f"it has two tensors {name!r:.80}")
             tensors[name] = GgufTensor(name, kind, shape, path, start, end)
         return cls(path, metadata, tensors)
-
-
-_kept: ContextVar[dict[Path, GgufHeader] | None] = ContextVar("headers that were read", default=None)
-
-
-@contextmanager
-def headers_read_once() -> Iterator[None]:
-    """Within it, `GgufHeader.read` reads each file once: a large vocabulary takes a tenth of a second."""
-    token = _kept.set({})
-    try:
-        yield
-    finally:
-        _kept.reset(token)
 
 
 def _as_written(value: float) -> float:

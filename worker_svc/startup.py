@@ -23,7 +23,6 @@ from quire.adapters import MAX_RANK
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.gguf_header import headers_read_once
 from quire.model_directory import ModelDirectory, weight_files
 from quire.model_source import resolve_model
 from quire.processors import available_memory, cores, num_processors
@@ -91,7 +90,6 @@ _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 _logger = logging.getLogger(__name__)
 
 
-@headers_read_once()
 def build_worker(
     settings: WorkerSettings,
     device_loop: DeviceLoop,

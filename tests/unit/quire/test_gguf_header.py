@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.gguf_header import GgufFields, GgufHeader, headers_read_once, part_names
+from quire.gguf_header import GgufFields, GgufHeader, part_names
 from quire.settings import ConfigurationError
 
 U8, U32, F32, STRING, ARRAY, U64, F64 = 0, 4, 6, 8, 9, 10, 12
@@ -120,14 +120,3 @@ def test_numbers_are_as_they_were_before_they_were_stored_in_32_bits(tmp_path: P
         ConfigurationError, match=r"llama\.many is 2147483648; expected is a number from 1 to 2147483647"
     ):
         read.size("many")
-
-
-def test_a_header_is_read_once_where_that_is_wanted(tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    file.write_bytes(header([field("general.architecture", STRING, text("llama"))], [tensor("a")]) + bytes(64))
-    with headers_read_once():
-        first = GgufHeader.read(file)
-        assert GgufHeader.read(file) is first
-    again = GgufHeader.read(file)
-    assert again is not first
-    assert again == first
