@@ -537,11 +537,16 @@ class Replicas:
             if others and not live.is_behind_client:
                 self._place_on(live, others)
             else:
-                live.fail(error)
+                self._fail(live, error)
         elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
             self._set_timer(live, self._retry_delay_s(error), self.place)
         else:
-            live.fail(error)
+            self._fail(live, error)
+
+    def _fail(self, live: LiveRequest, error: QuireError) -> None:
+        """No scheduler runs it. Its client may read that later."""
+        self._forget(live)
+        live.fail(error)
 
     def _retry_delay_s(self, error: QuireError) -> float:
         """The scheduler names the time until one place is free. Requests that wait for one come back spread over as

@@ -180,6 +180,7 @@ class _Late:
     def __init__(self, blocks: FakeBlocks, sealed: tuple[SealedBlocks, NDArray[np.int64]]) -> None:
         self.seals: Any = self
         self.block_bytes, self.read, self.num_writes = blocks.block_bytes, blocks.read, blocks.seals.num_writes
+        self.snapshot = blocks.seals.snapshot
         self._sealed = sealed
 
     def sealed_since(self, seen: NDArray[np.int64]) -> tuple[SealedBlocks, NDArray[np.int64]]:
