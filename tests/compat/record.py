@@ -400,8 +400,8 @@ async def _fails(call: Awaitable[Any]) -> None:
 
 @contextlib.contextmanager
 def _running(*command: str):
-    # A worker that can run the model several times in a step is told how often, as no release before it was.
-    environ = child_environ(os.environ) | {"QUIRE_MULTI_STEP_MS": "0"}
+    # A worker that can run the model several times in a step, or drafts, is told more, as no release before it was.
+    environ = child_environ(os.environ) | {"QUIRE_MULTI_STEP_MS": "0", "QUIRE_SPECULATE": "off"}
     process = subprocess.Popen([*command, "--log-level", "warning"], env=environ, process_group=0)
     try:
         yield process
