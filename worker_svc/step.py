@@ -227,6 +227,8 @@ class RowSampling:
     """The output that its caller expects."""
     logprob_token_ids: Int32Array | None = None
     """With `logprobs`: reports these tokens, as many as it says, instead of the most likely ones."""
+    ending_token_ids: frozenset[int] = frozenset()
+    """After one of these the scheduler takes no further token of the row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -391,9 +391,8 @@ def _row_sampling(
     row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
     for name in _NOT_FOR_WORKERS:
         row.sampling.ClearField(name)
-    if stopping.min_tokens or sampling.HasField("constraint"):
-        row.stopping.min_tokens = stopping.min_tokens
-        row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
+    row.stopping.min_tokens = stopping.min_tokens
+    row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
     return row
 
 

@@ -132,6 +132,20 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     assert drafting.num_accepted > 0
 
 
+def test_no_pass_runs_after_all_rows_have_ended() -> None:
+    engine = WholeEngine(*FLAGS, *MULTI_STEP)
+    prompts, sampling = [[*range(30, 40)], [*range(60, 75)]], {"temperature": 3.0}
+    texts = engine.run([make_request(number, each, sampling=sampling) for number, each in enumerate(prompts)])
+    ends = [texts[0, 0].token_ids[4], texts[1, 0].token_ids[20]]
+    requests = [
+        make_request(number, prompt, stop_token_ids=[end], sampling=sampling)
+        for number, (prompt, end) in enumerate(zip(prompts, ends, strict=True))
+    ]
+    assert [len(text.token_ids) for text in engine.run(requests).values()] == [5, 21]
+    # Those of the prompts are the first one. Two more come of steps that were on their way, and that seal blocks.
+    assert engine.num_passes == 21 + 2
+
+
 def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing() -> None:
     flags = [*FLAGS, "--dtype", "bfloat16"]
     off = WholeEngine(*flags)

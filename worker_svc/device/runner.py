@@ -81,6 +81,8 @@ from worker_svc.streams import Stopwatch, Stream, Streams, to_device
 A = TypeVar("A")
 B = TypeVar("B")
 _NONE = np.zeros(0, np.int32)
+_MAX_ENDING = 8
+"""Up to so many rows it is looked whether all have ended, and further passes are in vain; of more that is seldom so."""
 _NO_CHANGES = RowChanges(_NONE, (), np.zeros((0, 2), np.int32), (), (), np.zeros((0, 3), np.int32))
 _logger = logging.getLogger(__name__)
 
@@ -398,8 +400,11 @@ class ModelRunner:
         passes, elapsed_s, num_rows = [first], stopwatch.elapsed_s, len(batch.rows)
         self._pass_times.took(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
+        # Their newest tokens before the step.
+        samplers, kept = batch.samples[:, 0], first.kept
+        newest = self._num_tokens(samplers) - (1 if kept is None else kept.num_tokens) - 1
         while elapsed_s + self._pass_times.expected_s(num_rows, passes[-1].num_drafts) <= self._multi_step_s:
-            if (further := self._further(batch, passes)) is None:
+            if (further := self._further(batch, passes)) is None or self._have_ended(samplers, newest):
                 break
             if self._drafts is not None and self._drafts.begin_pass(further, is_first=False):
                 run = None
@@ -412,6 +417,19 @@ class ModelRunner:
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
+
+    def _num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        assert self._drafts is not None, "what counts the tokens of rows that run on"
+        return self._drafts.num_tokens(rows)
+
+    def _have_ended(self, rows: NDArray[np.integer], begins: NDArray[np.integer]) -> bool:
+        """Whether each of a few rows has a token, from this position on, that ends it: the step before may have drawn
+        it, of which the scheduler does not know yet."""
+        if len(rows) > _MAX_ENDING:
+            return False
+        token_ids, endings = self._rows.token_ids.numpy(), self._rows.sampling.endings
+        places = zip(rows.tolist(), begins.tolist(), self._num_tokens(rows).tolist(), strict=True)
+        return all(not set(token_ids[row, begin:end].tolist()).isdisjoint(endings[row]) for row, begin, end in places)
 
     def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:
         """All passes that a batch of decodes may have, where its rows need no more than a draw and have no drafts."""

@@ -86,6 +86,7 @@ class SamplingReader:
             constraint=self._constraint(asked),
             predicted=self._predicted(asked.predicted_token_ids),
             logprob_token_ids=self._logprob_token_ids(asked.logprob_token_ids, message.logprobs),
+            ending_token_ids=frozenset(asked.stopping.stop_token_ids),
         )
 
     def _predicted(self, data: bytes) -> Int32Array | None:
@@ -185,6 +186,8 @@ class SamplingColumns:
     num_prompt_logprobs: NDArray[np.int64]
     followed: NDArray[np.object_]
     """`FollowedPrediction`, the output that the caller expects; None if there is none."""
+    endings: NDArray[np.object_]
+    """A frozenset of the tokens that end it, of a row that has a sequence."""
     is_refused: NDArray[np.bool_]
     refusal: NDArray[np.object_]
     """Why the row fails when it samples; None if it does not."""
@@ -214,6 +217,7 @@ class SamplingColumns:
             wants_prompt_logprobs=np.zeros(num_rows, np.bool_),
             num_prompt_logprobs=np.zeros(num_rows, np.int64),
             followed=np.full(num_rows, None, np.object_),
+            endings=np.full(num_rows, None, np.object_),
             is_refused=np.zeros(num_rows, np.bool_),
             refusal=np.full(num_rows, None, np.object_),
         )
@@ -246,6 +250,7 @@ class SamplingColumns:
         self.followed[row] = (
             None if predicted is None else FollowedPrediction(PredictedTokens(predicted), num_prompt_tokens)
         )
+        self.endings[row] = sampling.ending_token_ids
         self.is_refused[row] = sampling.refusal is not None
         self.refusal[row] = sampling.refusal
 
