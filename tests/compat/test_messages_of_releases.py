@@ -159,7 +159,9 @@ async def test_a_request_of_a_client_is_submitted_as_it_was(release: Release) ->
         rows[0].DiscardUnknownFields()
         if not rows[1].HasField("stopping"):
             # Then workers were told of it only where it changes logits. Without min_tokens it changes none.
-            assert not rows[0].stopping.min_tokens
+            told = rows[0].stopping
+            assert not told.min_tokens
+            assert {*told.stop_token_ids} == {*then.stopping.stop_token_ids, *then.eos_token_ids}
             rows[0].ClearField("stopping")
         assert rows[0] == rows[1], request_id
         same.row_sampling = then.row_sampling
