@@ -283,12 +283,11 @@ async def test_the_page_fits_a_phone(open_page, served, image):
         assert width <= PHONE["viewport"]["width"], f"{view} is {width} pixels wide"
 
 
-async def test_16384_blocks_draw_within_a_frame_of_a_screen(open_page):
-    """256 sequences, and each picture drawn whole. The bound is far above what it takes (a few ms), for busy machines;
-    the figure is printed."""
+async def test_a_picture_of_16384_blocks_takes_few_operations(open_page):
+    """256 sequences, drawn whole: that takes a few ms since each block is about one operation of the canvas."""
     page = await open_page("memory")
     await page.wait_for_function("() => globalThis.quirePage.replica?.frame")
-    draw_ms = await page.evaluate(
+    operations = await page.evaluate(
         """async () => {
             const view = globalThis.quirePage.views.memory, { feed } = globalThis.quirePage;
             // It knows of no such replica.
@@ -309,16 +308,17 @@ async def test_16384_blocks_draw_within_a_frame_of_a_screen(open_page):
                             ended: [] };
             replica.add(frame);
             globalThis.quirePage.choose("synthetic");
-            const times = [];
-            for (let turn = 0; turn < 30; turn += 1) {
-                await new Promise((done) => requestAnimationFrame(done));
-                const started = performance.now();
-                view.isDirty = true;
-                view.draw();
-                times.push(performance.now() - started);
+            await new Promise((done) => requestAnimationFrame(done));
+            const context = CanvasRenderingContext2D.prototype;
+            let operations = 0;
+            for (const name of Object.getOwnPropertyNames(context)) {
+                const { value } = Object.getOwnPropertyDescriptor(context, name);
+                if (typeof value !== "function") continue;
+                context[name] = function (...given) { operations += 1; return value.apply(this, given); };
             }
-            return times.sort((a, b) => a - b)[15];
+            view.isDirty = true;
+            view.draw();
+            return operations;
         }"""
     )
-    print(f"16,384 blocks are drawn in {draw_ms:.1f} ms (median of 30)")
-    assert draw_ms < 100
+    assert 256 * 60 <= operations < 2 * 16384
