@@ -258,6 +258,7 @@ class Gateway:
         if self._batches is not None:
             self._batches.store.close()
         self._generator.model.constraints.close()
+        self._generator.model.chat.close()
         self._generator.model.executor.shutdown()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

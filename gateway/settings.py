@@ -105,8 +105,8 @@ class FormatFlags(ServiceFlags):
     )
     request_chat_templates: bool = setting(
         False,
-        "render a chat by the chat_template of its request, where it has one; a template may take a processor for as "
-        "long as its author likes, so only for callers that are trusted",
+        "render a chat by the chat_template of its request, where it has one; a template is a program, which runs in a "
+        "process of its own with at most 2 s of processor time and 256 MiB",
     )
     strict_fields: bool = setting(
         False, "refuse fields of requests that are not known; by default they are ignored, and named in the answer"

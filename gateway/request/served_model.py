@@ -10,6 +10,7 @@ from gateway.request.constraint_checker import ConstraintChecker, TrialProcess
 from gateway.request.validation import check_numbers
 from gateway.request.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
+from gateway.text.request_template import TemplateProcess
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import RequestOptions, write
 from quire.common.v1.common_pb2 import SamplingParameters
@@ -76,7 +77,7 @@ class ServedModel:
                 tool_template=tool_template,
                 tool_format=tool_format,
                 reasoning_format=reasoning_format,
-                special_tokens=texts if takes_templates else None,
+                own_templates=TemplateProcess(texts) if takes_templates else None,
             ),
             tokenizer_config=directory.tokenizer_config,
             constraints=ConstraintChecker(TrialProcess(directory.path)),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
@@ -21,6 +21,7 @@ from gateway.offload import FairExecutor
 from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
+from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
 from quire import clock
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
@@ -39,8 +40,6 @@ _DEVELOPER = "developer"
 # Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
 # Variables that the server sets for a template, besides the caller's arguments.
-# Templates of requests that stay compiled.
-_KEPT_TEMPLATES = 16
 _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 # Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
@@ -93,7 +92,7 @@ class ChatTemplate:
         try:
             return self._render(prompt, self._takes_texts)
         except _REFUSALS as error:
-            description = f"the model's chat template refuses the conversation: {error}"
+            description = f"the model's chat template refuses the conversation: {error!s:.1000}"
             raise InvalidArgument(
                 description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
             ) from error
@@ -143,6 +142,14 @@ class ChatTemplate:
         return _until_final_message(text, prompt.messages[-1].content) if continues else text
 
 
+class OwnTemplates(Protocol):
+    """Renders conversations by templates that their requests bring, where these do no harm. Its `render` is for
+    threads."""
+
+    def render(self, source: str, prompt: ChatPrompt) -> str: ...
+    def close(self) -> None: ...
+
+
 class Chat:
     """Conversations to token ids, as one model sees them.
 
@@ -163,10 +170,11 @@ class Chat:
         tool_template: ChatTemplate | None = None,
         tool_format: str | None = None,
         reasoning_format: str | None = None,
-        special_tokens: Mapping[str, str] | None = None,
+        own_templates: OwnTemplates | None = None,
     ) -> None:
-        """`executor` renders long conversations. `special_tokens` are for templates that requests have; without them
-        such requests are refused. Formats that are not given are detected in the templates."""
+        """`executor` renders long conversations. `own_templates` renders those whose requests have templates, and is
+        closed with this; without it such requests are refused. Formats that are not given are detected in the
+        templates."""
         self.template = template
         self.tool_template = tool_template or template
         source = "" if self.tool_template is None else self.tool_template.source
@@ -175,18 +183,12 @@ class Chat:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._executor = executor
-        self._special_tokens = special_tokens
-        self._templates = functools.lru_cache(_KEPT_TEMPLATES)(self._template_of)
+        self._own_templates = own_templates
 
-    def _template_of(self, source: str) -> ChatTemplate:
-        try:
-            return ChatTemplate(source, self._special_tokens or {})
-        except ConfigurationError as error:
-            problem = str(error).removeprefix("the model's chat template ")
-            raise invalid_field("chat_template", problem) from error
-
-    def _render_own(self, source: str, prompt: ChatPrompt) -> str:
-        return self._templates(source).render(prompt)
+    def close(self) -> None:
+        """Ends what renders templates of requests."""
+        if self._own_templates is not None:
+            self._own_templates.close()
 
     async def render(self, prompt: ChatPrompt) -> str:
         """The text of the rendered prompt.
@@ -199,11 +201,12 @@ class Chat:
             # Without tools in its prompt a model makes no calls.
             prompt = replace(prompt, tools=())
         if prompt.template is not None:
-            if self._special_tokens is None:
+            if self._own_templates is None:
                 description = "is set; this gateway takes no templates of requests (--request-chat-templates)"
                 raise invalid_field("chat_template", description)
-            size = _size(prompt) + len(prompt.template)
-            return await self._executor.run(current_tenant(), size, self._render_own, prompt.template, prompt)
+            # However short, it may take long: one thread is left to others.
+            size = LONG_BYTES + 1 + _size(prompt) + len(prompt.template)
+            return await self._executor.run(current_tenant(), size, self._own_templates.render, prompt.template, prompt)
         template = self.template
         if prompt.tools or any(message.tool_calls for message in prompt.messages):
             template = self.tool_template

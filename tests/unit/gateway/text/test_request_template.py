@@ -1,0 +1,39 @@
+"""Templates of requests are programs: whatever they do, the gateway stays, and the error says what is wrong."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.text.request_template import TemplateProcess
+from gateway.types import ChatMessage, ChatPrompt
+from quire.rpc.errors import InvalidArgument
+
+PROMPT = ChatPrompt([ChatMessage("user", "hello")])
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess({"bos_token": "<s>"})
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s of processor time"),
+        ("{{ 'a' * 10 ** 10 }}", "256.0 MiB of memory"),
+        ("{{ '%1000000000d' % 1 }}", "256.0 MiB of memory"),
+        ("{{ 'a' | center(10 ** 9) }}", "256.0 MiB of memory"),
+        ("{{ 'a' * 5000000 }}", "the max is 4.0 MiB"),
+        ("{{ '\\ud800' }}", "lone surrogate"),
+        ("{% if", "is invalid"),
+        ("{{ raise_exception('no' * 10000) }}", "the request's chat template refuses"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_refused_and_the_next_one_renders(process, source, message):
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        process.render(source, PROMPT)
+    assert len(caught.value.message) < 2000
+    assert caught.value.violations
+    assert process.render("{{ bos_token }}{{ messages[0].content }}", PROMPT) == "<s>hello"
