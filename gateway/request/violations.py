@@ -1,6 +1,7 @@
 """What is wrong with a request: the violations of one request collected, the checks that many fields need, and how
 values are shown."""
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Sequence, Sized
 
@@ -8,6 +9,8 @@ from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
 _SHOWN_CHARACTERS = 80
 _MAX_VIOLATIONS = 16
+# A field of the messages in a text. Values of callers are quoted.
+_NAMED = re.compile(r"(?<![\w.\"])(?:(?:sampling|output|stopping)(?:\.[a-z_]+)+|response_format(?![\w.]))")
 
 
 class Violations:
@@ -106,13 +109,19 @@ def shortened(text: str) -> str:
 
 def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
     """The same error with the field names of a front end; `name` maps a field of the messages to one of the caller's.
+    Other fields that a description names, as "sampling.n", have the caller's names, too.
 
     Violations that become equal, because the caller set two fields by one, are listed once.
     """
-    violations = list(dict.fromkeys(FieldViolation(name(each.field), each.description) for each in error.violations))
+
+    def told(text: str) -> str:
+        return _NAMED.sub(lambda match: name(match[0]), text)
+
+    found = (FieldViolation(name(each.field), told(each.description)) for each in error.violations)
+    violations = list(dict.fromkeys(found))
     is_summary = bool(violations) and error.message == summary(error.violations)
     return type(error)(
-        summary(violations) if is_summary else error.message,
+        summary(violations) if is_summary else told(error.message),
         reason=error.reason,
         violations=violations,
         retry_after_ms=error.retry_after_ms,

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -19,9 +20,10 @@ from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway.api.answers import ErrorAnswer, HttpError, send_answer
+from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.settings import GatewaySettings
+from quire.progress import shown_bytes
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.errors import QuireError
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
@@ -348,16 +350,27 @@ class TlsListener:
 
 class _ConnectionState(h11.Connection):
     """h11's state of one connection. It refuses a body of very many chunks that are short on average, and a body whose
-    length may be read in two ways: a proxy that reads the other one takes the rest for the next request."""
+    length may be read in two ways: a proxy that reads the other one takes the rest for the next request.
+
+    Attributes:
+        problem: What the other side did wrong, if anything.
+    """
 
     def __init__(self, max_incomplete_event_size: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
+        self.problem: h11.RemoteProtocolError | None = None
         self._num_chunks = 0
         self._num_bytes = 0
 
     def next_event(self) -> Any:
         """Raises RemoteProtocolError where the other side does not speak HTTP as it should."""
-        event = super().next_event()
+        try:
+            return self._checked(super().next_event())
+        except h11.RemoteProtocolError as error:
+            self.problem = error
+            raise
+
+    def _checked(self, event: Any) -> Any:
         if isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
@@ -421,10 +434,21 @@ class HttpConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called for what is not HTTP. An answer that has begun cannot be followed by another one."""
-        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            super().send_400_response(msg)
-        else:
+        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self._cut("sent what is not HTTP")
+            return
+        answer = _answer_to_malformed(self.conn.problem)
+        body = OPENAI.error_body(answer)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        for event in (
+            h11.Response(
+                status_code=answer.status, headers=list(headers.items()), reason=HTTPStatus(answer.status).phrase
+            ),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -485,6 +509,13 @@ class HttpConnection(H11Protocol):
     def _cut(self, why: str) -> None:
         _logger.info("an HTTP client %s; its connection is cut", why)
         self.transport.abort()
+
+
+def _answer_to_malformed(problem: h11.RemoteProtocolError | None) -> ErrorAnswer:
+    if problem is not None and problem.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+        message = f"the request line and the headers have more than {shown_bytes(_MAX_HEADER_BYTES)}"
+        return ErrorAnswer(431, message, "headers_too_large")
+    return ErrorAnswer(400, f"the request is not valid HTTP: {problem!s:.200}", "malformed_http")
 
 
 def _stopped(timer: PatientTimer | None) -> None:

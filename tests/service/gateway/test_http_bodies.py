@@ -131,6 +131,7 @@ async def test_nothing_behind_a_body_of_faulty_length_is_a_request(gateway, vers
     assert answers.startswith(b"HTTP/1.1 400")
     assert b"connection: close" in answers.lower()
     assert answers.count(b"HTTP/1.1 ") == 1
+    assert json.loads(answers.partition(b"\r\n\r\n")[2])["error"]["code"] == "malformed_http"
 
 
 async def pieces(body: bytes, size: int):

@@ -469,3 +469,20 @@ async def test_thinking_is_turned_on_and_off_where_there_is_none(gateway):
         assert (answer.status_code, answer.headers.get("x-quire-ignored-fields")) == (200, "enable_thinking")
     answer = await gateway.http.post(CHAT, json=body | {"chat_template_kwargs": {"enable_thinking": True}})
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"logprob_token_ids": [5]}, "without top_logprobs"),
+        ({"ignore_eos": True, "structured_outputs": {"regex": "a+"}}, "text with structured_outputs.regex ends"),
+        (
+            {"structured_outputs": {"regex": "a+"}, "min_tokens": 2, "stop": "x"},
+            "both structured_outputs.regex and stop",
+        ),
+    ],
+)
+async def test_an_error_calls_all_fields_by_their_names_in_the_body(client, fields, names):
+    response = await client.post(CHAT, json={"messages": HELLO, "max_tokens": 8} | fields)
+    assert response.status_code == 400
+    assert names in response.json()["error"]["message"]
