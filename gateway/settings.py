@@ -52,6 +52,7 @@ class ListenFlags(ServiceFlags):
         flag="--keys-file",
         metavar="FILE",
         common=True,
+        refuses_empty=True,
     )
     api_keys: tuple[str, ...] = setting(
         (),
@@ -59,6 +60,7 @@ class ListenFlags(ServiceFlags):
         "line has, and not what QUIRE_API_KEY or a configuration file has",
         flag="--api-key",
         metavar="KEY",
+        refuses_empty=True,
     )
     ui: bool = setting(True, "serve /ui, a page that shows chats, memory and load; with API keys, to operators alone")
     open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")

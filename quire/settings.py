@@ -82,6 +82,7 @@ class _Setting:
     positional: bool
     common: bool
     aliases: tuple[str, ...]
+    refuses_empty: bool
 
 
 def setting(
@@ -98,6 +99,7 @@ def setting(
     positional: bool = False,
     common: bool = False,
     aliases: Sequence[str] = (),
+    refuses_empty: bool = False,
 ) -> Any:
     """A field of a settings class.
 
@@ -115,10 +117,23 @@ def setting(
         positional: An argument without a flag and without a variable, which may be left out; of a tuple, any number.
         common: Most users need it: `--help` lists it first.
         aliases: Earlier names of the flag, which work as it does. Not of a bool.
+        refuses_empty: Of a tuple: an empty text is refused, such as that of a shell's variable that is not set, since
+            it would turn off what the caller wants to have. A comma alone is the empty tuple.
     """
     choices = None if choices is None else tuple(choices)
     described = _Setting(
-        help, flag, variable, parse, choices, metavar, minimum, maximum, positional, common, tuple(aliases)
+        help,
+        flag,
+        variable,
+        parse,
+        choices,
+        metavar,
+        minimum,
+        maximum,
+        positional,
+        common,
+        tuple(aliases),
+        refuses_empty,
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
@@ -242,10 +257,13 @@ class Option:
         """The flags that set this value."""
         if self.is_bool:
             return [self.flag if value else self.negated_flag]
-        return [f"{self.flag}={item}" for item in (value or ("",) if self.is_tuple else (value,))]
+        nothing = "," if self.setting.refuses_empty else ""
+        return [f"{self.flag}={item}" for item in (value or (nothing,) if self.is_tuple else (value,))]
 
     def _parsed(self, text: str, source: str) -> Any:
         try:
+            if self.setting.refuses_empty and not text.strip():
+                raise ValueError("it is empty; leave it out if you want none")
             value = self.parse(text)
             for item in value if self.is_tuple else (value,):
                 self._check(item)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.settings import GatewaySettings
-from quire.settings import ConfigurationError, load_settings
+from quire.settings import ConfigurationError, load_settings, to_argv
 from quire_cli.supervisor.commands import Commands, Programs, child_environ
 from quire_cli.supervisor.server import check_servable
 from quire_cli.supervisor.settings import ServeSettings
@@ -161,6 +161,13 @@ def test_keys_that_are_flags_are_in_no_command_line_of_a_gateway() -> None:
     assert gateway.keys_files == (Path("/keys.json"), Path("/run/q/probe-keys.json"))
     assert not gateway.api_keys
     assert not any("secret-key" in each for each in commands.gateway(0, 11, 12))
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--keys-file"])
+def test_a_key_that_a_shell_left_empty_opens_no_server(flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{flag}.* is empty"):
+        load_settings(ServeSettings, [flag, ""], {}, program="quire serve")
+    assert not load_settings(ServeSettings, to_argv(ServeSettings, {"api_keys": ()}), {}, program="s").api_keys
 
 
 @pytest.mark.parametrize("key", ["", "a b", "a\n", "x" * 513, "clé"])
