@@ -23,7 +23,7 @@ from quire.rpc.errors import NotFound, invalid_field
 MAX_FRONT_END_BYTES = 256 << 10
 ONLY_STREAMS = "is true; it has a meaning only where stream is true"
 _LAST_EVENT_ID = "last-event-id"
-_ID = re.compile(r"([A-Za-z0-9._:-]{1,128}):(\d{1,9})")
+_ID = re.compile(r"([A-Za-z0-9._:-]{1,128}):([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ the request, writes these events again without appending them, and appends what 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +42,7 @@ from gateway.request.generator import Generator
 from gateway.request.prepare import CallParameters
 from gateway.request.violations import renamed
 from gateway.turns import TOKENS_PER_TURN, Turns
+from gateway.types import ChatMessage
 from quire import entropy
 from quire.failpoint import failpoint
 from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable
@@ -67,7 +68,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _News:
-    """Wakes readers of this gateway."""
+    """Wakes readers of this gateway. Each change has an event of its own: whoever took it before a look misses none."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     num_readers: int = 0
@@ -122,6 +123,11 @@ class BackgroundResponses:
         """A response that runs, or ran, in the background."""
         return await self._store.run(self._store.get, tenant, response_id)
 
+    async def asked(self, tenant: str, response_id: str) -> Sequence[ChatMessage] | None:
+        """The conversation that a response answers, whether it has ended or not; None if it is not here."""
+        row = await self.get(tenant, response_id)
+        return None if row is None else self._read_call(row.request, response_id).conversation
+
     async def cancel(self, tenant: str, response_id: str) -> bytes | None:
         """Ends a response, whichever gateway runs it; returns its last state, None if it is not here."""
         row = await self.get(tenant, response_id)
@@ -146,7 +152,7 @@ class BackgroundResponses:
         news.num_readers += 1
         try:
             while True:
-                news.event.clear()
+                changed = news.event
                 status, pieces = await self._store.run(self._store.pieces, tenant, response_id, after)
                 if status is None:
                     raise no_background(response_id)
@@ -161,7 +167,7 @@ class BackgroundResponses:
                 try:
                     # Of what runs here each change is told, but one that another gateway made.
                     async with asyncio.timeout(_RENEW_S if name in self._runs else _POLL_S):
-                        await news.event.wait()
+                        await changed.wait()
                 except TimeoutError:
                     pass
         finally:
@@ -222,8 +228,9 @@ class BackgroundResponses:
         self._tell((tenant, response_id))
 
     def _tell(self, name: Name) -> None:
-        if name in self._news:
-            self._news[name].event.set()
+        if (news := self._news.get(name)) is not None:
+            news.event.set()
+            news.event = asyncio.Event()
 
     async def _run(self, run: _Run) -> None:
         row = run.row

@@ -73,6 +73,11 @@ class ResponseCall:
         return call
 
     @property
+    def conversation(self) -> Sequence[ChatMessage]:
+        """What it answers, without instructions."""
+        return self._conversation.messages
+
+    @property
     def runs_in_background(self) -> bool:
         return self._head.is_background
 

@@ -11,6 +11,7 @@ from gateway.api.answers import HTTP_STATUSES, OPENAI, StreamedResponse
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ResponseEvent
+from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
 from gateway.api.responses.background import BackgroundResponses
@@ -30,7 +31,7 @@ from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from quire import clock
-from quire.rpc.errors import invalid_field
+from quire.rpc.errors import InvalidArgument, invalid_field
 
 _EVENTS = dataclasses.replace(OPENAI, names_events=True)
 _PATH = "/v1/responses/{response_id}"
@@ -103,7 +104,7 @@ class _ResponseRoutes:
             return resumed(self._generator, last, read_back, self._keep_alive_s, _EVENTS)
         body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
         call = ResponseCall(
-            body, body.model or self._generator.model.name, self._store, await conversation_with(self._store, body)
+            body, body.model or self._generator.model.name, self._store, await self._conversation_with(body)
         )
         if not call.runs_in_background:
             return respond(self._generator, call, self._keep_alive_s)
@@ -113,6 +114,21 @@ class _ResponseRoutes:
             )
         state = await self._background.begin(call)
         return self._events_of(call.id, -1) if call.streams else _json(state)
+
+    async def _conversation_with(self, body: InputBody) -> Conversation:
+        """The conversation of a body, with what it refers to. Raises InvalidArgument if that is not kept."""
+        try:
+            return await conversation_with(self._store, body)
+        except InvalidArgument as error:
+            name, earlier = "previous_response_id", body.previous_response_id
+            if earlier is None or error.reason != "RESPONSE_NOT_FOUND" or error.violations[0].field != name:
+                raise
+            row = await self._background.get(current_caller().tenant, earlier)
+            if row is None:
+                raise
+            way_out = "wait until it is completed" if row.is_running else "send the items of the earlier turns in input"
+            description = f'is "{earlier:.80}", which is {row.status} and has no answer to go on from; {way_out}'
+            raise invalid_field(name, description) from error
 
     def _events_of(self, response_id: str, after: int) -> Response:
         """The events of a response in the background behind the number `after`."""
@@ -128,7 +144,7 @@ class _ResponseRoutes:
             if row is None:
                 await self._store.run(self._store.find, tenant, response_id)
                 raise invalid_field("stream", "is true; only a response that was made with background has its events")
-            return self._events_of(response_id, _starting_after(request))
+            return self._events_of(response_id, _starting_after(request, response_id))
         if row is not None:
             return _json(row.response)
         found = await self._store.run(self._store.find, current_caller().tenant, request.path_params["response_id"])
@@ -160,14 +176,16 @@ class _ResponseRoutes:
     async def list_input_items(self, request: Request) -> Response:
         """The items that a response answers, those of earlier turns included, the last one first."""
         response_id = request.path_params["response_id"]
-        # Its last message is the answer.
-        asked = (await self._store.run(self._store.find, current_caller().tenant, response_id)).messages[:-1]
+        tenant = current_caller().tenant
+        if (asked := await self._background.asked(tenant, response_id)) is None:
+            # Its last message is the answer.
+            asked = (await self._store.run(self._store.find, tenant, response_id)).messages[:-1]
         return JSONResponse(item_page(input_items(response_id, asked), request.query_params))
 
     async def count_input_tokens(self, request: Request) -> Response:
         """The number of tokens of the prompt that a response would have."""
         body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
-        conversation = await conversation_with(self._store, body)
+        conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
         count = await self._texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -177,13 +195,15 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _starting_after(request: Request) -> int:
-    """The last event that the caller has, -1 if it has none. Raises InvalidArgument if it is no number."""
+def _starting_after(request: Request, response_id: str) -> int:
+    """The last event that the caller has, -1 if it has none. Raises InvalidArgument if it is none of this response."""
     if (last := last_event_id(request)) is not None:
+        if last.request_id != response_id:
+            raise invalid_field("Last-Event-ID", f'is "{last!s:.200}", no event of response "{response_id:.80}"')
         return last.number
     text = request.query_params.get("starting_after")
     if text is None:
         return -1
-    if not re.fullmatch(r"\d{1,9}", text):
+    if not re.fullmatch(r"[0-9]{1,9}", text):
         raise invalid_field("starting_after", f'is "{text[:40]}"; it must be the sequence_number of an event')
     return int(text)

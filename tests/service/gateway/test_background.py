@@ -121,6 +121,22 @@ async def test_a_response_is_cancelled_at_any_gateway_and_its_readers_learn_it(c
     await wait_nothing_in_use(two.scheduler)
 
 
+async def test_a_response_that_has_no_answer_is_known_and_not_continued(alone):
+    rig, client = alone
+    rig.scheduler.emits.clear()
+    begun = await client.responses.create(model="quire-tiny", input="hello", background=True)
+    for says in ("is in_progress|is queued", "is cancelled"):
+        with pytest.raises(BadRequestError, match=says) as refused:
+            await client.responses.create(model="quire-tiny", input="x", previous_response_id=begun.id)
+        assert refused.value.param == "previous_response_id"
+        (item,) = (await client.responses.input_items.list(begun.id)).data
+        assert item.content[0].text == "hello"
+        await client.responses.cancel(begun.id)
+    headers = {"last-event-id": "resp_other:0"}
+    answer = await rig.http.get(f"/v1/responses/{begun.id}?stream=true", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
 async def test_readers_of_what_runs_here_wait_to_be_told(clients, two, monkeypatch):
     read, num_read = BackgroundStore.pieces, 0
 
@@ -202,7 +218,7 @@ async def test_what_cannot_run_is_refused_at_once(alone):
         assert refused.value.param == param
     done = await client.responses.create(model="quire-tiny", input="hello", background=True)
     assert (await until_ended(client, done.id)).output_text == TEXT
-    for asked in ("x", "-1", "1e3"):
+    for asked in ("x", "-1", "1e3", "\N{ARABIC-INDIC DIGIT ONE}"):
         answer = await rig.http.get(f"/v1/responses/{done.id}", params={"stream": "true", "starting_after": asked})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
     plain = await client.responses.create(model="quire-tiny", input="hello")
