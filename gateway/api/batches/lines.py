@@ -1,5 +1,7 @@
 """The input of a batch: a file with one request in each line, as JSON."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,7 +11,7 @@ from pydantic_core import from_json, to_json
 from gateway.api.batches.store import Line
 from gateway.request.counting import EntryLimits, check_values
 from quire.progress import shown_bytes
-from quire.rpc.errors import InvalidArgument
+from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
 
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 50
@@ -42,12 +44,12 @@ class LineError:
 
 def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Line], list[LineError]]:
     """The requests of a file, and what is wrong with it; its bodies are not looked into. Blank lines are passed over.
-    Takes long for large files: it is for a thread."""
+    Takes long for large files: it is for a thread. Raises as `opened` does."""
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: dict[str, int] = {}
     num_blank = 0
-    with path.open("rb") as file:
+    with opened(path) as file:
         for number, first, data in _pieces(file, limits.max_line_bytes):
             if len(data) > limits.max_line_bytes:
                 message = f"the line has more than {shown_bytes(limits.max_line_bytes)} (--max-message-bytes)"
@@ -80,9 +82,25 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
     return lines, errors
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file. Raises NotFound where somebody took it away, and Unavailable where the disk
+    fails."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise NotFound(
+            f'the content of file "{path.name}" is gone from the directory of batches; upload it again',
+            reason="FILE_NOT_FOUND",
+        ) from error
+    except OSError as error:
+        raise Unavailable(f'file "{path.name}" cannot be read: {error.strerror}') from error
+
+
 def body_of(path: Path, line: Line) -> bytes:
-    """The body of a request of a file that was read before, as JSON."""
-    with path.open("rb") as file:
+    """The body of a request of a file that was read before, as JSON. Raises as `opened` does."""
+    with opened(path) as file:
         file.seek(line.first)
         return to_json(from_json(file.read(line.size).removeprefix(_BOM), allow_inf_nan=False)["body"])
 

@@ -10,8 +10,10 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
+from gateway.api.batches.lines import opened
 from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchRow, BatchStore, FileRow
 from gateway.api.body import BodyLimits, max_entries, read_model
@@ -31,6 +33,7 @@ _MAX_NAME = 255
 _MAX_PAGE = {"file": 10_000, "batch": 100}
 _DEFAULT_PAGE = {"file": 10_000, "batch": 20}
 _COPY_BYTES = 1 << 20
+_RANGE = re.compile(rb"bytes=([0-9]{1,15})-([0-9]{1,15})?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -114,7 +117,9 @@ class _BatchRoutes:
         """The content of a file."""
         store = self._here.store
         row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
-        return FileResponse(store.path_of(row.id), media_type="application/octet-stream")
+        path = store.path_of(row.id)
+        with opened(path):
+            return _Content(path, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
         """Deletes a file that no running batch reads."""
@@ -158,6 +163,18 @@ class _BatchRoutes:
         store = self._here.store
         row = await store.run(store.cancel, current_caller().tenant, request.path_params["batch_id"])
         return JSONResponse(row.shown())
+
+
+class _Content(FileResponse):
+    """The content of a file, or one range of it; a header of another kind is passed over, as HTTP allows."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        def is_read(name: bytes, value: bytes) -> bool:
+            match = _RANGE.fullmatch(value)
+            return name != b"range" or (match is not None and int(match[1]) <= int(match[2] or match[1]))
+
+        headers = [header for header in scope["headers"] if is_read(*header)]
+        await super().__call__({**scope, "headers": headers}, receive, send)
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:

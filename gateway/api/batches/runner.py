@@ -31,7 +31,7 @@ from gateway.auth.keys import Authenticator
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.generator import Generator
 from quire import clock, entropy
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import NotFound, QuireError
 
 _RENEW_S = 1.0
 _LOOK_S = 0.25
@@ -77,6 +77,7 @@ class Batches:
         self._read_call = read_call
         self._gateway_id = gateway_id
         self._memory = memory
+        self._concurrency = concurrency
         self._room = asyncio.Semaphore(concurrency)
         self._runs: dict[str, _Run] = {}
         self._is_stopping = False
@@ -132,10 +133,13 @@ class Batches:
                     if run.end_as is None:
                         raise
             unanswered = _expired if run.end_as == EXPIRED else None
-            await store.run(store.finish, row.id, run.end_as or COMPLETED, unanswered)
+            await store.finish(row.id, run.end_as or COMPLETED, unanswered)
         except* NotOwnerError:
             # It failed, or another gateway runs it.
             pass
+        except* QuireError as errors:
+            why = "; ".join(dict.fromkeys(map(str, errors.exceptions)))
+            _logger.warning("batch %s stopped, and goes on later: %s", row.id, why)
         except* Exception as errors:
             # Taken again when the lease is over.
             _logger.error("batch %s stopped, and goes on later", row.id, exc_info=errors)
@@ -155,18 +159,21 @@ class Batches:
         set_caller(caller)
         if row.status == VALIDATING:
             path = store.path_of(row.input_file)
-            lines, errors = await asyncio.to_thread(read_lines, path, row.endpoint, self.limits)
+            try:
+                lines, errors = await asyncio.to_thread(read_lines, path, row.endpoint, self.limits)
+            except NotFound as error:
+                lines, errors = [], [LineError(None, error.reason.lower(), error.message)]
             if errors:
                 await store.run(store.fail, row.id, [error.shown() for error in errors])
                 raise NotOwnerError
             await store.run(store.begin, row.id, lines)
-        last = 0
+        last, underway = 0, asyncio.Semaphore(self._concurrency)
         async with asyncio.TaskGroup() as group:
             while lines := await store.run(store.open_lines, row.id, last, _LINES_AT_ONCE):
                 for line in lines:
-                    await self._room.acquire()
+                    await underway.acquire()
                     # Not in the task, which may be cancelled before it begins.
-                    group.create_task(self._answer(row, line)).add_done_callback(lambda _: self._room.release())
+                    group.create_task(self._answer(row, line)).add_done_callback(lambda _: underway.release())
                 last = lines[-1].line
 
     async def _answer(self, row: BatchRow, line: Line) -> None:
@@ -175,25 +182,32 @@ class Batches:
 
     async def _answer_of(self, row: BatchRow, line: Line) -> tuple[bytes, bool]:
         while True:
-            await self._wait_for_others()
-            call: Call | None = None
-            held = self._memory.begin(lambda: None)
-            held.complete()
-            try:
-                held.add(line.size)
-                message_memory.set(held)
-                body = await asyncio.to_thread(body_of, self.store.path_of(row.input_file), line)
-                call = await self._read_call(row.endpoint, body)
-                whole = await whole_answer(self._generator, call, LOWEST_PRIORITY)
-                return _answered(line.custom_id, 200, call.id, whole), True
-            except Exception as error:
-                failed = error_answer(error, str if call is None else partial(call.param_name, 0))
-            finally:
-                held.release()
+            # One that waits for its next try leaves its place to those of other batches.
+            async with self._room:
+                await self._wait_for_others()
+                call_id, whole, failed = await self._try(row, line)
+            if failed is None:
+                return _answered(line.custom_id, 200, call_id, whole), True
             if not _is_retried(failed):
-                call_id = "" if call is None else call.id
                 return _answered(line.custom_id, failed.status, call_id, OPENAI.error_body(failed)), False
             await asyncio.sleep(float(failed.headers.get("retry-after", _RETRY_S)))
+
+    async def _try(self, row: BatchRow, line: Line) -> tuple[str, bytes, ErrorAnswer | None]:
+        """The id of the call of a request, if it got one, its answer, and what it failed with."""
+        call: Call | None = None
+        held = self._memory.begin(lambda: None)
+        held.complete()
+        try:
+            held.add(line.size)
+            message_memory.set(held)
+            body = await asyncio.to_thread(body_of, self.store.path_of(row.input_file), line)
+            call = await self._read_call(row.endpoint, body)
+            return call.id, await whole_answer(self._generator, call, LOWEST_PRIORITY), None
+        except Exception as error:
+            failed = error_answer(error, str if call is None else partial(call.param_name, 0))
+            return "" if call is None else call.id, b"", failed
+        finally:
+            held.release()
 
     async def _wait_for_others(self) -> None:
         """Returns when no request of this gateway waits at a scheduler."""

@@ -13,7 +13,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,12 @@ MAX_ENDED = 1000
 MAX_FILES = 1000
 """How many files one tenant may have."""
 LEASE_S = 5.0
+_DATABASE = "batches.db"
 _LOCK_TIMEOUT_S = 5.0
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _ORPHAN_S = 3600.0
+# How many batches that wait are looked at.
+_MAX_DUE = 10_000
 _VERSION = 1
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS files (
@@ -140,9 +143,23 @@ class Line:
     size: int
 
 
+@dataclass(slots=True)
+class _Results:
+    """A file of results that is written: its id, its place, its kind, and how many answers it has."""
+
+    id: str
+    path: Path
+    kind: str
+    count: int = 0
+
+
+def _unusable(error: Exception) -> Unavailable:
+    return Unavailable(f"the directory of batches cannot be used: {error}")
+
+
 class BatchStore:
-    """See the module. All methods but `run`, `path_of` and `new_path` belong into the store's own thread, which `run`
-    calls them in. `owner` names this gateway; all files together have at most `max_bytes`."""
+    """See the module. All methods but `run`, `finish`, `path_of` and `new_path` belong into the store's own thread,
+    which `run` calls them in. `owner` names this gateway; all files together have at most `max_bytes`."""
 
     def __init__(self, directory: Path, owner: str, max_bytes: int) -> None:
         """Raises ConfigurationError if the directory cannot be used."""
@@ -158,7 +175,7 @@ class BatchStore:
     def _open(self) -> sqlite3.Connection:
         files = self._directory / "files"
         files.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._directory / "batches.db"
+        path = self._directory / _DATABASE
         path.touch(mode=0o600)
         database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL")
@@ -180,7 +197,7 @@ class BatchStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
         except (OSError, sqlite3.Error) as error:
-            raise Unavailable(f"the directory of batches cannot be used: {error}") from error
+            raise _unusable(error) from error
 
     def close(self) -> None:
         """Ends the thread when it has done what was asked of it."""
@@ -349,18 +366,27 @@ class BatchStore:
     # Runs of batches.
 
     def take(self, most: int) -> list[BatchRow]:
-        """Takes up to `most` active batches that no gateway runs."""
+        """Takes active batches that no gateway runs: one of each tenant of which none runs, then up to `most`
+        together, so that no tenant waits for another one's batches to end."""
         now = clock.unix_s()
-        where = f"status IN {ACTIVE} AND leased_until < ? ORDER BY created LIMIT ?"
-        if not most or not self._select(where, (now, 1)):
+        due = f"SELECT tenant, id FROM batches WHERE status IN {ACTIVE} AND leased_until < ? ORDER BY created LIMIT ?"
+        if not self._database.execute(due, (now, 1)).fetchall():
             return []
         with changing(self._database) as database:
-            found = self._select(where, (now, most))
-            for row in found:
-                database.execute(
-                    "UPDATE batches SET owner = ?, leased_until = ? WHERE id = ?", (self.owner, now + LEASE_S, row.id)
-                )
-        return found
+            running = database.execute(
+                f"SELECT tenant FROM batches WHERE status IN {ACTIVE} AND leased_until >= ?", (now,)
+            )
+            tenants = {tenant for (tenant,) in running.fetchall()}
+            first, others = list[str](), list[str]()
+            for tenant, batch_id in database.execute(due, (now, _MAX_DUE)).fetchall():
+                (others if tenant in tenants else first).append(batch_id)
+                tenants.add(tenant)
+            taken = (first + others)[: max(most, len(first))]
+            database.executemany(
+                "UPDATE batches SET owner = ?, leased_until = ? WHERE id = ?",
+                [(self.owner, now + LEASE_S, batch_id) for batch_id in taken],
+            )
+            return [row for batch_id in taken for row in self._select("id = ?", (batch_id,))]
 
     def renew(self, batch_ids: Sequence[str]) -> dict[str, str]:
         """Renews the leases of batches; returns the states of those that this gateway still runs."""
@@ -425,54 +451,69 @@ class BatchStore:
                 (int(is_good), answer, batch_id, line),
             )
 
-    def finish(self, batch_id: str, status: str, unanswered: Callable[[str], bytes] | None = None) -> None:
+    async def finish(self, batch_id: str, status: str, unanswered: Callable[[str], bytes] | None = None) -> None:
         """Writes the results, in the order of the input, and ends a batch. `unanswered` makes the answers of requests
-        that have none; without it they are left out. Raises NotOwnerError."""
-        row = self._select("id = ?", (batch_id,))[0]
-        (good_id, good_path), (bad_id, bad_path) = self.new_path(), self.new_path()
-        num_good = num_bad = 0
+        that have none; without it they are left out. The results are written in another thread: gigabytes of them take
+        longer than a lease, which is renewed meanwhile.
+
+        Raises:
+            NotOwnerError: another gateway runs it.
+            Unavailable: the directory cannot be used.
+        """
+        good, bad = _Results(*self.new_path(), "output"), _Results(*self.new_path(), "error")
         is_entered = False
         try:
-            with good_path.open("xb") as good, bad_path.open("xb") as bad:
-                for path in (good_path, bad_path):
-                    path.chmod(0o600)
-                for custom_id, is_good, answer in self._answers(batch_id):
-                    if is_good:
-                        num_good += 1
-                        good.write(answer + b"\n")
-                    elif is_good is not None:
-                        num_bad += 1
-                        bad.write(answer + b"\n")
-                    elif unanswered is not None:
-                        num_bad += 1
-                        bad.write(unanswered(custom_id) + b"\n")
-                for each in (good, bad):
-                    each.flush()
-                    os.fsync(each.fileno())
-            now = int(clock.unix_s())
-            facts: dict[str, Any] = {
-                f"{status}_at": now,
-                "finalizing_at": now,
-                "output_file_id": good_id if num_good else None,
-                "error_file_id": bad_id if num_bad else None,
-                "request_counts": {"total": row.num_lines, "completed": num_good, "failed": num_bad},
-            }
-            with self._owned(batch_id, status, ACTIVE, facts) as database:
-                for count, file_id, name in ((num_good, good_id, "output"), (num_bad, bad_id, "error")):
-                    if count:
-                        self._enter_file(database, row.tenant, file_id, f"{batch_id}_{name}.jsonl", "batch_output")
-                database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            await asyncio.to_thread(self._write_results, batch_id, good, bad, unanswered)
+            await self.run(self._enter_results, batch_id, status, good, bad)
             is_entered = True
+        except (OSError, sqlite3.Error) as error:
+            raise _unusable(error) from error
         finally:
             # Of a run that failed, for example since the disk is full, nothing stays: it may be tried many times.
-            for count, path in ((num_good, good_path), (num_bad, bad_path)):
-                if not count or not is_entered:
-                    path.unlink(missing_ok=True)
+            for each in (good, bad):
+                if not each.count or not is_entered:
+                    each.path.unlink(missing_ok=True)
 
-    def _answers(self, batch_id: str) -> Iterator[tuple[str, int | None, bytes]]:
-        yield from self._database.execute(
-            "SELECT custom_id, is_good, answer FROM lines WHERE batch = ? ORDER BY line", (batch_id,)
-        )
+    def _write_results(
+        self, batch_id: str, good: "_Results", bad: "_Results", unanswered: Callable[[str], bytes] | None
+    ) -> None:
+        with (
+            closing(sqlite3.connect(self._directory / _DATABASE, timeout=_LOCK_TIMEOUT_S)) as database,
+            good.path.open("xb") as good_file,
+            bad.path.open("xb") as bad_file,
+        ):
+            for each in (good, bad):
+                each.path.chmod(0o600)
+            for custom_id, is_good, answer in database.execute(
+                "SELECT custom_id, is_good, answer FROM lines WHERE batch = ? ORDER BY line", (batch_id,)
+            ):
+                if is_good:
+                    good.count += 1
+                    good_file.write(answer + b"\n")
+                elif is_good is not None or unanswered is not None:
+                    bad.count += 1
+                    bad_file.write(
+                        (answer if unanswered is None or is_good is not None else unanswered(custom_id)) + b"\n"
+                    )
+            for file in (good_file, bad_file):
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _enter_results(self, batch_id: str, status: str, good: "_Results", bad: "_Results") -> None:
+        row, now = self._select("id = ?", (batch_id,))[0], int(clock.unix_s())
+        facts: dict[str, Any] = {
+            f"{status}_at": now,
+            "finalizing_at": now,
+            "output_file_id": good.id if good.count else None,
+            "error_file_id": bad.id if bad.count else None,
+            "request_counts": {"total": row.num_lines, "completed": good.count, "failed": bad.count},
+        }
+        with self._owned(batch_id, status, ACTIVE, facts) as database:
+            for each in (good, bad):
+                if each.count:
+                    name = f"{batch_id}_{each.kind}.jsonl"
+                    self._enter_file(database, row.tenant, each.id, name, "batch_output")
+            database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
     @contextmanager
     def _owned(

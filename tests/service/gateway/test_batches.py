@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from google.rpc import code_pb2
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
+from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.keys import KeysFile
 from tests.support.rig import Rig, running_rig
@@ -218,6 +220,40 @@ async def test_a_batch_is_cancelled_with_what_was_answered(client, rig):
     assert batch.cancelled_at is not None
     assert (await client.batches.cancel(batch.id)).status == "cancelled"
     assert not rig.gateway.gateway._ledger
+
+
+async def test_a_request_that_waits_for_its_next_try_keeps_no_place(tmp_path, model):
+    full = scheduler_pb2.RequestFailure(
+        code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full", retry_after_ms=600_000
+    )
+    async with running_rig(tmp_path, model=model, batch_dir=tmp_path / "batches", batch_concurrency=1) as rig:
+        rig.reset()
+        async with client_of(rig.gateway) as client:
+            rig.scheduler.refusal.append(full)
+            waits = await begin(client, line("a"))
+
+            async def is_refused() -> bool:
+                return not rig.scheduler.refusal
+
+            await until(is_refused)
+            assert (await until_ended(client, (await begin(client, line("b"))).id)).status == "completed"
+            await client.batches.cancel(waits.id)
+            assert (await until_ended(client, waits.id)).status == "cancelled"
+
+
+async def test_content_that_somebody_took_away_is_an_error_of_its_own(client, tmp_path, caplog):
+    file = await client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+    url = f"{client.base_url}files/{file.id}/content"
+    for asked, status in (("bytes=0-3", 206), ("bytes=5-3", 200), ("items=1", 200), ("bytes=0-1,3-4", 200)):
+        answer = await client._client.get(url, headers={"range": asked})
+        assert (answer.status_code, answer.content) == (status, line("a")[:4] if status == 206 else line("a"))
+    (tmp_path / "batches" / "files" / file.id).unlink()
+    with pytest.raises(NotFoundError, match="is gone"):
+        await client.files.content(file.id)
+    batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    ended = await until_ended(client, batch.id)
+    assert (ended.status, ended.errors.data[0].code) == ("failed", "file_not_found")
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 async def test_files_and_batches_are_private_to_a_tenant(scheduler, tmp_path):

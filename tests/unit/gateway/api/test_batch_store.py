@@ -1,7 +1,9 @@
 """What is in the directory of batches when something fails, and how much of it stays."""
 
+import asyncio
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from gateway.api.batches import store as batches
 from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.store import BatchStore, Line, NotOwnerError
 from gateway.request.counting import EntryLimits
+from quire.rpc.errors import Unavailable
 
 TENANT = "a"
 
@@ -38,7 +41,7 @@ def begun_batch(store: BatchStore) -> tuple[str, str]:
     return batch.id, file_id
 
 
-def test_results_that_cannot_be_written_leave_no_file(store, tmp_path, monkeypatch):
+async def test_results_that_cannot_be_written_leave_no_file(store, tmp_path, monkeypatch):
     batch_id, file_id = begun_batch(store)
 
     def full(_: int) -> None:
@@ -46,19 +49,54 @@ def test_results_that_cannot_be_written_leave_no_file(store, tmp_path, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="no space"):
-            store.finish(batch_id, batches.COMPLETED)
+        with pytest.raises(Unavailable, match="no space"):
+            await store.finish(batch_id, batches.COMPLETED)
     assert names(tmp_path) == {file_id}
-    store.finish(batch_id, batches.COMPLETED)
+    await store.finish(batch_id, batches.COMPLETED)
     assert names(tmp_path) == {file_id, store.batch(TENANT, batch_id).facts["output_file_id"]}
 
 
-def test_results_of_a_batch_that_another_gateway_took_leave_no_file(store, tmp_path):
+async def test_results_of_a_batch_that_another_gateway_took_leave_no_file(store, tmp_path):
     batch_id, file_id = begun_batch(store)
     store.owner = "other"
     with pytest.raises(NotOwnerError):
-        store.finish(batch_id, batches.COMPLETED)
+        await store.finish(batch_id, batches.COMPLETED)
     assert names(tmp_path) == {file_id}
+
+
+async def test_leases_are_renewed_while_results_are_written(store):
+    file_id, path = store.new_path()
+    path.write_bytes(b"{}\n")
+    store.add_file(TENANT, file_id, "in", "batch")
+    batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+    store.take(1)
+    store.begin(batch.id, [Line(1, "a", 0, 2)])
+    is_written = threading.Event()
+
+    def unanswered(_: str) -> bytes:
+        assert is_written.wait(10)
+        return b"{}"
+
+    async with asyncio.timeout(5):
+        finishing = asyncio.create_task(store.finish(batch.id, batches.EXPIRED, unanswered))
+        assert await store.run(store.renew, [batch.id]) == {batch.id: batches.IN_PROGRESS}
+        is_written.set()
+        await finishing
+    assert store.batch(TENANT, batch.id).shown()["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+
+
+def test_no_tenant_waits_for_the_batches_of_another_one(store):
+    def added(tenant: str) -> str:
+        file_id, path = store.new_path()
+        path.write_bytes(b"")
+        store.add_file(tenant, file_id, "in", "batch")
+        return store.add_batch(tenant, "", file_id, "/v1/completions", 60, None).id
+
+    many, one = [added("many") for _ in range(6)], added("one")
+    assert [row.id for row in store.take(4)] == [many[0], one, *many[1:3]]
+    late = added("late")
+    assert [row.id for row in store.take(0)] == [late]
+    assert [row.id for row in store.take(1)] == [many[3]]
 
 
 def test_of_batches_that_are_done_a_tenant_keeps_the_newest(store, monkeypatch):
