@@ -95,10 +95,17 @@ def read_adapter(directory: Path | str) -> Adapter:
         UnusableAdapterError: a file is missing or damaged, or it is not a LoRA that a worker can run.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise UnusableAdapterError(
-            f"{directory} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
-        )
+    try:
+        if not directory.is_dir():
+            raise UnusableAdapterError(
+                f"{directory!s:.500} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
+            )
+        for each in (directory / CONFIG_FILE, directory / WEIGHTS_FILE):
+            # A pipe or a device may have no end.
+            if each.exists() and not each.is_file():
+                raise UnusableAdapterError(f"{each} is not a regular file")
+    except OSError as error:
+        raise UnusableAdapterError(f"cannot read {directory!s:.500}: {error.strerror}") from error
     raw = _read_config(directory / CONFIG_FILE)
     config = _Config.of(directory / CONFIG_FILE, raw)
     weights = directory / WEIGHTS_FILE

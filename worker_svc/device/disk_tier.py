@@ -79,7 +79,8 @@ class BlockFile:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--kv-disk {path.parent} cannot be made: {error.strerror}") from error
-        self._file = open_alone(path, "--kv-disk")
+        # What else is there is erased: never what a link leads to.
+        self._file = open_alone(path, "--kv-disk", os.O_NOFOLLOW)
         try:
             header = _HEADER.pack(_MAGIC, _VERSION, block_bytes, namespace)
             if os.pread(self._file, _HEADER.size, 0) != header:

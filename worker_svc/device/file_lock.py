@@ -1,7 +1,9 @@
 """Files of a worker that no other process uses at the same time. Needs no torch."""
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from quire import clock
@@ -10,18 +12,22 @@ from quire.settings import ConfigurationError
 _LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
 
 
-def open_alone(path: Path, flag: str) -> int:
+def open_alone(path: Path, flag: str, further: int = 0) -> int:
     """The descriptor of a file that this process alone uses until it closes it or ends, made with mode 0600. Waits a
-    moment for another process that uses it: a worker that was killed may still end.
+    moment for another process that uses it: a worker that was killed may still end. `further` are flags of open(2).
 
     Raises:
-        ConfigurationError: it cannot be opened, or another process keeps it; `flag` named it.
+        ConfigurationError: it cannot be opened, is no regular file, or another process keeps it; `flag` named it.
     """
     deadline = clock.monotonic() + _LOCK_TIMEOUT_S
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | further, 0o600)
     except OSError as error:
-        raise ConfigurationError(f"{flag} {path} cannot be opened: {error.strerror}") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigurationError(f"{flag} {path} cannot be opened: {why}") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ConfigurationError(f"{flag} {path} is not a regular file")
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

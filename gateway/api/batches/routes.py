@@ -92,8 +92,10 @@ class _BatchRoutes:
             raise invalid_field("file", f"cannot be read from the form: {error!s:.200}") from error
         try:
             purpose, file = form.get("purpose"), form.get("file")
-            if not isinstance(purpose, str) or purpose != "batch":
-                raise invalid_field("purpose", f'is "{shortened(str(purpose))}"; it must be batch')
+            if not isinstance(purpose, str):
+                raise invalid_field("purpose", "is missing; it must be batch")
+            if purpose != "batch":
+                raise invalid_field("purpose", f'is "{shortened(purpose)}"; it must be batch')
             if not isinstance(file, UploadFile):
                 raise invalid_field("file", "is missing; it is a part with a filename")
             row = await store.run(_store, store, file, limit, tenant, purpose)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,15 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
     assert "is not valid JSON" in line_of(tmp_path)
     (tmp_path / CONFIG_FILE).write_text("[]")
     assert "is not a JSON object" in line_of(tmp_path)
+    assert "File name too long" in line_of(tmp_path / ("x" * 5000))
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        assert "is not a regular file" in line_of(tmp_path)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

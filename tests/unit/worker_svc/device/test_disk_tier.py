@@ -296,3 +296,17 @@ def test_full_disk_ends_writing_with_one_line(
     again = Pool()
     assert DiskTier(open_file(path), again, NUM_BLOCKS).restore() == 1
     assert again.holds() == {1}
+
+
+def test_what_is_no_file_of_its_own_is_left_as_it_is(path: Path) -> None:
+    path.parent.mkdir()
+    other = path.parent / "other"
+    other.write_text("of somebody else")
+    path.symlink_to(other)
+    with pytest.raises(ConfigurationError, match=r"--kv-disk .*symbolic link"):
+        open_file(path)
+    assert other.read_text() == "of somebody else"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigurationError, match=r"--kv-disk .*not a regular file"):
+        open_file(path)
