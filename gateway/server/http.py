@@ -402,7 +402,7 @@ class _ProbeRoutes:
     async def sleep(self, request: Request) -> Response:
         """Gives the memory of the KV pools of all replicas back, at level 2 also that of the weights, for operators.
         Requests wait until /wake_up."""
-        check_is_operator(current_caller(), "sleep")
+        check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests wait and go on after /wake_up; cancel them yourself")
         await self._generator.replicas.calls.sleep(discard_weights="2" in request.query_params.getlist("level"))
@@ -410,7 +410,7 @@ class _ProbeRoutes:
 
     async def wake_up(self, request: Request) -> Response:
         """Ends the sleep of all replicas, for operators."""
-        check_is_operator(current_caller(), "sleep")
+        check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "tags", {"weights", "kv_cache"}, "those are the parts that sleep")
         tags = request.query_params.getlist("tags")
         if not tags or "kv_cache" in tags:
@@ -419,7 +419,7 @@ class _ProbeRoutes:
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether all replicas sleep, for operators."""
-        check_is_operator(current_caller(), "sleep")
+        check_is_operator(current_caller(), "sleep and wake-up")
         return JSONResponse({"is_sleeping": await self._generator.replicas.calls.are_asleep()})
 
     async def ready(self, request: Request) -> Response:
