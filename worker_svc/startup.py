@@ -32,7 +32,7 @@ from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from worker_svc.adapters import AdapterSlots, takes_adapters
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
+from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
 from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, block_bytes, pool_geometry
 from worker_svc.device.pass_times import PassCosts, PassTimes
@@ -398,21 +398,25 @@ def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNames
 def _open_disk_tier(
     model: CausalLM, settings: WorkerSettings, namespace: KvNamespace, blocks: PoolBlocks, pool: KvPool
 ) -> DiskTier | None:
-    """The blocks on disk, of which the pool has the newest then."""
+    """The parts of blocks that this rank has on disk. Of a rank alone, the pool has the newest then. Several ranks may
+    have other ones each, and those that all have are read when a prompt needs them."""
     if settings.kv_disk is None:
         return None
-    if model.device.type != "cpu" or model.ranks.size > 1:
+    if model.device.type != "cpu":
         raise ConfigurationError(
-            f"--kv-disk is for workers on cpu with one rank; this one is on {model.device.type} with "
-            f"{model.ranks.size}; leave it out"
+            f"--kv-disk is for workers on cpu, and this one is on {model.device.type}; leave it out"
         )
+    path, space = file_of_rank(settings.kv_disk, model.ranks.rank), settings.kv_disk_space // model.ranks.size
     try:
-        file = BlockFile(settings.kv_disk / "blocks.kv", settings.kv_disk_space, namespace.digest(), blocks.block_bytes)
+        file = BlockFile(path, space, namespace.digest(), blocks.block_bytes)
     except DiskFailsError as error:
         _logger.warning("no KV blocks go to disk: %s", error)
         return None
     tier = DiskTier(file, blocks, pool.geometry.num_gpu_blocks)
-    tier.restore()
+    if model.ranks.size == 1:
+        tier.restore()
+    if model.ranks.rank == 0:
+        remove_files_of_more_ranks(settings.kv_disk, model.ranks.size)
     return tier
 
 

@@ -121,6 +121,14 @@ class Tier:
     def __contains__(self, content: BlockHash) -> bool:
         return content in self._slots
 
+    def at(self, slot: int) -> BlockHash | None:
+        """What a slot holds."""
+        return self._by_slot.get(slot)
+
+    def slot_of(self, content: BlockHash) -> int | None:
+        """Where a block is."""
+        return self._slots.get(content)
+
     def change(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
         """The first of these slots hold these blocks now, and the others none."""
         for slot in slots:
@@ -152,6 +160,34 @@ class Tier:
     def _note(self, content: BlockHash, *, is_stored: bool) -> None:
         if self.log is not None:
             self.log.tier_changed(content, is_stored=is_stored)
+
+
+class CommonTier:
+    """The blocks that all ranks keep below their pools, as one tier with the slots of the first rank: each has a part
+    of a block, and one that lacks its part makes those of the others useless."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._tiers = [Tier() for _ in range(num_ranks)]
+
+    def change(
+        self, rank: int, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]
+    ) -> tuple[list[int], list[BlockHash]]:
+        """A rank says that the first of these slots of its own hold these blocks now, and the others none. Returns the
+        same of the common tier, as far as it changed."""
+        first, tier = self._tiers[0], self._tiers[rank]
+        common = dict.fromkeys(slots)
+        if tier is not first:
+            changed = (*filter(None, map(tier.at, slots)), *hashes)
+            common = dict.fromkeys(slot for slot in map(first.slot_of, changed) if slot is not None)
+        before = {slot: self._at(slot) for slot in common}
+        tier.change(slots, hashes)
+        after = {slot: content for slot in common if (content := self._at(slot)) != before[slot]}
+        held = {slot: content for slot, content in after.items() if content is not None}
+        return [*held, *(slot for slot in after if slot not in held)], list(held.values())
+
+    def _at(self, slot: int) -> BlockHash | None:
+        content = self._tiers[0].at(slot)
+        return content if content is not None and all(content in tier for tier in self._tiers) else None
 
 
 @dataclass(frozen=True, slots=True)

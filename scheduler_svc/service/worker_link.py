@@ -18,7 +18,7 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.moves import CommonTier, KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
@@ -275,6 +275,7 @@ class WorkerGroup:
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
         # What ranks answered that have compiled a constraint or loaded an adapter, by its number.
         self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
+        self._tier = CommonTier(len(links))
         # How many ranks are done with a lease.
         self._num_fetched = Counter[Lease]()
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
@@ -310,8 +311,10 @@ class WorkerGroup:
                 failed = frozenset[int]().union(*(each.failed for each in answers))
                 return replace(next((each for each in answers if each.failure), answer), failed=failed)
             if isinstance(answer, TierChanged):
-                # A block counts that all ranks have; only workers of one rank have a tier.
-                continue
+                slots, hashes = self._tier.change(rank, answer.slots, answer.hashes)
+                if not slots:
+                    continue
+                return TierChanged(slots, hashes)
             if isinstance(answer, Fetched):
                 self._num_fetched[answer.lease] += answer.is_done
                 is_done = self._num_fetched[answer.lease] == len(self._links)

@@ -1,6 +1,7 @@
 """Prompts come back from disk while a server runs and when it starts again, after an ordered stop and after kill -9;
 damage is computed anew, and a disk that is full ends nothing but its own filling."""
 
+import asyncio
 import os
 import resource
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.client import GenerationOptions
+from quire.scheduler.v1 import scheduler_pb2
 from tests.support.killing import kill
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
@@ -96,9 +98,70 @@ async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path)
         assert served.server.process("worker").starts == 1
 
 
-def limit_file_size(served: Served, size: int) -> None:
+@pytest.mark.asyncio(loop_scope="session")
+async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
+    first, second = tmp_path / "kv" / "blocks.kv", tmp_path / "kv" / "blocks-1.kv"
+    settings: dict[str, Any] = {"kv_disk": first.parent, "num_gpu_blocks": 128, "dtype": "bfloat16"}
+    settings |= {"tensor_parallel_size": 2, "persistent_kv_cache": "off"}
+    of_more_ranks = first.with_name("blocks-2.kv")
+    async with serving(**settings) as served:
+        of_more_ranks.write_bytes(b"")
+        expected, cached = await generate(served)
+        assert cached == [0, 0, 0]
+    # Warm after an ordered stop, and after a rank was killed.
+    async with serving(**settings) as served:
+        assert not of_more_ranks.exists()
+        await until_on_disk(served, NUM_CACHED // 16 * 3)
+        assert await generate(served) == (expected, [NUM_CACHED] * 3)
+        await kill(served, "worker-1")
+        await served.server.wait_ready()
+        await until_on_disk(served, NUM_CACHED // 16 * 3)
+        assert await generate(served) == (expected, [NUM_CACHED] * 3)
+    # A bit of one part of each block is another.
+    data = bytearray(second.read_bytes())
+    for place in range(4096 + 100, len(data), (len(data) - 4096) // (220 // 16 * 3)):
+        data[place] ^= 1
+    second.write_bytes(data)
+    async with serving(**settings) as served:
+        await until_on_disk(served, NUM_CACHED // 16 * 3)
+        assert await generate(served) == (expected, [0, 0, 0])
+    # It was written anew, and is gone.
+    async with serving(**settings) as served:
+        await until_on_disk(served, NUM_CACHED // 16 * 3)
+        assert await generate(served) == (expected, [NUM_CACHED] * 3)
+    second.unlink()
+    async with serving(**settings) as served:
+        assert await generate(served) == (expected, [0, 0, 0])
+        await until_on_disk(served, NUM_CACHED // 16 * 3)
+        # The disk of one is full.
+        limit_file_size(served, second.stat().st_size, "worker-1")
+        size = first.stat().st_size
+        others = [[each + 1 for each in prompt] for prompt in PROMPTS]
+        outputs = [(await served.client.generate(each, OPTIONS)).sequences[0].token_ids for each in others]
+
+        async def is_written() -> bool:
+            return first.stat().st_size > size
+
+        await until(is_written)
+    async with serving(**settings) as served:
+        await until_on_disk(served, NUM_CACHED // 16 * 3)
+        again = [await served.client.generate(each, OPTIONS) for each in others]
+        assert [each.sequences[0].token_ids for each in again] == outputs
+        assert [each.usage.cached_tokens for each in again] == [0, 0, 0]
+        assert await generate(served) == (expected, [NUM_CACHED] * 3)
+
+
+async def until_on_disk(served: Served, at_least: int) -> None:
+    """The scheduler knows of so many blocks on disk."""
+    async with asyncio.timeout(30):
+        async for frame in served.scheduler.Watch(scheduler_pb2.WatchRequest()):
+            if frame.numbers.disk_blocks >= at_least:
+                return
+
+
+def limit_file_size(served: Served, size: int, worker: str = "worker") -> None:
     """No file of the worker grows beyond that many bytes, as on a full disk."""
-    group = served.server.process("worker").pid
+    group = served.server.process(worker).pid
     for process in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
         try:
             is_of_group = os.getpgid(process) == group

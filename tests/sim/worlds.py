@@ -141,7 +141,7 @@ def draw_plan(seed: int) -> Plan:
     hands = Random(f"hands {seed}")
     if hands.random() < _HANDED:
         return hands.choice(_OF_HANDS)(seed, hands)
-    if disks.random() < _WITH_DISKS and plan.layout.worker.world_size == 1:
+    if disks.random() < _WITH_DISKS:
         plan = replace(plan, layout=replace(plan.layout, disk_blocks=disks.choice(_DISK_BLOCKS)))
     if draw.random() < 0.5 * _RARE:
         requests, deadly = with_deadly_need(draw, plan.requests)
@@ -321,6 +321,7 @@ def draw_on_disk(seed: int, draw: Random) -> Plan:
         for each in drawn
     ]
     layout = replace(layout, worker=worker, disk_blocks=draw.choice(_DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
+    layout = _with_ranks(Random(f"ranks with disks {seed}"), layout)
     faults = (
         *draw_block_disk_faults(draw, layout.hosts, over_s),
         *draw_slow_block_disks(Random(f"slow {seed}"), over_s),

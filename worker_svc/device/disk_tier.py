@@ -20,6 +20,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,6 +48,20 @@ _logger = logging.getLogger(__name__)
 
 class DiskFailsError(Exception):
     """The disk is full or fails: workers go on without it."""
+
+
+def file_of_rank(directory: Path, rank: int) -> Path:
+    """Where a rank keeps its parts of blocks."""
+    return directory / (f"blocks-{rank}.kv" if rank else "blocks.kv")
+
+
+def remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
+    """Nobody would use what earlier workers left there, and it takes space. For rank 0, which has its own file open."""
+    used = {file_of_rank(directory, rank) for rank in range(num_ranks)}
+    for path in set(directory.glob("blocks-*.kv")) - used:
+        with suppress(OSError):
+            path.unlink()
+            _logger.info("%s is removed: there are %d ranks now", path, num_ranks)
 
 
 class BlockFile:

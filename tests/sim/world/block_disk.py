@@ -163,15 +163,13 @@ def simulated_block_disks() -> Iterator[None]:
 def open_tier(
     disk: BlockDisk, node: Node, blocks: FakeBlocks, num_blocks: int, namespace: bytes, space: int
 ) -> "SimDiskTier | None":
-    """The tier of a worker that starts, with the newest blocks in its pool; None where the disk fails."""
+    """The tier of a worker that starts; None where the disk fails."""
     with patch.object(disk_tier, "open_alone", lambda *_: disk):
         try:
             file = BlockFile(Path(_FLAG), space, namespace, blocks.block_bytes)
         except DiskFailsError:
             return None
-    tier = SimDiskTier(file, blocks, num_blocks, disk, node)
-    tier.restore()
-    return tier
+    return SimDiskTier(file, blocks, num_blocks, disk, node)
 
 
 class _Late:

@@ -200,7 +200,8 @@ class Cluster:
                 if host.startswith("scheduler"):
                     self.disks[host] = Disk(self.world, host, self.layout.recording.max_bytes)
         if self.layout.disk_blocks is not None:
-            self.block_disks = {host: BlockDisk(self.world, host) for host in workers}
+            ranks = [host for worker in workers for host in self.layout.ranks(worker)]
+            self.block_disks = {host: BlockDisk(self.world, host) for host in ranks}
         self._clients: dict[str, Client] = {}
         for host in self.layout.replicas:
             self._start(host, self._run_worker if host.startswith("worker") else self._run_scheduler)
@@ -304,10 +305,12 @@ class Cluster:
         adapters = SimAdapters(node, runner, self.devices) if config.info().limits.max_adapters else None
         info, blocks, disk = config.info(), runner.blocks, None
         if (slots := self.layout.disk_blocks) is not None:
-            namespace = blake2b(info.kv_namespace.encode(), digest_size=32).digest()
+            namespace = blake2b(f"{info.kv_namespace} {rank}".encode(), digest_size=32).digest()
             # For so many at first; another pool may have larger ones.
             space = 4096 + slots * (48 + self.layout.worker.block_size * 8)
             disk = open_tier(self.block_disks[node.host], node, blocks, config.num_blocks, namespace, space)
+            if disk is not None and config.world_size == 1:
+                disk.restore()
         worker = Worker(info, runner, loop, agree, partial(self._prepare, node), adapters, blocks, disk=disk)
         self.workers[node.host] = worker
         assert worker.transfers is not None
@@ -465,10 +468,13 @@ class Cluster:
                 if name is not None and names.get(block) != name:
                     yield f"{host} has a name for block {block}, which its worker has not sealed"
             if isinstance(tier := worker.disk, SimDiskTier):
-                entries = tier.entries
+                entries, names_on_disk = tier.entries, set(tier.entries.values())
                 for slot, name in core.tier._by_slot.items():
-                    if entries.get(slot) != name:
+                    # Slots are those of the first rank.
+                    if name not in names_on_disk or (worker.info.rank == 0 and entries.get(slot) != name):
                         yield f"{host} takes a block to be in slot {slot} of a disk, which is not there"
+            elif len(core.tier):
+                yield f"{host} takes blocks to be on the disk of {worker_host}, which has none"
 
     def check_glitches(self) -> None:
         """Raises FalseAnswerError where more requests than rows failed by what is not finite."""

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.moves import CommonTier, KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
@@ -260,3 +260,17 @@ def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -
     assert len(driver.told) == 1
     driver.finish(other, again)
     assert driver.usage[3].cached_tokens == 12
+
+
+def test_a_block_is_on_disk_once_all_ranks_have_their_part() -> None:
+    common, (a, b, c) = CommonTier(2), (BlockHash(bytes([each]) * 32) for each in range(3))
+    assert common.change(0, [0, 1], [a, b]) == ([], [])
+    # In slots of its own.
+    assert common.change(1, [7, 8], [b, c]) == ([1], [b])
+    assert common.change(1, [9], [a]) == ([0], [a])
+    assert common.change(0, [1, 2], [c, b]) == ([1, 2], [c, b])
+    # One part is gone, or another block's.
+    assert common.change(1, [9], []) == ([0], [])
+    assert common.change(1, [8], [a]) == ([0, 1], [a])
+    assert common.change(0, [2, 5], []) == ([2], [])
+    assert common.change(0, [6], [b]) == ([6], [b])
