@@ -309,13 +309,15 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """What changed in the prefix cache of a replica, in the order of the fields. Blocks are the ends of their hashes;
-    of a large pool only those are told whose hash ends in `sampling_bits` zero bits."""
+    """What changed in the prefix cache of a replica and on its disks, in the order of the fields. Blocks are the ends
+    of their hashes; of a large pool only those are told whose hash ends in `sampling_bits` zero bits."""
 
     is_cleared: bool
     removed: list[bytes]
     stored: list[bytes]
     sampling_bits: int
+    disk_removed: list[bytes] = field(default_factory=list[bytes])
+    disk_stored: list[bytes] = field(default_factory=list[bytes])
 
 
 # The same from the messages of quire.scheduler.v1.
@@ -329,6 +331,7 @@ _REASONS = {
 _USAGE = fields(Usage)
 # All in the last byte of a hash.
 _MAX_SAMPLING_BITS = 8
+_CHANGES = ("removed", "stored", "disk_removed", "disk_stored")
 # Fields of a welcome that the message has under the same name, as the same type.
 _WELCOME_FIELDS = tuple(
     field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model", "role")
@@ -349,8 +352,8 @@ def cache_update_from(message: scheduler_pb2.CacheUpdate) -> CacheUpdate:
     """Raises InvalidArgument if the message is malformed."""
     if message.sampling_bits > _MAX_SAMPLING_BITS:
         raise InvalidArgument(f"cache.sampling_bits is {message.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
-    removed, stored = _blocks(message.removed, "removed"), _blocks(message.stored, "stored")
-    return CacheUpdate(message.cleared, removed, stored, message.sampling_bits)
+    changes = {name: _blocks(getattr(message, name), name) for name in _CHANGES}
+    return CacheUpdate(is_cleared=message.cleared, sampling_bits=message.sampling_bits, **changes)
 
 
 def _blocks(joined: bytes, name: str) -> list[bytes]:

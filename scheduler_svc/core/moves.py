@@ -114,6 +114,7 @@ class Tier:
         self.log: CacheLog | None = None
         self._by_slot: dict[int, BlockHash] = {}
         self._slots: dict[BlockHash, int] = {}
+        self._num_slots = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -124,6 +125,10 @@ class Tier:
     def at(self, slot: int) -> BlockHash | None:
         """What a slot holds."""
         return self._by_slot.get(slot)
+
+    def names(self, first: int, end: int) -> list[BlockHash | None]:
+        """What the slots from `first` to before `end` hold, nothing behind the last one that ever held something."""
+        return [self._by_slot.get(slot) for slot in range(first, min(end, self._num_slots))]
 
     def slot_of(self, content: BlockHash) -> int | None:
         """Where a block is."""
@@ -138,6 +143,7 @@ class Tier:
                 self._note(before, is_stored=False)
         for slot, content in zip(slots, hashes, strict=False):
             self._by_slot[slot], self._slots[content] = content, slot
+            self._num_slots = max(self._num_slots, slot + 1)
             self._note(content, is_stored=True)
 
     def forget(self, content: BlockHash) -> None:

@@ -1,8 +1,10 @@
-"""What gateways are told about the prefix cache, so that they send a prompt where most of it is cached.
+"""What gateways are told about the prefix cache, so that they send a prompt where most of it is cached, and about the
+tier below it, which is the next best.
 
 A block is told by the end of its hash. Changes of a tenth of a second go out together, to every gateway alike; one that
 has not read those before gets the whole digest instead. Of a pool with many blocks only a part is told, which the
-blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways.
+blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways. Of a
+disk with many blocks these are the last ones that came.
 
 What is cached already when the first gateway comes is read in parts, each in a turn of the event loop of its own: a
 pool of half a million blocks takes some tenths of a second until all of it is told, and no turn takes long.
@@ -10,6 +12,7 @@ pool of half a million blocks takes some tenths of a second until all of it is t
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from quire.prefix_hashes import BlockHash, short
 from scheduler_svc.core.cache_log import CacheChanges
@@ -18,7 +21,8 @@ from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.outbox import CacheUpdate, Outbox
 
 _MAX_TOLD = 1 << 16
-"""About how many blocks are told at most: half a mebibyte, and some 5 MB in a gateway."""
+"""About how many blocks of the pool are told at most, and how many on disk: half a mebibyte each, and some 5 MB in a
+gateway."""
 
 _MAX_SAMPLING_BITS = 8
 _INTERVAL_S = 0.1
@@ -39,6 +43,52 @@ def sampling_bits_for(num_blocks: int) -> int:
     return min(((num_blocks - 1) // _MAX_TOLD).bit_length(), _MAX_SAMPLING_BITS)
 
 
+class _Told:
+    """Which blocks of one place gateways were told, and what changed there since."""
+
+    def __init__(self) -> None:
+        # In the order in which they are told; those of a set have another one in every process.
+        self._told: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+        self._stored: dict[bytes, None] = {}
+
+    def clear(self) -> None:
+        for each in (self._told, self._removed, self._stored):
+            each.clear()
+
+    def remove(self, blocks: Iterable[bytes]) -> None:
+        for content in blocks:
+            self._stored.pop(content, None)
+            if content in self._told:
+                self._removed[content] = None
+
+    def store(self, blocks: Iterable[bytes]) -> None:
+        for content in blocks:
+            self._removed.pop(content, None)
+            if content not in self._told:
+                self._stored[content] = None
+
+    def all(self) -> bytes:
+        return b"".join(self._told)
+
+    def take(self, limit: int | None = None) -> tuple[bytes, bytes]:
+        """The blocks that left and those that came, which are told from now on. Above the limit the first ones leave
+        that were told."""
+        for content in self._removed:
+            self._told.pop(content, None)
+        self._told |= self._stored
+        for content in list(islice(self._told, 0 if limit is None else max(0, len(self._told) - limit))):
+            del self._told[content]
+            if content in self._stored:
+                del self._stored[content]
+            else:
+                self._removed[content] = None
+        changes = b"".join(self._removed), b"".join(self._stored)
+        self._removed.clear()
+        self._stored.clear()
+        return changes
+
+
 class CacheDigest:
     """The blocks that gateways have been told, and what has changed since. While no gateway wants it, nothing is
     noted."""
@@ -52,11 +102,8 @@ class CacheDigest:
         self._gateways: dict[Outbox, None] = {}
         self._is_watching = False
         self._sampling_bits = 0
-        # In the order in which they are told; those of a set have another one in every process.
-        self._told: dict[bytes, None] = {}
+        self._pool, self._disk = _Told(), _Told()
         self._is_cleared = False
-        self._removed: dict[bytes, None] = {}
-        self._stored: dict[bytes, None] = {}
         self._is_due = False
         # The first block that is not read yet; None where there is none, or where changes will tell of all blocks.
         self._unread: int | None = None
@@ -80,32 +127,28 @@ class CacheDigest:
             self._is_watching = False
             self._feed.unwatch(self.note)
             self._is_cleared, self._unread = False, None
-            for each in (self._told, self._removed, self._stored):
-                each.clear()
+            self._pool.clear()
+            self._disk.clear()
 
     def _snapshot(self) -> CacheUpdate:
         """All that was told so far, for a gateway that knows nothing, or not all of it."""
-        return CacheUpdate(True, b"", b"".join(self._told), self._sampling_bits)
+        return CacheUpdate(True, b"", self._pool.all(), b"", self._disk.all(), self._sampling_bits)
 
     def note(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Watches the cache."""
         if changes.is_cleared:
             self._is_cleared = True
-            self._removed.clear()
-            self._stored.clear()
+            self._pool.clear()
+            self._disk.clear()
             self._sampling_bits = sampling_bits_for(config.num_blocks)
             self._unread = None
-        for content in self._sampled(changes.removed):
-            self._stored.pop(content, None)
-            if content in self._told and not self._is_cleared:
-                self._removed[content] = None
-        self._store(changes.stored)
+        self._pool.remove(self._sampled(changes.removed))
+        self._disk.remove(self._sampled(changes.tier_removed))
+        self._store(changes.stored, changes.tier_stored)
 
-    def _store(self, blocks: Iterable[BlockHash]) -> None:
-        for content in self._sampled(blocks):
-            self._removed.pop(content, None)
-            if self._is_cleared or content not in self._told:
-                self._stored[content] = None
+    def _store(self, blocks: Iterable[BlockHash], on_disk: Iterable[BlockHash]) -> None:
+        self._pool.store(self._sampled(blocks))
+        self._disk.store(self._sampled(on_disk))
         if not self._is_due:
             self._is_due = True
             self._call_later(_INTERVAL_S, self._tell)
@@ -115,13 +158,13 @@ class CacheDigest:
         self._is_read_due = False
         if self._unread is None:
             return
-        first = self._unread
-        names = self._feed.names(first, first + _READ_AT_ONCE)
+        first, end = self._unread, self._unread + _READ_AT_ONCE
+        names, on_disk = self._feed.names(first, end), self._feed.names_on_disk(first, end)
         # `names` may have told that the pool is another one, whose blocks are all told as changes.
         if self._unread is None:
             return
-        self._unread = first + len(names) if names else None
-        self._store(name for name in names if name is not None)
+        self._unread = end if names or on_disk else None
+        self._store(filter(None, names), filter(None, on_disk))
         if not self._is_read_due:
             self._is_read_due = True
             self._call_later(_READ_INTERVAL_S, self._read)
@@ -132,15 +175,8 @@ class CacheDigest:
 
     def _tell(self) -> None:
         self._is_due = False
-        if self._is_cleared:
-            self._told.clear()
-        for content in self._removed:
-            self._told.pop(content, None)
-        self._told |= self._stored
-        update = CacheUpdate(self._is_cleared, b"".join(self._removed), b"".join(self._stored), self._sampling_bits)
+        update = CacheUpdate(self._is_cleared, *self._pool.take(), *self._disk.take(_MAX_TOLD), self._sampling_bits)
         self._is_cleared = False
-        self._removed.clear()
-        self._stored.clear()
-        if update.is_cleared or update.removed or update.stored:
+        if update != CacheUpdate(False, b"", b"", b"", b"", self._sampling_bits):
             for gateway in self._gateways:
                 gateway.put_cache(update, self._snapshot)

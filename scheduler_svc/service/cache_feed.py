@@ -46,6 +46,11 @@ class CacheFeed:
         self.tell()
         return [] if self._scheduler is None else self._scheduler.batch.blocks.pool.names(first, end)
 
+    def names_on_disk(self, first: int, end: int) -> list[BlockHash | None]:
+        """As `names`, of the slots of the tier below the pool."""
+        self.tell()
+        return [] if self._scheduler is None else self._scheduler.tier.names(first, end)
+
     def unwatch(self, watcher: CacheWatcher) -> None:
         """`watcher` is told nothing more. After the last one the core notes nothing more."""
         self._watchers.remove(watcher)

@@ -214,7 +214,12 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
         yield scheduler_pb2.ConnectResponse(state=state)
     if (cache := outgoing.cache) is not None:
         update = scheduler_pb2.CacheUpdate(
-            cleared=cache.is_cleared, removed=cache.removed, stored=cache.stored, sampling_bits=cache.sampling_bits
+            cleared=cache.is_cleared,
+            removed=cache.removed,
+            stored=cache.stored,
+            sampling_bits=cache.sampling_bits,
+            disk_removed=cache.disk_removed,
+            disk_stored=cache.disk_stored,
         )
         yield scheduler_pb2.ConnectResponse(cache=update)
     if outgoing.has_events:

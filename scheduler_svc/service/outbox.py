@@ -341,12 +341,14 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """Changes of the prefix cache, to be applied in the order of the fields. Blocks are the ends of their hashes,
-    joined; those whose hash does not end in `sampling_bits` zero bits are never told."""
+    """Changes of the prefix cache and of what is on disk, to be applied in the order of the fields. Blocks are the ends
+    of their hashes, joined; those whose hash does not end in `sampling_bits` zero bits are never told."""
 
     is_cleared: bool
     removed: bytes
     stored: bytes
+    disk_removed: bytes
+    disk_stored: bytes
     sampling_bits: int
 
 

@@ -61,6 +61,8 @@ ADDED = frozenset(
         "quire.scheduler.v1.Welcome.19",
         "quire.scheduler.v1.Welcome.20",
         "quire.scheduler.v1.ReplicaState.3",
+        "quire.scheduler.v1.CacheUpdate.5",
+        "quire.scheduler.v1.CacheUpdate.6",
         *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 39)),
     }
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import CachedBlocks, prompt_hashes
-from quire.prefix_hashes import root_hash
+from quire.prefix_hashes import root_hash, short
 from scheduler_svc.core.block_pool import PrefixHashes
 from scheduler_svc.service import cache_digest
 from scheduler_svc.service.cache_digest import CacheDigest, sampling_bits_for
@@ -83,7 +83,7 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
         gateways: list[Gateway] = []
         for handle in range(data.draw(st.integers(1, 25), label="operations")):
             match data.draw(
-                st.sampled_from(["run", "run", "run", "fire", "read", "connect", "leave", "crash", "rebuild"])
+                st.sampled_from(["run", "run", "run", "disk", "fire", "read", "connect", "leave", "crash", "rebuild"])
             ):
                 case "run":
                     prompt = [data.draw(st.sampled_from([1, 2]))] * data.draw(st.integers(1, 30))
@@ -92,6 +92,9 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
                     while driver.scheduler.num_live:
                         driver.run_steps(1)
                         feed.tell()
+                case "disk":
+                    driver.tell_disk(driver.device.keep_on_disk(20))
+                    feed.tell()
                 case "fire":
                     timer.fire()
                 case "read":
@@ -123,10 +126,15 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
         pool = driver.scheduler.batch.blocks.pool
         mask = (1 << sampling_bits_for(24)) - 1 if is_sampled else 0
         told = [content for content in pool.sealed_hashes() if not content[-1] & mask]
+        on_disk = [content for content in filter(None, driver.scheduler.tier.names(0, 99)) if not content[-1] & mask]
         for gateway in gateways:
             gateway.read()
-            assert len(gateway.cached) == len(told)
-            assert all(gateway.cached.num_cached([content]) == 1 for content in told)
+            assert gateway.cached._blocks == set(map(short, told))
+            if is_sampled:
+                assert gateway.cached._on_disk <= set(map(short, on_disk))
+                assert len(gateway.cached._on_disk) <= 8
+            else:
+                assert gateway.cached._on_disk == set(map(short, on_disk))
 
 
 def test_a_large_pool_is_told_in_parts_each_of_which_is_small(monkeypatch):
@@ -142,10 +150,10 @@ def test_a_large_pool_is_told_in_parts_each_of_which_is_small(monkeypatch):
     digest.add(gateway.outbox)
     # What was read in the first turn is told at once.
     gateway.read()
-    assert 0 < len(gateway.cached) <= 4
+    assert 0 < len(gateway.cached._blocks) <= 4
     timer.fire_all()
     gateway.read()
-    assert len(gateway.cached) == len(driver.scheduler.batch.blocks.pool.sealed_hashes()) > 4
+    assert len(gateway.cached._blocks) == len(driver.scheduler.batch.blocks.pool.sealed_hashes()) > 4
     assert read == [4] * 5
 
 

@@ -321,7 +321,7 @@ def draw_on_disk(seed: int, draw: Random) -> Plan:
         for each in drawn
     ]
     layout = replace(layout, worker=worker, disk_blocks=draw.choice(_DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
-    layout = _with_ranks(Random(f"ranks with disks {seed}"), layout)
+    layout = _with_ranks(Random(f"parts on disk {seed}"), layout)
     faults = (
         *draw_block_disk_faults(draw, layout.hosts, over_s),
         *draw_slow_block_disks(Random(f"slow {seed}"), over_s),

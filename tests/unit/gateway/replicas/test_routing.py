@@ -12,6 +12,7 @@ from gateway.replicas.roles import Stage, Work
 from gateway.replicas.routing import (
     CachedBlocks,
     Candidate,
+    Found,
     Router,
     RoutingPolicy,
     affinity_key,
@@ -66,6 +67,32 @@ def test_a_prompt_goes_where_most_of_it_is_cached():
     assert of_other == Router(RoutingPolicy.AFFINITY).choose(STORY, "t", candidates)
 
 
+def make_on_disk(pool: np.ndarray, disk: np.ndarray) -> CachedBlocks:
+    cached = make_cached(pool)
+    on_disk = b"".join(map(short, prompt_hashes(disk, "", SIZE)))
+    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(disk_stored=on_disk)))
+    return cached
+
+
+def test_blocks_on_disk_are_worth_less_than_those_in_the_pool_and_more_than_none():
+    nothing, in_pool = Candidate(0, SIZE, CachedBlocks()), Candidate(0, SIZE, make_cached(STORY))
+    on_disk = Candidate(0, SIZE, make_on_disk(STORY[:0], STORY))
+    for names in ("abc", "cba", "bca"):
+        first, second, third = names
+        assert choose(STORY, **{first: nothing, second: on_disk, third: in_pool}) == third
+        assert choose(STORY, **{first: nothing, second: on_disk, third: nothing}) == second
+    # A little in a pool is less than all of it on disk.
+    assert choose(STORY, a=Candidate(0, SIZE, make_cached(STORY[:8])), b=on_disk) == "b"
+    half = Candidate(0, SIZE, make_on_disk(STORY[:20], STORY))
+    assert choose(STORY, a=on_disk, b=half) == "b"
+    # What a disk has need not be computed, which says whether a prompt is long.
+    assert Router(RoutingPolicy.CACHE).choose(STORY, "", {"a": half}).num_new_tokens == 0
+    # It is gone.
+    assert half.cached is not None
+    half.cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True)))
+    assert choose(STORY, a=on_disk, b=half) == "a"
+
+
 def test_the_next_best_replica_takes_what_the_best_has_no_room_for():
     best, next_best = make_cached(STORY), make_cached(STORY[:8])
     others = Candidate(2, SIZE, CachedBlocks())
@@ -116,8 +143,11 @@ def test_of_a_part_the_last_block_that_is_told_counts():
             scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2)
         )
     )
-    assert cached.num_cached(hashes) == 4
-    assert cached.num_cached(hashes[:1]) == 0
+    assert cached.find(hashes) == Found(4)
+    assert cached.find(hashes[:1]) == Found(0)
+    # The next one is on disk.
+    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(disk_stored=short(hashes[5]), sampling_bits=2)))
+    assert cached.find(hashes) == Found(6, 2)
 
 
 @pytest.mark.parametrize("message", [{"stored": b"1234567"}, {"removed": b"123456789"}, {"sampling_bits": 9}])
@@ -125,7 +155,7 @@ def test_a_malformed_update_is_refused_by_name(message):
     cached = make_cached(STORY)
     with pytest.raises(InvalidArgument, match=rf"^cache\.{next(iter(message))} "):
         cached.update(cache_update_from(scheduler_pb2.CacheUpdate(**message)))
-    assert len(cached) == 10
+    assert cached.find(prompt_hashes(STORY, "", SIZE)) == Found(10)
 
 
 @settings(deadline=None)
