@@ -192,6 +192,7 @@ class Welcome:
     takes_cache_salts: bool = False
     role: ReplicaRole = field(default=ReplicaRole.BOTH, kw_only=True)
     kv_namespace: str = ""
+    takes_offers: bool = False
 
 
 @dataclass(slots=True)
@@ -273,6 +274,8 @@ class EventBatch:
     failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
     prompt_runs: list[PromptRun] = field(default_factory=list[PromptRun])
     moved: list[RequestMoved] = field(default_factory=list[RequestMoved])
+    has_room: list[int] = field(default_factory=list[int])
+    """Handles of offers, of requests that run elsewhere."""
 
     def parts(self, max_tokens: int) -> "Iterator[EventBatch]":
         """Batches of at most that many tokens, or about as many ends, which together are this one when they are applied
@@ -304,7 +307,7 @@ class EventBatch:
             if handle in completed:
                 part.completed.append(completed[handle])
         yield part
-        yield EventBatch(failed=self.failed, moved=self.moved)
+        yield EventBatch(failed=self.failed, moved=self.moved, has_room=self.has_room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +374,7 @@ def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
         failed=[_request_failed(failure) for failure in message.failed],
         prompt_runs=[_prompt_run(entry) for entry in message.prompt_logprobs],
         moved=[RequestMoved(each.handle, optional(each, "source")) for each in message.moved],
+        has_room=list(message.has_room),
     )
 
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -78,6 +78,15 @@ class LinkListener(Protocol):
     def on_disconnected(self, link: "SchedulerLink") -> None: ...
 
 
+class _Offered(NamedTuple):
+    """A request that another scheduler runs."""
+
+    live: LiveRequest
+
+
+_Mail = scheduler_pb2.ConnectRequest | LiveRequest | _Offered
+
+
 class SchedulerRefusedError(Exception):
     """This gateway cannot use the scheduler; it tries again later."""
 
@@ -94,6 +103,7 @@ class SchedulerLink:
         is_connected: Whether a stream is open.
         is_ready: Whether, in addition, the scheduler has its worker and runs steps.
         is_draining: Whether it ends once its requests are over, or go on at others.
+        leave_after_s: While it drains, after how long they should leave at the latest; 0 where it does not say.
         cached: What the replica's prefix cache holds; None while that is unknown.
         problem: Why no stream is open; None before the first attempt, and while one is open.
         loading: How far the workers of the scheduler are with loading their model; None where it does not say.
@@ -119,6 +129,7 @@ class SchedulerLink:
         self.is_connected = False
         self.is_ready = False
         self.is_draining = False
+        self.leave_after_s = 0.0
         self.cached: CachedBlocks | None = None
         self.problem: str | None = None
         self.loading: LoadProgress | None = None
@@ -134,7 +145,7 @@ class SchedulerLink:
         self._hello = scheduler_pb2.ConnectRequest(hello=hello)
         self._listener = listener
         # A request stands for its submission, which is serialized when it is written: after a reconnect there are many.
-        self._outbox: deque[scheduler_pb2.ConnectRequest | LiveRequest] = deque()
+        self._outbox: deque[_Mail] = deque()
         self._has_mail = asyncio.Event()
         self._outbox_is_empty = asyncio.Event()
 
@@ -146,6 +157,10 @@ class SchedulerLink:
     def submit(self, live: LiveRequest) -> None:
         """Queues a request, with the tokens that it has already, for sending."""
         self._send(live)
+
+    def offer(self, live: LiveRequest) -> None:
+        """Asks for room for a request that runs elsewhere. An earlier offer of it is replaced."""
+        self._send(_Offered(live))
 
     def abort(self, handle: int, sequence_index: int | None = None, *, wants_usage: bool = False) -> None:
         """Queues the end of a request, or with an index of one sequence; optionally the scheduler reports its cost. No
@@ -353,8 +368,10 @@ class SchedulerLink:
                 case "state":
                     state = message.state
                     self.loading = LoadProgress.of(state.loading) if state.HasField("loading") else None
-                    if (state.ready, state.draining) != (self.is_ready, self.is_draining):
-                        self.is_ready, self.is_draining = state.ready, state.draining
+                    before = self.is_ready, self.is_draining, self.leave_after_s
+                    self.is_ready, self.is_draining = state.ready, state.draining
+                    self.leave_after_s = state.leave_after_ms / 1e3
+                    if before != (self.is_ready, self.is_draining, self.leave_after_s):
                         self._listener.on_readiness(self)
                 case "cache":
                     if self.cached is None:
@@ -378,18 +395,20 @@ class SchedulerLink:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    def _serialized(self, mail: scheduler_pb2.ConnectRequest | LiveRequest) -> bytes | None:
+    def _serialized(self, mail: "_Mail") -> bytes | None:
         """The bytes to write; None for a request that cannot be serialized, which is reported to the listener."""
-        if not isinstance(mail, LiveRequest):
+        if isinstance(mail, scheduler_pb2.ConnectRequest):
             return mail.SerializeToString()
+        is_offer = isinstance(mail, _Offered)
+        live = mail.live if is_offer else mail
         try:
             has_drafts = self.welcome is not None and self.welcome.max_drafts > 0
-            message = submit_message(mail, has_drafts=has_drafts)
+            message = submit_message(live, has_drafts=has_drafts, is_offer=is_offer)
             # By the time of another submission the blocks are gone.
-            mail.kv_source = None
+            live.kv_source = None
             return message.SerializeToString()
         except Exception as error:
-            self._listener.on_not_sent(mail, error)
+            self._listener.on_not_sent(live, error)
             return None
 
     def _grant(self, num_messages: int, num_taken: int) -> None:
@@ -397,7 +416,7 @@ class SchedulerLink:
         credit = scheduler_pb2.Credit(messages=num_messages, taken=num_taken)
         self._send(scheduler_pb2.ConnectRequest(credit=credit))
 
-    def _send(self, message: scheduler_pb2.ConnectRequest | LiveRequest) -> None:
+    def _send(self, message: "_Mail") -> None:
         self._outbox.append(message)
         self._outbox_is_empty.clear()
         self._has_mail.set()

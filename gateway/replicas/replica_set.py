@@ -11,8 +11,9 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
 from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.members import Members, Resolver, may_be_several
+from gateway.replicas.offers import Offers
 from gateway.replicas.roles import Stage, Work, has_room
-from gateway.replicas.routing import Candidate, Router, RoutingPolicy, loads_of
+from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy, loads_of
 from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire import compatibility, entropy
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
@@ -28,6 +29,8 @@ _MAX_RETRY_S = 5.0
 _MAX_COUNTED_MOVES = 3
 # The wait for the answer to an abort. Without the answer, the usage lacks the values that only the scheduler has.
 _USAGE_TIMEOUT_S = 1.0
+# When requests leave a replica that drains and does not say for how long.
+_LEAVE_AFTER_S = 15.0
 # A request with fewer tokens to come is not worth a move.
 _MIN_TOKENS_TO_MOVE = 16
 _logger = logging.getLogger(__name__)
@@ -43,8 +46,8 @@ class Replicas:
     - From a scheduler that is connected and not ready it moves after the same delay, if another replica is ready and no
       tokens come. It waits longer before each further move without a token in between: the request may be what kills
       the workers, and one scheduler must see that often enough to find out.
-    - A request that a scheduler refuses because it drains is placed anew. One that it runs is released, and goes on
-      where another replica is ready.
+    - A request that a scheduler refuses because it drains is placed anew. One that it runs goes on where another
+      replica is ready, once that has room (see `offers`).
     - One with a long prompt leaves a replica for prefill likewise, with its first token (see `roles`).
     - A replica that a DNS name has no longer is left (see `members`).
 
@@ -102,6 +105,7 @@ class Replicas:
         self._members = Members(targets, open_link, self, resolver or Resolver())
         self.links = self._members.links
         self.calls = SchedulerCalls(self.links)
+        self._offers = Offers(self.links, self._takers, lambda live, takers: self._choose(live, takers).replica)
         # Set while at least one scheduler is connected.
         self._some_connected = asyncio.Event()
         # Set while at least one replica is ready, and while none is.
@@ -194,6 +198,13 @@ class Replicas:
             (link,) = candidates.values()
             self._submit(live, link)
             return
+        chosen = self._choose(live, candidates)
+        link = candidates[chosen.replica]
+        if not live.num_generated_tokens and chosen.num_new_tokens >= self._router.long_prompt:
+            self._clear_for_prompt(link)
+        self._submit(live, link, chosen.num_new_tokens)
+
+    def _choose(self, live: LiveRequest, candidates: Mapping[str, SchedulerLink]) -> Choice:
         loads = self._loads(candidates)
         choices = {
             address: Candidate(
@@ -208,13 +219,9 @@ class Replicas:
         }
         request = live.request
         digest = None if request.adapter is None else request.adapter.digest
-        chosen = self._router.choose(
+        return self._router.choose(
             request.prompt_token_ids, request.tenant, choices, digest, request.cache_salt, _stage_of(live)
         )
-        link = candidates[chosen.replica]
-        if not live.num_generated_tokens and chosen.num_new_tokens >= self._router.long_prompt:
-            self._clear_for_prompt(link)
-        self._submit(live, link, chosen.num_new_tokens)
 
     def _loads(self, addresses: Iterable[str]) -> dict[str, float]:
         num_live = {address: len(self._placed[address]) for address in addresses}
@@ -228,7 +235,7 @@ class Replicas:
         if _role_of(link) is ReplicaRole.PREFILL and self._work[link.address].streams:
             for live in self._ledger.of_replica(link.address):
                 if self._may_leave(live, link) and self._others_for_streams(live, link):
-                    link.release(live.handle)
+                    self._offers.open(live, link)
 
     def _leave_prefill(self, live: LiveRequest, link: SchedulerLink) -> None:
         """A request got its first token: if its prompt was long, it goes on where prompts do not delay its tokens,
@@ -239,7 +246,7 @@ class Replicas:
         if is_long and _role_of(link) is ReplicaRole.PREFILL and self._may_leave(live, link):
             others = self._others_for_streams(live, link)
             if others and not has_room(work, [self._work[other.address] for other in others]):
-                link.release(live.handle)
+                self._offers.open(live, link)
         work.add_stream(live.handle)
 
     def _may_leave(self, live: LiveRequest, link: SchedulerLink) -> bool:
@@ -256,6 +263,12 @@ class Replicas:
             if other.is_ready and _role_of(other) is not ReplicaRole.PREFILL
             if namespace and other.welcome is not None and other.welcome.kv_namespace == namespace
         ]
+
+    def _takers(self, live: LiveRequest, link: SchedulerLink) -> dict[str, SchedulerLink]:
+        """The replicas where a request may go on that is to leave this one."""
+        if link.is_draining:
+            return {address: other for address, other in self._candidates(live).items() if other.is_ready}
+        return {other.address: other for other in self._others_for_streams(live, link)}
 
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
@@ -377,6 +390,7 @@ class Replicas:
         if not self.num_connected:
             self._some_connected.clear()
         self._update_readiness()
+        self._offers.lost(link.address)
         self._for_each((live for live in self._ledger if live.replica == link.address), self._outlive_scheduler)
         self._for_each(self._waiting(), self._wait_for_scheduler)
         self._members.lost(link.address)
@@ -390,18 +404,19 @@ class Replicas:
                 self._cancel_timer(live)
         if link.is_draining:
             self._draining.add(link.address)
+            self._offers.lost(link.address)
         self._release_draining()
         self._watch_unready()
 
     def _release_draining(self) -> None:
-        """Requests leave replicas that drain, where others can go on with them. To be called whenever either changes:
-        it says nothing a second time that matters."""
+        """Requests leave replicas that drain, where others can go on with them. To be called whenever either
+        changes."""
         for link in self.links.values():
             if not (link.is_connected and link.is_draining):
                 continue
             for live in self._ledger.of_replica(link.address):
-                if any(other.is_ready for other in self._candidates(live).values()):
-                    link.release(live.handle)
+                if _stage_of(live) is not Stage.STAY and self._takers(live, link):
+                    self._offers.open(live, link, link.leave_after_s or _LEAVE_AFTER_S)
 
     def on_events(self, link: SchedulerLink, batch: EventBatch) -> None:
         outcome = self._ledger.apply(link.address, batch)
@@ -414,11 +429,12 @@ class Replicas:
             link.abort(live.handle, index, wants_usage=True)
         for live, error in outcome.failed:
             self._for_each([live], partial(self._refused, link, error))
-        for live in outcome.moved:
-            self._forget(live)
-            if _role_of(link) is ReplicaRole.PREFILL and not link.is_draining:
+        if _role_of(link) is ReplicaRole.PREFILL and not link.is_draining:
+            for _ in outcome.moved:
                 self._on_moved()
-        self._for_each(outcome.moved, self.place)
+        self._for_each(outcome.moved, self._go_on)
+        for handle in batch.has_room:
+            self._offers.has_room(link, handle)
         for live in outcome.over:
             self._forget(live)
         for live in outcome.broken:
@@ -426,6 +442,16 @@ class Replicas:
         self._for_each(outcome.begun, partial(self._begin, link))
         for handle in outcome.unknown_handles:
             link.abort(handle)
+
+    def _go_on(self, live: LiveRequest) -> None:
+        """The request was released: it goes to the replica that keeps room for it."""
+        self._cancel_timer(live)
+        taker = self._offers.taker(live)
+        if taker is not None and taker in self._candidates(live):
+            self._submit(live, self.links[taker])
+        else:
+            self._forget(live)
+            self.place(live)
 
     def _begin(self, link: SchedulerLink, live: LiveRequest) -> None:
         if live.replica == link.address:
@@ -471,6 +497,7 @@ class Replicas:
             live.model = link.model
 
     def _assign(self, live: LiveRequest, replica: str | None, num_new_tokens: int | None = None) -> None:
+        self._offers.close(live, taken_by=replica)
         if live.replica in self._placed:
             self._placed[live.replica].discard(live.handle)
             self._hinted[live.replica].pop(live.handle, None)

@@ -18,9 +18,12 @@ from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
 
 
-def submit_message(live: LiveRequest, *, has_drafts: bool = True) -> scheduler_pb2.ConnectRequest:
+def submit_message(
+    live: LiveRequest, *, has_drafts: bool = True, is_offer: bool = False
+) -> scheduler_pb2.ConnectRequest:
     """The request with all defaults, and the tokens that the gateway has of it already. Without the prediction for a
-    replica that does not draft."""
+    replica that does not draft. An offer of it is kept for nobody."""
+    is_durable = live.request.durable and not is_offer
     request, asked, trace = live.request, live.request.sampling, live.request.trace
     submit = scheduler_pb2.Submit(
         handle=live.handle,
@@ -40,19 +43,20 @@ def submit_message(live: LiveRequest, *, has_drafts: bool = True) -> scheduler_p
         output=request.output,
         eos_token_ids=request.eos_token_ids,
         row_sampling=_row_sampling(request) if has_drafts else request.row_sampling,
-        durable=request.durable,
+        durable=is_durable,
         trace_context=trace and scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
         emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
         nonce=request.nonce,
-        resubmitted=live.submissions > 1,
+        resubmitted=is_offer or live.submissions > 1,
         num_prompt_logprobs=len(live.prompt_logprobs),
         has_constraint=asked.HasField("constraint"),
         adapter=adapter_message(request.adapter),
         front_end=request.front_end,
         cache_salt=request.cache_salt,
         kv_source=live.kv_source,
+        offer=is_offer,
     )
-    if not request.durable:
+    if not is_durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.
         submit.stopping.ClearField("stop")
     elif request.answer_format != PLAIN:

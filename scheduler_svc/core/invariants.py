@@ -27,7 +27,8 @@ def check(scheduler: Scheduler) -> None:
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
-    kept = [*scheduler.pins.held_tables(), *scheduler.leases.held_tables(), *scheduler.preparations.held_tables()]
+    keepers = (scheduler.pins, scheduler.leases, scheduler.promises, scheduler.preparations)
+    kept = [table for keeper in keepers for table in keeper.held_tables()]
     _check_pool(blocks.pool, [*tables, *kept, *blocks.retired_tables])
     _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
@@ -228,7 +229,7 @@ def _check_held(scheduler: Scheduler) -> None:
     waiting, swapped, preparations = scheduler.waiting, scheduler.swapped, scheduler.preparations
     for group in waiting.held_few(len(waiting)):
         key = group.request.key
-        if not (scheduler.batch.underway.is_known(key) or preparations.needed_by(key)):
+        if not (scheduler.batch.underway.is_known(key) or preparations.needed_by(key) or key in scheduler.promises):
             raise InvariantViolationError(f"{key} is held for nothing")
     for group in swapped.held_few(len(swapped)):
         if not preparations.needed_by(group.request.key):

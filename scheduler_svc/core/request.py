@@ -126,6 +126,9 @@ class Request:
     `traceparent` is carried to the workers as it is. `has_constraint` tells that the sampling parameters hold one,
     which workers compile. `adapter` is None for the model as it is. `cache_salt` is a
     salt's digest, empty without one.
+    An offer (`is_offer`) never runs: the request runs at another replica, and waits here in its place until there is
+    room for it, which is then kept. It comes as a request that `replaces` the offer of this handle, and
+    gets its place.
     """
 
     key: RequestKey
@@ -146,6 +149,8 @@ class Request:
     adapter: Adapter | None = None
     cache_salt: bytes = b""
     source: KvSource | None = None
+    is_offer: bool = False
+    replaces: Handle | None = None
 
     @property
     def cache_root(self) -> BlockHash:

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from scheduler_svc.core.admission import Obstacle, Room, Stop, TokenShares
+from scheduler_svc.core.admission import Obstacle, Promises, Room, Stop, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
@@ -108,6 +108,7 @@ class Scheduler:
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
         self.leases = Leases()
+        self.promises = Promises()
         self.tier = Tier()
         self.preparations = Preparations(
             self.batch.adapters, self.trials, self._make_room, compiles=config.prepares_constraints
@@ -116,7 +117,7 @@ class Scheduler:
             self._cache_log.cleared()
             self._set_cache_log(self._cache_log)
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
-        self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self._give_way)
+        self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.promises, self._give_way)
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
         self._placement = Placement(
             self.batch,
@@ -214,8 +215,10 @@ class Scheduler:
         return True
 
     def _arrive(self, request: Request, now: float) -> SequenceGroup:
-        order = self.policy.order(request, self._num_arrivals)
-        self._num_arrivals += 1
+        replaces = request.replaces
+        offer = None if replaces is None else self._end_group(RequestKey(request.key.client, replaces))
+        order = self.policy.order(request, self._num_arrivals) if offer is None else offer.order
+        self._num_arrivals += offer is None
         group = SequenceGroup.of(request, order, self.config.block_size, now)
         self._enqueue(group)
         return group
@@ -251,6 +254,7 @@ class Scheduler:
             return None
         group = queue.remove(key)
         self.preparations.ended(key)
+        self.promises.end(key, self.batch.blocks.pool)
         self._end(group.unfinished)
         return group
 
@@ -363,7 +367,7 @@ class Scheduler:
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
-        if hashes and not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=not len(self.running)):
+        if hashes and not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=self._room.is_empty):
             return None
         group.source = None
         return Arriving(source, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))
@@ -383,7 +387,14 @@ class Scheduler:
         """Frees blocks that are kept for others than requests that run, the least important first. Returns whether
         there were any."""
         pool = self.batch.blocks.pool
-        return self.leases.give_way(pool) or self.pins.give_way(pool)
+        return self.leases.give_way(pool) or self._break_promise() or self.pins.give_way(pool)
+
+    def _break_promise(self) -> bool:
+        """A request that would come from another replica has to wait again, in its place."""
+        if (key := self.promises.break_newest(self.batch.blocks.pool)) is None:
+            return False
+        self.waiting.release(key)
+        return True
 
     # Planning a step
 
@@ -400,6 +411,7 @@ class Scheduler:
             batch.blocks.reclaim()
         self.expire_pins(now)
         self.leases.expire(now, batch.blocks.pool)
+        self.promises.new.clear()
         if self.trials.are_on:
             if self.in_flight:
                 # One step at a time, so that a suspect whose step is lost is lost at the same one again.
@@ -441,7 +453,7 @@ class Scheduler:
 
     def _displace(self, now: float) -> None:
         """Preempts groups for the next one, if the policy lets it displace others; none if that is futile."""
-        if self.trials.are_on or not len(self.running) or (group := self._next()) is None:
+        if self.trials.are_on or not len(self.running) or (group := self._next()) is None or group.request.is_offer:
             return
         lacks_rows = self._room.lacks_rows(group)
         candidates = self.policy.displaced_by(group, self.running, self.batch, lacks_rows=lacks_rows)
@@ -461,7 +473,7 @@ class Scheduler:
         has_preempted = False
         while self.batch.blocks_for_decodes() > blocks.pool.num_free:
             # A group that is alone fits without the pins, as was checked when it came.
-            if blocks.reclaim() or self.leases.give_way(blocks.pool):
+            if blocks.reclaim() or self.leases.give_way(blocks.pool) or self._break_promise():
                 continue
             if len(self.running) == 1 and self.pins.give_way(blocks.pool):
                 continue
@@ -494,8 +506,13 @@ class Scheduler:
                 return Stop(Obstacle.SWAPPED_FIRST, key)
             if to_grow is None:
                 to_grow = self._room.to_grow()
-            if not self._room.fits(group, to_grow):
+            is_offer = group.request.is_offer
+            if not (self._room.fits_for_long(group) if is_offer else self._room.fits(group, to_grow)):
                 return Stop(Obstacle.ROWS if self._room.lacks_rows(group) else Obstacle.BLOCKS, key)
+            if is_offer:
+                self._room.promise(group)
+                self.waiting.hold(key)
+                continue
             growth = self._room.growth_of(group)
             self._start(group, now)
             # The blocks that one sequence needs are known; several sequences may share blocks.

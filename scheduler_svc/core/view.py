@@ -297,9 +297,9 @@ def waiting(scheduler: Scheduler, count: int) -> list[Waiting]:
 
 def _why_held(scheduler: Scheduler, request: Request) -> Obstacle:
     need = scheduler.preparations.needed_by(request.key)
-    if need is None:
+    if need is None and not request.is_offer:
         return Obstacle.SHARED_PREFIX
-    if isinstance(need, MovedBlocks):
+    if need is None or isinstance(need, MovedBlocks):
         return Obstacle.MOVED_BLOCKS
     return Obstacle.CONSTRAINT if isinstance(need, Constraint) else Obstacle.ADAPTER
 

@@ -101,6 +101,8 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
         adapter_digest=_digest_of(request.adapter),
         cache_salt=request.cache_salt,
         has_kv_source=request.source is not None,
+        is_offer=request.is_offer,
+        replaced_handle=request.replaces,
     )
     if request.has_constraint:
         key = b"" if hider is None else hider.key
@@ -138,6 +140,8 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         adapter=adapter_of(submit.adapter_digest),
         cache_salt=submit.cache_salt,
         source=KvSource() if submit.has_kv_source else None,
+        is_offer=submit.is_offer,
+        replaces=Handle(submit.replaced_handle) if submit.HasField("replaced_handle") else None,
     )
 
 

@@ -108,6 +108,7 @@ def request_from_submit(
         adapter=adapter_from(submit.adapter) if submit.HasField("adapter") else None,
         cache_salt=_salt_from(submit),
         source=_source_from(submit.kv_source, kv_source or KvSource()),
+        is_offer=submit.offer,
     )
 
 
@@ -202,6 +203,7 @@ def welcome_message(
             takes_cache_salts=True,
             role=role.message,
             kv_namespace=kv_namespace,
+            takes_offers=True,
         )
     )
 
@@ -210,7 +212,12 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
     """The events that are sent together, as at most one message of each kind."""
     if (readiness := outgoing.readiness) is not None:
         loading = None if readiness.loading is None else readiness.loading.message()
-        state = scheduler_pb2.ReplicaState(ready=readiness.is_ready, loading=loading, draining=readiness.is_draining)
+        state = scheduler_pb2.ReplicaState(
+            ready=readiness.is_ready,
+            loading=loading,
+            draining=readiness.is_draining,
+            leave_after_ms=round(readiness.leave_after_s * 1e3),
+        )
         yield scheduler_pb2.ConnectResponse(state=state)
     if (cache := outgoing.cache) is not None:
         update = scheduler_pb2.CacheUpdate(
@@ -259,6 +266,7 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     for handle, source in outgoing.moved:
         has_source = bool(source.lease)
         message.moved.add(handle=handle, source=source_message(source) if has_source else None)
+    message.has_room.extend(outgoing.has_room)
     return scheduler_pb2.ConnectResponse(events=message)
 
 

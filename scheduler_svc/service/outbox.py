@@ -332,11 +332,12 @@ class Replay:
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether a replica is one to send requests to, and how far its workers are with loading their model. One that
-    drains never is again."""
+    drains never is again, and its requests leave after a time even where they have to wait for room."""
 
     is_ready: bool
     loading: LoadProgress | None
     is_draining: bool = False
+    leave_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +356,8 @@ class CacheUpdate:
 @dataclass(slots=True)
 class Outgoing:
     """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
-    submissions, what aborted requests have cost, which requests went on elsewhere, and whether the replica is ready and
-    what it has cached, where that has changed. `size` is counted as in MAX_SIZE."""
+    submissions, what aborted requests have cost, which requests went on elsewhere, which offers there is room for, and
+    whether the replica is ready and what it has cached, where that has changed. `size` is counted as in MAX_SIZE."""
 
     step_id: int = 0
     batches: list[ClientEvents] = field(default_factory=list)
@@ -364,13 +365,15 @@ class Outgoing:
     refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
     aborted: list[tuple[Handle, Usage | None]] = field(default_factory=list)
     moved: list[tuple[Handle, KvSource]] = field(default_factory=list)
+    has_room: list[Handle] = field(default_factory=list)
     readiness: Readiness | None = None
     cache: CacheUpdate | None = None
     size: int = 0
 
     @property
     def has_events(self) -> bool:
-        return bool(self.batches or self.prompt_logprobs or self.refusals or self.aborted or self.moved)
+        ended = self.refusals or self.aborted or self.moved
+        return bool(self.batches or self.prompt_logprobs or ended or self.has_room)
 
     @property
     def ended(self) -> Iterator[Handle]:
@@ -438,9 +441,13 @@ class Outbox:
         """A request goes on elsewhere, and its blocks can be fetched there. To be put after all of its events."""
         self._make_room(1).moved.append((handle, source))
 
-    def put_readiness(self, is_ready: bool, loading: LoadProgress | None = None, *, is_draining: bool = False) -> None:
+    def put_has_room(self, handle: Handle) -> None:
+        """There is room for an offer."""
+        self._make_room(1).has_room.append(handle)
+
+    def put_readiness(self, readiness: Readiness) -> None:
         """Says whether this replica is one to send requests to, and how far its workers are loaded."""
-        self._readiness = Readiness(is_ready, loading, is_draining)
+        self._readiness = readiness
         self._wake.set()
 
     def put_cache(self, update: CacheUpdate, snapshot: Callable[[], CacheUpdate]) -> None:

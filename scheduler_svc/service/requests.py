@@ -16,7 +16,6 @@ from itertools import chain, count
 from typing import Protocol
 
 from quire.failpoint import failpoint
-from quire.progress import LoadProgress
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, Unavailable
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
@@ -27,6 +26,7 @@ from scheduler_svc.service.outbox import (
     History,
     Outbox,
     PromptLogprobs,
+    Readiness,
     Replay,
     SequenceProgress,
     add_end,
@@ -42,6 +42,9 @@ GATEWAYS = ClientId(0)
 
 MAX_CANCELLED = 1024
 """How many cancelled requests are remembered."""
+
+KEPT_ROOM_S = 5.0
+"""How long room is kept for a request that still runs at another replica."""
 
 MAX_UNDELIVERED = 2_000_000
 """How many tokens and log probabilities are kept of plain requests that ended without a reader."""
@@ -99,6 +102,8 @@ class OwnedRequest:
     durable: Durable | None
     end_of_prompt_logprobs: int
     """The first position of the prompt whose log probability has yet to come."""
+    is_offer: bool = False
+    """Whether it only waits for room here, and goes on by another submission."""
     comes_in_parts: bool = False
     """Whether a reader that comes later may get the output in parts. It needs all at once of a request that selects
     among its sequences at the end, and log probabilities of the prompt before all else."""
@@ -218,6 +223,8 @@ class Requests:
         if not self._connections:
             self._none_connected.set()
         connection.outbox.close()
+        for offer in [owned for owned in connection.reads.values() if owned.is_offer]:
+            self.forget(offer)
         reads = dict(connection.reads)
         for owned in reads.values():
             self._set_reader(owned, None)
@@ -244,10 +251,10 @@ class Requests:
                 if owned is not None and owned.is_over and owned.durable is None:
                     self.forget(owned)
 
-    def report_readiness(self, is_ready: bool, loading: LoadProgress | None, *, is_draining: bool = False) -> None:
+    def report_readiness(self, readiness: Readiness) -> None:
         """Says to every gateway whether this replica is one to send requests to, and how far its workers are loaded."""
         for connection in self._connections.values():
-            connection.outbox.put_readiness(is_ready, loading, is_draining=is_draining)
+            connection.outbox.put_readiness(readiness)
 
     async def end_once_unread(self) -> None:
         """For a scheduler that drains, where no gateway can connect any more: once none is connected, nobody will ever
@@ -279,6 +286,7 @@ class Requests:
             retention_s=self.durable_grace_s,
             durable=durable,
             end_of_prompt_logprobs=request.sampling.prompt_logprobs_start,
+            is_offer=request.is_offer,
             comes_in_parts=not request.selects and request.sampling.prompt_logprobs is None,
         )
         request = replace(request, key=owned.key)
@@ -316,6 +324,23 @@ class Requests:
             return False
         self.attach(owned, reader, held)
         return True
+
+    def keep_room(self, key: RequestKey) -> None:
+        """There is room for an offer: its reader is told, and has `KEPT_ROOM_S` to send the request."""
+        if (offer := self._by_handle.get(key.handle)) is not None and offer.reader is not None:
+            offer.reader.connection.outbox.put_has_room(offer.reader.handle)
+            offer.stop_timer()
+            offer.expiry = self._call_later(KEPT_ROOM_S, lambda: self.forget(offer))
+
+    def replace_offer(self, reader: Reader) -> OwnedRequest | None:
+        """The reader sends the request that it offered. Forgets the offer, which the core still has, and returns it;
+        None where there is none."""
+        offer = reader.request
+        if offer is None or not offer.is_offer:
+            return None
+        offer.is_over = True
+        self.forget(offer)
+        return offer
 
     def find(self, tenant: str, request_id: str) -> OwnedRequest:
         """A durable request. Raises NotFound, also where it is another tenant's."""

@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc.aio
 
@@ -23,7 +24,7 @@ from quire.rpc.errors import (
     invalid_field,
 )
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_svc.core.request import Handle
+from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.service.cache_digest import CacheDigest
 from scheduler_svc.service.gateway_messages import (
     adapter_from,
@@ -68,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             yield self._welcome()
             if not self._loop.is_ready:
-                connection.outbox.put_readiness(False, self._loop.loading, is_draining=self._loop.is_draining)
+                connection.outbox.put_readiness(self._loop.readiness)
             if hello.wants_cache_updates:
                 self._cache.add(connection.outbox)
             while (outgoing := await connection.outbox.take()) is not None:
@@ -315,20 +316,35 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_num_seqs=scheduler.config.max_num_seqs,
             kv_source=self._loop.kv_source,
         )
-        if submit.resubmitted:
+        offer = self._requests.replace_offer(reader)
+        try:
+            if offer is None and self._resubmit(submit, request, reader):
+                return
+            self._check_not_draining()
+            self._enter(submit, request if offer is None else replace(request, replaces=offer.key.handle), reader)
+        finally:
+            if offer is not None:
+                # Unless the request has its place by now.
+                self._loop.abort(offer.key)
+
+    def _resubmit(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> bool:
+        """Hands a request that is known to its reader. Returns whether it is."""
+        if submit.resubmitted and not submit.offer:
             held = Held.of(request, submit.num_prompt_logprobs)
             if self._requests.resubmit(request, submit.nonce, reader, held):
                 for index in held.ended:
                     # A stop string ended it, and the Abort that said so may be lost.
                     abort = scheduler_pb2.Abort(handle=reader.handle, sequence_index=index, wants_usage=True)
                     self._abort(abort, reader)
-                return
-        self._check_not_draining()
+                return True
+        return False
+
+    def _enter(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> None:
         description = submit.SerializeToString() if _can_be_replayed(submit) else None
         request = self._requests.admit(request, submit.nonce, reader, description)
         failpoint("scheduler.submit.before_queue")
         try:
-            self._loop.submit(request, trace_context_of(submit))
+            self._loop.submit(request, None if submit.offer else trace_context_of(submit))
         except Exception:
             if (owned := reader.request) is not None:
                 self._requests.forget(owned)

@@ -33,7 +33,7 @@ from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.metrics import SchedulerMetrics
-from scheduler_svc.service.outbox import SequenceProgress
+from scheduler_svc.service.outbox import Readiness, SequenceProgress
 from scheduler_svc.service.pin_calls import PinCalls
 from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
 from scheduler_svc.service.requests import GATEWAYS, Requests
@@ -78,6 +78,8 @@ _RELEASE_TIMEOUT_S = 30.0
 _WAKE_TIMEOUT_S, _LOAD_TIMEOUT_S = 30.0, 600.0
 _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
+# Of the time of a drain, the part in which requests leave only where there is room for them.
+_LEAVING, _MIN_LEAVING_S = 0.5, 0.001
 
 
 class Sleep:
@@ -149,6 +151,7 @@ class StepLoop:
         self.is_attached = False
         self.loading: LoadProgress | None = None
         self.is_draining = False
+        self._leave_after_s = 0.0
         self.kv_source = KvSource()
         self.role = ReplicaRole(settings.role)
         self.epoch = epoch_of_start(clock.unix_s())
@@ -196,6 +199,11 @@ class StepLoop:
     def is_ready(self) -> bool:
         """Whether this replica is one to send requests to."""
         return self.is_attached and not self.is_draining
+
+    @property
+    def readiness(self) -> Readiness:
+        """What gateways are told."""
+        return Readiness(self.is_ready, self.loading, self.is_draining, self._leave_after_s)
 
     @property
     def is_asleep(self) -> bool:
@@ -306,6 +314,7 @@ class StepLoop:
         Returns how many are live at the timeout; None waits without limit.
         """
         self._sleep.end()
+        self._leave_after_s = 0.0 if timeout_s is None else max(_LEAVING * timeout_s, _MIN_LEAVING_S)
         self._set_ready(is_draining=True)
         failpoint("scheduler.drain.begun")
         try:
@@ -428,6 +437,8 @@ class StepLoop:
                 await self._send_offers(link)
                 started = clock.monotonic()
                 plan = scheduler.schedule(started)
+                for key in scheduler.promises.new:
+                    self._requests.keep_room(key)
                 if plan is None:
                     break
                 planned = clock.monotonic()
@@ -708,7 +719,7 @@ class StepLoop:
     def _set_loading(self, loading: LoadProgress | None) -> None:
         if loading != self.loading:
             self.loading = loading
-            self._requests.report_readiness(self.is_ready, loading, is_draining=self.is_draining)
+            self._requests.report_readiness(self.readiness)
 
     def _now(self) -> ReplicaNow:
         return ReplicaNow(
@@ -728,14 +739,15 @@ class StepLoop:
             self._sleep.note_attached(is_attached)
         self.is_draining = self.is_draining or is_draining
         if self.is_ready != was_ready or is_draining:
-            self._requests.report_readiness(self.is_ready, self.loading, is_draining=self.is_draining)
+            self._requests.report_readiness(self.readiness)
             self._report_readiness(self.is_ready)
 
     def _note_aborted(self, group: SequenceGroup | None) -> None:
         """A request was ended from outside; None where it still has other sequences. What it held is free."""
-        if group is not None:
-            self._metrics.aborted(group, clock.monotonic())
-        self._note_ended(0 if group is None else 1)
+        ended = None if group is None or group.request.is_offer else group
+        if ended is not None:
+            self._metrics.aborted(ended, clock.monotonic())
+        self._note_ended(0 if ended is None else 1)
         self._wake.set()
 
     def _note_pins(self) -> None:

@@ -640,7 +640,10 @@ class CheckedScheduler(Scheduler):
         if self._fairness is not None:
             self._fairness.arrives(group.request)
         by_priority = self.config.policy is PolicyKind.PRIORITY
-        self._place_of[group.request.key] = (-group.request.priority if by_priority else 0, next(self._arrivals))
+        place = -group.request.priority if by_priority else 0, next(self._arrivals)
+        if (replaced := group.request.replaces) is not None:
+            place = self._place_of.get(RequestKey(group.request.key.client, replaced), place)
+        self._place_of[group.request.key] = place
         super()._enqueue(group)
 
     def _preempt(self, group: SequenceGroup, now: float) -> None:

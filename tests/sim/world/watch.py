@@ -20,7 +20,6 @@ from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
-from quire.progress import LoadProgress
 from quire.rpc.errors import FailedPrecondition
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -28,6 +27,7 @@ from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.service import step_loop
+from scheduler_svc.service.outbox import Readiness
 from scheduler_svc.service.requests import OwnedRequest, Requests
 from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.sim.world.network import Network
@@ -137,9 +137,9 @@ class CheckedRequests(Requests):
     is_ready = False
     """Whether gateways were told that it runs steps."""
 
-    def report_readiness(self, is_ready: bool, loading: LoadProgress | None, *, is_draining: bool = False) -> None:
-        self.is_ready = is_ready
-        super().report_readiness(is_ready, loading, is_draining=is_draining)
+    def report_readiness(self, readiness: Readiness) -> None:
+        self.is_ready = readiness.is_ready
+        super().report_readiness(readiness)
 
     def check(self) -> None:
         """Raises RequestsViolationError."""
@@ -148,7 +148,7 @@ class CheckedRequests(Requests):
             reader, is_timed = owned.reader, owned.reader is None or (owned.durable is not None and owned.is_over)
             _demand(owned in self._by_id[owned.tenant, owned.request_id], "is not found by its id", owned)
             _demand((handle in self._kept) == owned.keeps_events, "is kept, or is not", owned)
-            _demand((owned.expiry is not None) == is_timed, "has a timer, or has none", owned)
+            _demand(owned.is_offer or (owned.expiry is not None) == is_timed, "has a timer, or has none", owned)
             if reader is None:
                 _demand(handle not in self._readers, "is told to a reader that left", owned)
             else:

@@ -49,14 +49,22 @@ class Scheduler:
         self.address = address
         self.is_connected = self.is_ready = True
         self.is_draining = False
+        self.leave_after_s = 0.0
         self.welcome = SimpleNamespace(
-            block_size=4, scheduler_epoch=7, durable_grace_s=60.0, role=ReplicaRole.BOTH, kv_namespace="one"
+            block_size=4,
+            scheduler_epoch=7,
+            durable_grace_s=60.0,
+            role=ReplicaRole.BOTH,
+            kv_namespace="one",
+            takes_offers=False,
         )
         self.model = UNKNOWN_MODEL
         self.cached = None
         self.num_deaths = 0
         self.submitted: list[int] = []
         self.released: list[int] = []
+        self.offered: list[int] = []
+        self.aborted: list[int] = []
         self.has: dict[int, LiveRequest] = {}
         self._replicas = replicas
         self._serve = serve
@@ -66,7 +74,11 @@ class Scheduler:
         self.has[live.handle] = live
         asyncio.get_running_loop().call_soon(self._serve, self, live)
 
+    def offer(self, live: LiveRequest) -> None:
+        self.offered.append(live.handle)
+
     def abort(self, handle: int, *_: object, **__: object) -> None:
+        self.aborted.append(handle)
         self.has.pop(handle, None)
 
     def release(self, handle: int) -> None:
@@ -75,6 +87,10 @@ class Scheduler:
     def tell(self, **happened: Any) -> None:
         fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
         self._replicas.on_events(cast(SchedulerLink, self), EventBatch(**fields))
+
+    def drain(self, leave_after_s: float = 0.0) -> None:
+        self.is_ready, self.is_draining, self.leave_after_s = False, True, leave_after_s
+        self._replicas.on_readiness(cast(SchedulerLink, self))
 
     def lose_stream(self) -> None:
         self.is_connected = False
@@ -150,6 +166,86 @@ async def test_a_request_leaves_prefill_with_its_first_token_or_for_the_next_pro
     decode.welcome.kv_namespace = "other"
     begin(prefill, third)
     assert prefill.released == [first.handle, second.handle]
+
+
+def running_at(cluster: Cluster, first: Scheduler, num_tokens: int = 1) -> LiveRequest:
+    """A stream that the first scheduler runs, where all others take offers."""
+    for other in cluster.schedulers:
+        other.welcome.takes_offers = True
+        other.is_ready = other is first
+    live = cluster.place("story", max_tokens=1000)
+    first.tell(runs=[TokenRun(live.handle, 0, 0, [7] * num_tokens)])
+    for other in cluster.schedulers:
+        other.is_ready = True
+    return live
+
+
+async def test_a_stream_runs_on_until_another_replica_has_room_for_it():
+    cluster = Cluster(2, lambda *_: None)
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
+    first.drain()
+    assert (first.released, other.offered) == ([], [live.handle])
+    # It takes more blocks by now than it was offered with.
+    first.tell(runs=[TokenRun(live.handle, 0, 1, [7] * 5)])
+    other.tell(has_room=[live.handle])
+    assert (first.released, other.offered) == ([], [live.handle] * 2)
+    other.tell(has_room=[live.handle])
+    assert (first.released, other.submitted) == ([live.handle], [])
+    first.tell(moved=[RequestMoved(live.handle, None)])
+    assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
+    # A late one changes nothing.
+    other.tell(has_room=[live.handle])
+    assert (first.released, other.aborted) == ([live.handle], [])
+    cluster.replicas.release(live)
+
+
+async def test_all_replicas_are_asked_after_a_while_and_the_first_with_room_gets_it(monkeypatch):
+    monkeypatch.setattr("gateway.replicas.offers._FIRST_LOOK_S", 0.001)
+    cluster = Cluster(3, lambda *_: None)
+    first, *others = cluster.schedulers
+    live = running_at(cluster, first)
+    first.drain()
+    assert sum(len(each.offered) for each in others) == 1
+    await until_true(lambda: all(each.offered == [live.handle] for each in others))
+    slow, fast = others
+    fast.tell(has_room=[live.handle])
+    assert (slow.aborted, fast.aborted, first.released) == ([live.handle], [], [live.handle])
+    # What keeps room is lost: it goes to another one.
+    fast.lose_stream()
+    first.tell(moved=[RequestMoved(live.handle, None)])
+    assert live.replica == slow.address
+    cluster.replicas.release(live)
+
+
+async def test_a_stream_leaves_a_replica_that_drains_in_the_end_and_one_that_is_over_is_withdrawn(monkeypatch):
+    monkeypatch.setattr("gateway.replicas.offers._FIRST_LOOK_S", 0.001)
+    cluster = Cluster(2, lambda *_: None)
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
+    first.drain(leave_after_s=0.01)
+    await until_true(lambda: first.released)
+    first.tell(moved=[RequestMoved(live.handle, None)])
+    # Its place in the queue is the one of the offer.
+    assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
+    cluster.replicas.release(live)
+    assert other.aborted == [live.handle]
+    cluster = Cluster(2, lambda *_: None)
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
+    first.drain()
+    cluster.replicas.release(live)
+    assert other.aborted == first.aborted == [live.handle]
+
+
+async def test_a_replica_that_knows_no_offers_is_not_asked():
+    cluster = Cluster(2, lambda *_: None)
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
+    other.welcome.takes_offers = False
+    first.drain()
+    assert (first.released, other.offered) == ([live.handle], [])
+    cluster.replicas.release(live)
 
 
 async def test_hints_of_length_move_load_as_far_as_max_tokens_and_until_the_tokens_came():

@@ -274,3 +274,73 @@ def test_a_block_is_on_disk_once_all_ranks_have_their_part() -> None:
     assert common.change(1, [8], [a]) == ([0, 1], [a])
     assert common.change(0, [2, 5], []) == ([2], [])
     assert common.change(0, [6], [b]) == ([6], [b])
+
+
+def offer(request: Request) -> Request:
+    """The same while it still runs at the other replica."""
+    return replace(request, source=None, is_offer=True)
+
+
+def test_an_offer_gets_room_in_its_turn_which_is_kept_until_the_request_comes() -> None:
+    driver = Driver(make_config(num_blocks=12))
+    running(driver, first := make_request(1, prompt_len=17, max_tokens=8))
+    asked, other = moved(2), make_request(3, prompt_len=17, max_tokens=4)
+    driver.submit(offer(asked))
+    assert driver.plan() is not None
+    assert driver.scheduler.promises.new == [asked.key]
+    assert used(driver) == 5 + 4
+    driver.submit(other)
+    driver.deliver()
+    run(driver)
+    # The request behind it may not take what is kept, but what `first` has left.
+    assert driver.finished == {1, 3}
+    assert (driver.scheduler.promises.new, driver.scheduler.num_live) == ([], 1)
+    order = driver.scheduler.waiting.get(asked.key).order
+    driver.submit(come := replace(moved(4), replaces=asked.key.handle))
+    assert driver.scheduler.waiting.get(come.key).order == order
+    (preparation,) = told(driver)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    run(driver)
+    assert driver.outputs[4] == expected_output(come)
+    assert (first.max_tokens, used(driver)) == (8, 0)
+
+
+def test_an_offer_waits_while_the_pool_is_full_and_those_behind_it_wait_for_it() -> None:
+    driver = Driver(make_config(num_blocks=8))
+    running(driver, make_request(1, prompt_len=17, max_tokens=8))
+    driver.submit(offer(asked := moved(2)))
+    driver.submit(make_request(3, prompt_len=5, max_tokens=2))
+    driver.plan()
+    assert not len(driver.scheduler.promises)
+    assert len(driver.scheduler.running) == 1
+    driver.deliver()
+    while not driver.scheduler.promises.new:
+        driver.plan()
+        driver.deliver()
+    assert driver.finished == {1}
+    driver.scheduler.abort(asked.key)
+    run(driver)
+    assert (driver.finished, used(driver)) == ({1, 3}, 0)
+
+
+def test_a_promise_is_broken_before_a_request_is_preempted_and_made_again() -> None:
+    driver = Driver(make_config(num_blocks=10, max_num_seqs=4))
+    first, second = (make_request(number, prompt_len=9, max_tokens=12) for number in (1, 2))
+    running(driver, first, 1)
+    driver.submit(offer(asked := moved(3)))
+    driver.plan()
+    assert asked.key in driver.scheduler.promises
+    driver.deliver()
+    driver.submit(second)
+    num_broken = 0
+    while driver.plan() is not None or driver.results:
+        num_broken += asked.key not in driver.scheduler.promises
+        driver.deliver()
+    assert num_broken
+    assert driver.finished == {1, 2}
+    assert driver.scheduler.num_preemptions == 0
+    assert asked.key in driver.scheduler.promises
+    driver.crash()
+    assert asked.key not in driver.scheduler.promises
+    driver.plan()
+    assert asked.key in driver.scheduler.promises

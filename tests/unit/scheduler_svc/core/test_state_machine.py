@@ -1,5 +1,5 @@
 """The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, constraints that the worker
-compiles or that fail, refused and deadly steps, losses of the worker, and workers that come back with another pool,
+compiles or that fail, offers of requests that run elsewhere, refused and deadly steps, losses of the worker, and workers that come back with another pool,
 against what each request must get. Invariants are checked after every rule, and the log of the prefix cache against its
 content."""
 
@@ -30,6 +30,8 @@ from tests.support.core_driver import CLIENT, Driver, continued, expected_output
 
 ADAPTERS = st.sampled_from([b"", b"", b"\x01", b"\x02", b"\x03", b"\x04"])
 CONSTRAINTS = st.sampled_from([b"", b"", b"a", b"b", b"c", b"d"])
+
+_FIRST_OFFER = 1000
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -66,6 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.aborted: set[int] = set()
         self.killed: set[int] = set()
+        self.offers: list[Request] = []
+        """Of requests that run at another replica, and may come."""
         self.losses: dict[int, tuple[int, int]] = {}
         """The tokens that a request had at the last loss with a step of it in flight, and how many in a row it was."""
 
@@ -110,6 +114,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         beam = BeamParameters(width, length_penalty, early_stopping)
         self._submit(make_request(handle, prompt=self._prompt(handle, prompt_len, shared), beam=beam, **fields))
 
+    @rule(prompt_len=st.integers(1, 30), shared=st.integers(0, 30), num_sequences=st.sampled_from([1, 1, 2]))
+    def offer(self, prompt_len, shared, num_sequences):
+        handle = _FIRST_OFFER + len(self.offers)
+        request = make_request(handle, prompt=self._prompt(handle, prompt_len, shared), num_sequences=num_sequences)
+        if self._fits(request):
+            self.offers.append(replace(request, is_offer=True, accepted_before=True))
+            self.driver.submit(self.offers[-1])
+
+    @precondition(lambda self: self.offers)
+    @rule(data=st.data(), is_broken=st.booleans(), max_tokens=st.integers(1, 20))
+    def come(self, data, is_broken, max_tokens):
+        """What was offered comes, or what is kept for it is given back."""
+        offer = data.draw(st.sampled_from(self.offers))
+        if is_broken:
+            self.driver.scheduler.abort(offer.key)
+            return
+        handle = len(self.requests) + len(self.aborted)
+        request = make_request(handle, prompt=list(offer.prompt), max_tokens=max_tokens)
+        self._submit(replace(request, replaces=offer.key.handle, accepted_before=True))
+
     def _prompt(self, handle, prompt_len, shared):
         return [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)
 
@@ -144,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _live(self):
         """Handles of all requests that are not over."""
         keys = [group.request.key for group in self.driver.scheduler.groups()]
-        return {key.handle for key in keys if key.client == CLIENT}
+        return {key.handle for key in keys if key.client == CLIENT and key.handle < _FIRST_OFFER}
 
     @rule()
     def step(self):
@@ -320,6 +344,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.crash(config=config)
         self.mirror.watch(self.driver.scheduler)
         for handle in self.driver.failed - before:
+            if handle >= _FIRST_OFFER:
+                continue
             was_lost_for = self.losses.get(handle, (0, 0))[1] >= LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
             assert was_lost_for or not self._fits(self.requests[handle])
             self.killed.add(handle)
@@ -382,6 +408,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patch.undo()
 
     def _run_to_the_end(self):
+        for offer in self.offers:
+            self.driver.scheduler.abort(offer.key)
         self.driver.unloadable.clear()
         self.driver.run_until_idle()
         self.mirror.check()
@@ -390,7 +418,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.driver.samples[handle, index] == expected
         driver = self.driver
         faults = {*driver.poisoned, *driver.deadly, *driver.failing, *driver.refusing}
-        assert driver.failed <= faults | self.killed
+        assert {each for each in driver.failed if each < _FIRST_OFFER} <= faults | self.killed
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
         assert scheduler.batch.blocks.pool.num_used == scheduler.pins.num_pinned

@@ -1,0 +1,137 @@
+"""Requests that are to go on at another replica: each runs where it is until another one has room for it.
+
+An offer is a submission that only waits: it has its turn in the queue of the other replica, which then keeps the room
+and says so. Only then is the request released where it runs, so that it does not wait with its stream paused. The
+replica that is chosen first is asked first, and after a while all others are, too. A request that has to leave, since
+its replica drains, leaves in the end wherever it goes.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gateway.replicas.link import SchedulerLink
+from gateway.replicas.live import LiveRequest
+
+_FIRST_LOOK_S, _NEXT_LOOK_S = 0.1, 1.0
+_KEPT_S = 5.0
+"""After so long without an answer of its replica, a request that was released is offered anew."""
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """`asked` are the replicas that were asked, with the number of tokens that they know of; `taker` is the one that
+    keeps room, and has since `taken_at`."""
+
+    live: LiveRequest
+    source: str
+    leaves_at: float | None
+    asked: dict[str, int] = field(default_factory=dict[str, int])
+    taker: str | None = None
+    taken_at: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+class Offers:
+    """The offers of all requests. At most one a request."""
+
+    def __init__(
+        self,
+        links: Mapping[str, SchedulerLink],
+        takers: Callable[[LiveRequest, SchedulerLink], Mapping[str, SchedulerLink]],
+        choose: Callable[[LiveRequest, Mapping[str, SchedulerLink]], str],
+    ) -> None:
+        """`takers` gives the replicas that a request may go to now from where it is, `choose` the best of them."""
+        self._links = links
+        self._takers = takers
+        self._choose = choose
+        self._open: dict[int, _Offer] = {}
+
+    def open(self, live: LiveRequest, source: SchedulerLink, leave_after_s: float | None = None) -> None:
+        """The request is to leave the replica that runs it, for one of those that may take it: once that has room, or
+        after a time in any case."""
+        offer = self._open.get(live.handle)
+        leaves_at = None if leave_after_s is None else asyncio.get_running_loop().time() + leave_after_s
+        if offer is None:
+            offer = self._open[live.handle] = _Offer(live, source.address, leaves_at)
+            takers = self._takers(live, source)
+            self._ask(offer, [takers[self._choose(live, takers)]])
+            self._look_later(offer, _FIRST_LOOK_S)
+        elif leaves_at is not None and (offer.leaves_at is None or leaves_at < offer.leaves_at):
+            offer.leaves_at = leaves_at
+            self._look_later(offer, _FIRST_LOOK_S)
+
+    def has_room(self, link: SchedulerLink, handle: int) -> None:
+        """A replica keeps room for a request that was offered to it."""
+        offer = self._open.get(handle)
+        if offer is None or link.address not in offer.asked or link.welcome is None:
+            return
+        if offer.taker not in (None, link.address):
+            self._withdraw(offer, link.address)
+        elif offer.live.num_generated_tokens - offer.asked[link.address] > link.welcome.block_size:
+            # It takes more room by now.
+            self._ask(offer, [link])
+        else:
+            offer.taker, offer.taken_at = link.address, asyncio.get_running_loop().time()
+            for address in offer.asked.keys() - {link.address}:
+                self._withdraw(offer, address)
+            self._release(offer)
+
+    def taker(self, live: LiveRequest) -> str | None:
+        """The replica that keeps room for a request, or that would be next; None where no replica was asked."""
+        offer = self._open.get(live.handle)
+        return None if offer is None else offer.taker or next(iter(offer.asked), None)
+
+    def close(self, live: LiveRequest, taken_by: str | None = None) -> None:
+        """The request is over, or was submitted to a replica. Idempotent."""
+        if (offer := self._open.pop(live.handle, None)) is not None:
+            if offer.timer is not None:
+                offer.timer.cancel()
+            for address in offer.asked.keys() - {taken_by}:
+                self._withdraw(offer, address)
+
+    def lost(self, address: str) -> None:
+        """A replica has no offers any more, or is to have none."""
+        for offer in self._open.values():
+            if address in offer.asked:
+                self._withdraw(offer, address)
+
+    def _ask(self, offer: _Offer, links: Sequence[SchedulerLink]) -> None:
+        for link in links:
+            if link.welcome is not None and not link.welcome.takes_offers:
+                # Its release cannot say.
+                self._release(offer)
+            else:
+                offer.asked[link.address] = offer.live.num_generated_tokens
+                link.offer(offer.live)
+
+    def _withdraw(self, offer: _Offer, address: str) -> None:
+        del offer.asked[address]
+        if offer.taker == address:
+            offer.taker = None
+        if (link := self._links.get(address)) is not None:
+            link.abort(offer.live.handle)
+
+    def _release(self, offer: _Offer) -> None:
+        source = self._links.get(offer.source)
+        if source is not None and source.is_connected:
+            source.release(offer.live.handle)
+
+    def _look_later(self, offer: _Offer, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if offer.timer is not None:
+            offer.timer.cancel()
+        if offer.leaves_at is not None:
+            delay_s = min(delay_s, max(offer.leaves_at - loop.time(), _FIRST_LOOK_S))
+        offer.timer = loop.call_later(delay_s, self._look, offer)
+
+    def _look(self, offer: _Offer) -> None:
+        now, source = asyncio.get_running_loop().time(), self._links.get(offer.source)
+        if offer.taker is not None and now - offer.taken_at > _KEPT_S:
+            self._withdraw(offer, offer.taker)
+        if source is not None and offer.taker is None:
+            takers = self._takers(offer.live, source)
+            self._ask(offer, [link for address, link in takers.items() if address not in offer.asked])
+            if takers and offer.leaves_at is not None and now >= offer.leaves_at:
+                self._release(offer)
+        self._look_later(offer, _NEXT_LOOK_S)
