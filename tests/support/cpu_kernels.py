@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from kernels.backends import Implementation
 from kernels.cpu import library
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
+from tests.support.emulated_amx import EMULATED_AMX, emulated_library
 from tests.support.pairwise import pairwise
 
 # A build with sanitizers, and the runtime for its threads (tests/sanitizers/run.sh).
@@ -26,9 +28,11 @@ if "QUIRE_TEST_OPEN_MP" in os.environ:
 
 def _isas() -> tuple[str, ...]:
     try:
-        return available_isas()
+        built = available_isas()
     except LibraryUnavailableError:  # Installed without a compiler: the reference is all there is to test.
         return ()
+    can_build = "QUIRE_TEST_CPU_LIBRARY" not in os.environ and shutil.which("cmake") and shutil.which("c++")
+    return (*built, EMULATED_AMX) if can_build else built
 
 
 ISAS = _isas()
@@ -54,7 +58,9 @@ def parametrize_pairwise(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorat
 
 @functools.cache
 def make_implementation(name: str) -> Implementation:
-    return reference if name == "reference" else CpuKernels(Library(isa=name))
+    if name == "reference":
+        return reference
+    return CpuKernels(Library(emulated_library() if name == EMULATED_AMX else None, name))
 
 
 @contextmanager
