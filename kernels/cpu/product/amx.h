@@ -11,29 +11,29 @@ constexpr int64_t kPrefetchDistance = kIsExpanded<Kind> ? 1 << 12 : 1 << 13;
 template <class Kind>
 constexpr int kWeightCache = kIsExpanded<Kind> ? kSecondCache : kFirstCache;
 
+// Cache lines that hold a half of a block.
+template <class Kind>
+constexpr int64_t kLinesOfHalf = (block_bytes<Kind>() / 2 + kCacheLine - 1) / kCacheLine;
+
 // Bytes of a block as it is multiplied.
 constexpr int64_t kMultipliedBytes = kPanel * kWordsOfBlock * kBytesOfWord;
 
-// Adds the products of the lines in tile 4, and with kTwo in 5, with the columns in 6 and 7. The numbers of tiles must
-// be literals: they are part of the instructions.
-template <class X, bool kTwo>
-inline void multiply_loaded() {
-  if constexpr (std::is_same_v<X, int8_t>) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    if constexpr (kTwo) {
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
-    }
-  } else if constexpr (std::is_same_v<X, BF16>) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kTwo) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+// Tokens in a multiple of so many groups, each of which has `lines` lines of a tile. Where tokens do not divide evenly,
+// the last groups have some of those before them too, whose sums get the same bits.
+struct Groups {
+  Groups(int64_t begin, int64_t end, int64_t multiple)
+      : begin(begin),
+        end(end),
+        count(padded(end - begin, multiple * kTile) / kTile),
+        lines((end - begin + count - 1) / count) {}
+
+  int64_t first_of(int64_t group) const {
+    const int64_t first = begin + group * lines;
+    return first + lines < end ? first : end - lines;
   }
-}
+
+  const int64_t begin, end, count, lines;
+};
 
 // Some blocks of a panel, and the memory to prefetch meanwhile: `lines` cache lines with each block, from `ahead` on,
 // which moves by `step` bytes.
@@ -46,54 +46,54 @@ struct Stretch {
   int64_t step;
 };
 
-template <bool kTwo, class Sum>
-inline void load_sums(const Sum* sums) {
-  _tile_loadd(0, sums, kPanel * 4);
-  _tile_loadd(1, sums + kTile, kPanel * 4);
-  if constexpr (kTwo) {
-    _tile_loadd(2, sums + kTile * kPanel, kPanel * 4);
-    _tile_loadd(3, sums + kTile * kPanel + kTile, kPanel * 4);
-  }
-}
-
-inline void clear_sums() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
-
-template <bool kTwo, class Sum>
-inline void store_sums(Sum* sums) {
-  _tile_stored(0, sums, kPanel * 4);
-  _tile_stored(1, sums + kTile, kPanel * 4);
-  if constexpr (kTwo) {
-    _tile_stored(2, sums + kTile * kPanel, kPanel * 4);
-    _tile_stored(3, sums + kTile * kPanel + kTile, kPanel * 4);
-  }
-}
-
-// Multiplies up to 32 tokens with a stretch of a panel, on configured tiles; adds to the sums after the first stretch.
+// Multiplies one group of tokens or two with a stretch of a panel; adds to the sums after the first stretch.
 template <class Kind, bool kTwo, class AnyBlocks, int kCache, class Lines>
-void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, const Stretch<kCache, Lines>& stretch,
-                    typename Kind::Sum* sums) {
-  const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X));
-  const auto *x = x_of<Kind>(args, token), *second = x + kTile * args.x_stride;
+void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t first, int64_t second,
+                    const Stretch<kCache, Lines>& stretch, typename Kind::Sum* sums) {
+  using X = typename Kind::X;
+  const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(X));
+  const X *x = x_of<Kind>(args, first), *x_of_second = x_of<Kind>(args, second);
+  auto* sums_of_second = sums + kTile * kPanel;
   if (stretch.first == 0)
     clear_sums();
   else
-    load_sums<kTwo>(sums);
+    load_sums<kTwo>(sums, sums_of_second, kPanel);
   const char* ahead = stretch.ahead;
   const int64_t end = (stretch.first + stretch.count) * kLines<Kind>;
   for (int64_t k = stretch.first * kLines<Kind>; k < end; k += kLines<Kind>, ahead += stretch.step) {
     const char* block = static_cast<const char*>(blocks.next(Prefetch<kCache, Lines>{ahead, stretch.lines}));
-    _tile_loadd(6, block, 64);
-    _tile_loadd(7, block + kMultipliedBytes / 2, 64);
-    _tile_loadd(4, x + k, bytes);
-    if constexpr (kTwo) _tile_loadd(5, second + k, bytes);
-    multiply_loaded<typename Kind::X, kTwo>();
+    add_products<X, kTwo>(x + k, x_of_second + k, bytes, block, block + kMultipliedBytes / 2, 64);
   }
-  store_sums<kTwo>(sums);
+  store_sums<kTwo>(sums, sums_of_second, kPanel);
+}
+
+// Multiplies four groups of tokens with one tile of each block of a panel. `ahead` is prefetched meanwhile.
+template <class Kind>
+void multiply_half(const ProductArgs& args, int64_t panel, int64_t half, const Groups& groups, const char* ahead,
+                   typename Kind::Sum* sums) {
+  using X = typename Kind::X;
+  const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(X));
+  const X* x[4];
+  for (int64_t group = 0; group < 4; ++group) x[group] = x_of<Kind>(args, groups.first_of(group));
+  Blocks<Kind, 1> blocks(args, panel, args.in_features / kLines<Kind>, half);
+  clear_sums();
+  for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, ahead += block_bytes<Kind>()) {
+    const void* block = blocks.next(Prefetch<kSecondCache, Constant<kLinesOfHalf<Kind>>>{ahead, {}});
+    _tile_loadd(6, static_cast<const char*>(block) + half * kMultipliedBytes / 2, 64);
+    _tile_loadd(4, x[0] + k, bytes);
+    QUIRE_MULTIPLY(X, 0, 4, 6);
+    _tile_loadd(5, x[1] + k, bytes);
+    QUIRE_MULTIPLY(X, 1, 5, 6);
+    _tile_loadd(4, x[2] + k, bytes);
+    QUIRE_MULTIPLY(X, 2, 4, 6);
+    _tile_loadd(5, x[3] + k, bytes);
+    QUIRE_MULTIPLY(X, 3, 5, 6);
+  }
+  sums += half * kTile;
+  _tile_stored(0, sums, kPanel * 4);
+  _tile_stored(1, sums + kTile * kPanel, kPanel * 4);
+  _tile_stored(2, sums + 2 * kTile * kPanel, kPanel * 4);
+  _tile_stored(3, sums + 3 * kTile * kPanel, kPanel * 4);
 }
 
 // Blocks of a stretch. With as much of 32 tokens they fill half of the first cache, or a quarter where there are only a
@@ -198,83 +198,96 @@ class MatrixMultiplier {
   template <class Kind>
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
                 const std::byte*) {
-    const int64_t passes = padded(end - begin, kPanel) / kPanel;
-    if (passes == 1)
-      multiply_once<Kind>(args, first_panel, last_panel, begin, end);
+    const int64_t tokens = end - begin;
+    const Groups groups(begin, end, tokens > 4 * kTile ? 2 : tokens > 2 * kTile ? 4 : 1);
+    const MatrixUnit unit(groups.lines);
+    if (groups.count > 4)
+      multiply_by_stretches<Kind>(args, first_panel, last_panel, groups);
+    else if (groups.count == 4)
+      multiply_halves<Kind>(args, first_panel, last_panel, groups);
+    else if (groups.count == 2)
+      multiply_whole<Kind, true>(args, first_panel, last_panel, groups);
     else
-      multiply_by_stretches<Kind>(args, first_panel, last_panel, begin, end, passes);
+      multiply_whole<Kind, false>(args, first_panel, last_panel, groups);
   }
 
  private:
   // Up to 32 tokens, as fast as memory delivers the weights.
-  template <class Kind>
-  void multiply_once(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
+  template <class Kind, bool kTwo>
+  static void multiply_whole(const Pass& args, int64_t first_panel, int64_t last_panel, const Groups& groups) {
     constexpr int64_t kStep = block_bytes<Kind>(), kShare = kStep / kCacheLine;
     alignas(64) typename Kind::Sum sums[kPanel * kPanel];
     const int64_t blocks = args.in_features / kLines<Kind>;
     Blocks<Kind> all(args, first_panel, (last_panel - first_panel) * blocks);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.addends != nullptr) {
-        args.addends->start(panel, panel == first_panel, 1);
-        args.addends->step();
-      }
+      start_addends(args, panel, first_panel);
       const char* ahead = bytes_of<Kind>(args, panel) + kPrefetchDistance<Kind>;
-      multiply_lines<Kind>(args, all, begin, end - begin,
-                           Stretch<kWeightCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
-      finish(args, panel, begin, end - begin, sums);
+      multiply_tiles<Kind, kTwo>(args, all, groups.first_of(0), groups.first_of(1),
+                                 Stretch<kWeightCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
+      finish_groups(args, panel, groups, 0, groups.count, sums);
     }
   }
 
-  // More tokens, in several passes over each stretch of a panel, which stays in the first cache and is expanded once.
-  // The next panel is prefetched meanwhile.
+  // Up to 64 tokens: four tiles hold their sums with one half of a panel's columns after the other, so that no sum
+  // leaves its tile before it is complete, and each tile of the weight is loaded once. The other half of the panel is
+  // prefetched meanwhile, then the first one of the next panel.
   template <class Kind>
-  void multiply_by_stretches(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
-                             int64_t passes) {
+  static void multiply_halves(const Pass& args, int64_t first_panel, int64_t last_panel, const Groups& groups) {
+    alignas(64) typename Kind::Sum sums[4 * kTile * kPanel];
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      start_addends(args, panel, first_panel);
+      const char* second = bytes_of<Kind>(args, panel) + block_bytes<Kind>() - kLinesOfHalf<Kind> * kCacheLine;
+      multiply_half<Kind>(args, panel, 0, groups, second, sums);
+      multiply_half<Kind>(args, panel, 1, groups, bytes_of<Kind>(args, panel + 1), sums);
+      finish_groups(args, panel, groups, 0, groups.count, sums);
+    }
+  }
+
+  // More tokens, two groups in each of several passes over each stretch of a panel, which stays in the first cache and
+  // is expanded once. The next panel is prefetched meanwhile.
+  template <class Kind>
+  static void multiply_by_stretches(const Pass& args, int64_t first_panel, int64_t last_panel, const Groups& groups) {
     alignas(64) typename Kind::Sum sums[kMaxTokens * kPanel];
+    const int64_t passes = groups.count / 2;
     const int64_t blocks = args.in_features / kLines<Kind>, max_blocks = blocks_at_once(passes);
     constexpr int64_t kStep = block_bytes<Kind>();
     const int64_t share = padded(kStep / passes, kCacheLine) / kCacheLine;
     auto count_at = [&](int64_t first) { return blocks - first < max_blocks ? blocks - first : max_blocks; };
     Stretches<Kind> stretches(args, first_panel, count_at(0), passes);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.addends != nullptr) {
-        args.addends->start(panel, panel == first_panel, 1);
-        args.addends->step();
-      }
+      start_addends(args, panel, first_panel);
       for (int64_t first = 0; first < blocks; first += max_blocks) {
         const bool last = first + max_blocks >= blocks;
         stretches.start(count_at(first), !last                    ? count_at(first + max_blocks)
                                          : panel + 1 < last_panel ? count_at(0)
                                                                   : 0);
-        for (int64_t pass = 0; pass < passes; ++pass) {
-          const char* ahead = bytes_of<Kind>(args, panel + 1) + pass * share * kCacheLine + first * kStep;
-          const int64_t token = begin + pass * kPanel, tokens = end - token < kPanel ? end - token : kPanel;
-          auto* of_pass = sums + pass * kPanel * kPanel;
+        for (int64_t group = 0; group < groups.count; group += 2) {
+          const char* ahead = bytes_of<Kind>(args, panel + 1) + group / 2 * share * kCacheLine + first * kStep;
+          auto* of_pass = sums + group * kTile * kPanel;
           auto some = stretches.blocks();
-          multiply_lines<Kind>(args, some, token, tokens,
-                               Stretch<kSecondCache, int64_t>{first, count_at(first), ahead, share, kStep}, of_pass);
+          multiply_tiles<Kind, true>(args, some, groups.first_of(group), groups.first_of(group + 1),
+                                     Stretch<kSecondCache, int64_t>{first, count_at(first), ahead, share, kStep},
+                                     of_pass);
           // Here, while the sums are in the first cache.
-          if (last) finish(args, panel, token, tokens, of_pass);
+          if (last) finish_groups(args, panel, groups, group, 2, of_pass);
         }
       }
     }
   }
 
-  // Multiplies `count` tokens from `token` on, at most 32, with a stretch.
-  template <class Kind, class AnyBlocks, class AnyStretch>
-  void multiply_lines(const ProductArgs& args, AnyBlocks& blocks, int64_t token, int64_t count,
-                      const AnyStretch& stretch, typename Kind::Sum* sums) {
-    const bool two = count > kTile;
-    if (count != lines_set_) unit_.set_lines(two ? kTile : count, two ? count - kTile : kTile);
-    lines_set_ = count;
-    if (two)
-      multiply_tiles<Kind, true>(args, blocks, token, stretch, sums);
-    else
-      multiply_tiles<Kind, false>(args, blocks, token, stretch, sums);
+  static void start_addends(const Pass& args, int64_t panel, int64_t first_panel) {
+    if (args.addends == nullptr) return;
+    args.addends->start(panel, panel == first_panel, 1);
+    args.addends->step();
   }
 
-  MatrixUnit unit_;
-  int64_t lines_set_ = 0;
+  // Writes one panel of `count` groups from `first` on, from the sums of a tile of lines of each.
+  template <class Sum>
+  static void finish_groups(const Pass& args, int64_t panel, const Groups& groups, int64_t first, int64_t count,
+                            const Sum* sums) {
+    for (int64_t group = first; group < first + count; ++group, sums += kTile * kPanel)
+      finish(args, panel, groups.first_of(group), groups.lines, sums);
+  }
 };
 
 }  // namespace

@@ -52,6 +52,7 @@ class Int8Expander {
     convert_int8(numbers, values_, kExpandedAtOnce);
     values_ += kExpandedAtOnce;
   }
+  void skip(int64_t parts) { values_ += parts * kExpandedAtOnce; }
   void end_block(Number*) {}
 
  private:
@@ -79,6 +80,7 @@ class Bf12Expander {
     expand_group(numbers, *reinterpret_cast<const Bf12Group*>(at_), upper_bytes_);
     at_ += sizeof(Bf12Group);
   }
+  void skip(int64_t parts) { at_ += parts * sizeof(Bf12Group); }
 
   void end_block(BF16* block) {
     for (; exception_ != last_exception_ && exception_->number < start_ + kNumbersOfBlock; ++exception_)
@@ -218,7 +220,8 @@ struct MovingPrefetch : Prefetch<kCache, Lines> {
 template <class Kind>
 class StoredBlocks {
  public:
-  StoredBlocks(const ProductArgs& args, int64_t panel, int64_t) : StoredBlocks(bytes_of<Kind>(args, panel)) {}
+  StoredBlocks(const ProductArgs& args, int64_t panel, int64_t, int64_t = 0)
+      : StoredBlocks(bytes_of<Kind>(args, panel)) {}
   explicit StoredBlocks(const void* block) : block_(static_cast<const char*>(block)) {}
 
   template <class AnyPrefetch>
@@ -244,11 +247,17 @@ class BlockExpander {
 
   BlockExpander(const ProductArgs& args, int64_t panel, int64_t count) : expander_(args, panel), left_(count) {}
 
-  // The next one, if there is one.
-  template <class AnyPrefetch>
-  void expand(typename Kind::X* block, const AnyPrefetch& ahead) {
+  // The next one, if there is one: both tiles, or with kTiles 1 only `tile`.
+  template <int kTiles = 2, class AnyPrefetch>
+  void expand(typename Kind::X* block, const AnyPrefetch& ahead, int64_t tile = 0) {
+    constexpr int64_t kPartsOfTile = kParts / 2, kWanted = kTiles * kPartsOfTile;
     if (!start()) return;
-    for (int64_t part = 0; part < kParts; ++part) expand_part(block, part, ahead);
+    if constexpr (kTiles == 1) expander_.skip(tile * kPartsOfTile);
+    for (int64_t part = 0; part < kWanted; ++part) {
+      expander_.expand(block + (tile * kPartsOfTile + part) * kExpandedAtOnce);
+      ahead.fetch_part(part, kWanted);
+    }
+    if constexpr (kTiles == 1) expander_.skip((1 - tile) * kPartsOfTile);
     expander_.end_block(block);
   }
 
@@ -270,25 +279,27 @@ class BlockExpander {
   int64_t left_;
 };
 
-// Blocks that are expanded while the block before them is multiplied.
-template <class Kind>
+// Blocks that are expanded while the block before them is multiplied: both tiles of each, or with kTiles 1 only `tile`.
+template <class Kind, int kTiles>
 class ExpandedBlocks {
  public:
-  ExpandedBlocks(const ProductArgs& args, int64_t panel, int64_t count) : expander_(args, panel, count) {
-    expander_.expand(blocks_[0], kNoPrefetch);
+  ExpandedBlocks(const ProductArgs& args, int64_t panel, int64_t count, int64_t tile = 0)
+      : expander_(args, panel, count), tile_(tile) {
+    expander_.template expand<kTiles>(blocks_[0], kNoPrefetch, tile);
   }
 
   template <class AnyPrefetch>
   const void* next(const AnyPrefetch& ahead) {
     const void* block = blocks_[turn_];
     turn_ ^= 1;
-    expander_.expand(blocks_[turn_], ahead);
+    expander_.template expand<kTiles>(blocks_[turn_], ahead, tile_);
     return block;
   }
 
  private:
   alignas(64) typename Kind::X blocks_[2][kNumbersOfBlock];
   BlockExpander<Kind> expander_;
+  const int64_t tile_;
   int turn_ = 0;
 };
 
@@ -326,8 +337,8 @@ class KeptBlocks {
   bool has_next_ = false;
 };
 
-template <class Kind>
-using Blocks = std::conditional_t<kIsExpanded<Kind>, ExpandedBlocks<Kind>, StoredBlocks<Kind>>;
+template <class Kind, int kTiles = 2>
+using Blocks = std::conditional_t<kIsExpanded<Kind>, ExpandedBlocks<Kind, kTiles>, StoredBlocks<Kind>>;
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

@@ -371,6 +371,11 @@ class CodedExpander {
     ++chunk_;
   }
 
+  void skip(int64_t parts) {
+    codes_ += parts * Format::kCodeBytes;
+    chunk_ += parts;
+  }
+
   void end_block(BF16*) {}
 
  private:

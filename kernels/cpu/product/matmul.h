@@ -4,6 +4,8 @@
 // layouts are the same: A [m, k words] by rows, B [k words, n], C [m, n] float. A pair of B is (2k, n) and (2k + 1, n).
 #pragma once
 
+#include <type_traits>
+
 #include "runtime/isa.h"
 #include "vec/vec.h"
 
@@ -71,29 +73,22 @@ inline constexpr int64_t kLinesAtOnce = 16;
 // Configures the matrix unit for its lifetime, and restores the former configuration, for example oneDNN's.
 class MatrixUnit {
  public:
-  MatrixUnit() {
+  // `lines`: those of the tiles of A, 4 and 5, and of C, 0 to 3. B is in tiles 6 and 7.
+  explicit MatrixUnit(int64_t lines = 16) {
     _tile_storeconfig(before_);
-    set_lines(16, 16);
+    TileConfig config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) {
+      config.bytes_of_line[i] = 64;
+      config.lines[i] = static_cast<uint8_t>(i < 6 ? lines : 16);
+    }
+    _tile_loadconfig(&config);
   }
   ~MatrixUnit() { _tile_loadconfig(before_); }
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
-  // Lines of the two tiles of A, 4 and 5, and of those of C that they lead to, 0 and 1, 2 and 3. All tiles become zero.
-  void set_lines(int first, int second) {
-    const uint8_t lines[8] = {u8(first), u8(first), u8(second), u8(second), u8(first), u8(second), 16, 16};
-    TileConfig config = {};
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-      config.bytes_of_line[i] = 64;
-      config.lines[i] = lines[i];
-    }
-    _tile_loadconfig(&config);
-  }
-
  private:
-  static uint8_t u8(int x) { return static_cast<uint8_t>(x); }
-
   struct alignas(64) TileConfig {
     uint8_t palette;
     uint8_t start_line;
@@ -105,41 +100,68 @@ class MatrixUnit {
   alignas(64) uint8_t before_[64];
 };
 
-// 16 or, with kTwo, 32 lines and 32 columns of C, in tiles of 16 by 16.
+// Sums of 16 columns and 16 more in tiles 0 and 1, and with kTwo those of a second group of lines in 2 and 3.
+template <bool kTwo, class Sum>
+inline void load_sums(const Sum* first, const Sum* second, int64_t stride) {
+  _tile_loadd(0, first, stride * 4);
+  _tile_loadd(1, first + 16, stride * 4);
+  if constexpr (kTwo) {
+    _tile_loadd(2, second, stride * 4);
+    _tile_loadd(3, second + 16, stride * 4);
+  }
+}
+
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+template <bool kTwo, class Sum>
+inline void store_sums(Sum* first, Sum* second, int64_t stride) {
+  _tile_stored(0, first, stride * 4);
+  _tile_stored(1, first + 16, stride * 4);
+  if constexpr (kTwo) {
+    _tile_stored(2, second, stride * 4);
+    _tile_stored(3, second + 16, stride * 4);
+  }
+}
+
+// Adds the products of tiles a and b, of numbers X, to tile c. The tiles must be literals: they are part of the
+// instruction.
+#define QUIRE_MULTIPLY(X, c, a, b)         \
+  if constexpr (std::is_same_v<X, int8_t>) \
+    _tile_dpbssd(c, a, b);                 \
+  else                                     \
+    _tile_dpbf16ps(c, a, b)
+
+// Adds the products of one group of lines of A or two with two tiles of B.
+template <class X, bool kTwo>
+inline void add_products(const void* lines, const void* second_lines, int64_t a_bytes, const void* columns,
+                         const void* second_columns, int64_t b_bytes) {
+  _tile_loadd(6, columns, b_bytes);
+  _tile_loadd(7, second_columns, b_bytes);
+  _tile_loadd(4, lines, a_bytes);
+  if constexpr (kTwo) _tile_loadd(5, second_lines, a_bytes);
+  QUIRE_MULTIPLY(X, 0, 4, 6);
+  QUIRE_MULTIPLY(X, 1, 4, 7);
+  if constexpr (kTwo) {
+    QUIRE_MULTIPLY(X, 2, 5, 6);
+    QUIRE_MULTIPLY(X, 3, 5, 7);
+  }
+}
+
+// 16 or, with kTwo, 32 lines and 32 columns of C.
 template <bool kTwo>
 inline void multiply_tiles(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
-  const int64_t c_bytes = c.stride * 4, a_bytes = a.stride * 4, b_bytes = b.stride * 4;
-  if (add) {
-    _tile_loadd(0, c.at, c_bytes);
-    _tile_loadd(1, c.at + 16, c_bytes);
-    if constexpr (kTwo) {
-      _tile_loadd(2, c.line(16), c_bytes);
-      _tile_loadd(3, c.line(16) + 16, c_bytes);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t at = 0; at < k; at += 16) {
-    _tile_loadd(6, b.line(at), b_bytes);
-    _tile_loadd(7, b.line(at) + 16, b_bytes);
-    _tile_loadd(4, a.at + at, a_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kTwo) {
-      _tile_loadd(5, a.line(16) + at, a_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, c.at, c_bytes);
-  _tile_stored(1, c.at + 16, c_bytes);
-  if constexpr (kTwo) {
-    _tile_stored(2, c.line(16), c_bytes);
-    _tile_stored(3, c.line(16) + 16, c_bytes);
-  }
+  if (add)
+    load_sums<kTwo>(c.at, c.line(16), c.stride);
+  else
+    clear_sums();
+  for (int64_t at = 0; at < k; at += 16)
+    add_products<BF16, kTwo>(a.at + at, a.line(16) + at, a.stride * 4, b.line(at), b.line(at) + 16, b.stride * 4);
+  store_sums<kTwo>(c.at, c.line(16), c.stride);
 }
 
 template <>
