@@ -23,6 +23,7 @@ from tests.sim.world.faults import (
     OtherModel,
     OtherPool,
     Pause,
+    PowerOff,
     Reset,
     SetClock,
     draw_bad_disks,
@@ -286,10 +287,20 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     if crowded.random() < 0.5:
         # Leases give way while their blocks are on the way, and blocks come where others have just been.
         worker = replace(layout.worker, num_blocks=(2 * LONGEST + 40) // layout.worker.block_size)
-        layout = replace(layout, worker=worker, weather=replace(layout.weather, bytes_per_s=crowded.choice((2e4, 1e5))))
-        requests = _doubled(requests)
+        # What is asked for is read only as it goes out.
+        weather = replace(layout.weather, bytes_per_s=crowded.choice((2e4, 1e5)), window_bytes=256)
+        layout = replace(layout, worker=worker, weather=weather)
+        requests = tuple(_choosing(crowded, each) for each in _doubled(requests))
         low = MOVES if crowded.random() < 0.7 else ()
     return _plan(seed, layout, requests, drains, low)
+
+
+def _choosing(draw: Random, request: Request) -> Request:
+    """In a third of the cases a beam search, which does not move, and grows where others have just left."""
+    if not isinstance(request, Generate) or request.front is not None or draw.random() < 0.66:
+        return request
+    options = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
+    return replace(request, options=options)
 
 
 def _doubled(requests: Sequence[Request]) -> tuple[Request, ...]:
@@ -322,10 +333,16 @@ def draw_on_disk(seed: int, draw: Random) -> Plan:
     ]
     layout = replace(layout, worker=worker, disk_blocks=draw.choice(_DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
     layout = _with_ranks(Random(f"parts on disk {seed}"), layout)
-    faults = (
-        *draw_block_disk_faults(draw, layout.hosts, over_s),
-        *draw_slow_block_disks(Random(f"slow {seed}"), over_s),
-    )
+    late = draw_slow_block_disks(Random(f"slow {seed}"), over_s)
+    if any(isinstance(fault, HalfOpen | PowerOff) for fault in late):
+        # The worker waits to be rid of its answers, and hears of the next scheduler only then.
+        layout = replace(layout, weather=replace(layout.weather, window_bytes=32))
+    faults = (*draw_block_disk_faults(draw, layout.hosts, over_s), *late)
+    steps = Random(f"steps {seed}")
+    if steps.random() < 0.4:
+        # Blocks come while steps are in flight that write to them.
+        settings = replace(layout.settings, max_steps_in_flight=4)
+        layout = replace(layout, slowness=10.0, settings=settings, worker=replace(layout.worker, max_steps_in_flight=4))
     return _plan(seed, layout, requests, faults, MOVES if draw.random() < 0.5 else ())
 
 
@@ -407,13 +424,17 @@ def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
 
 def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
     """Durable streams are taken over or cancelled while a worker is gone for long, or the way to a scheduler."""
-    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=20.0)
+    way_is_gone = draw.random() < 0.5
+    # What is cancelled while its scheduler is away has to run for long after that, to show whether it is ended.
+    slowness = 150.0 if way_is_gone else 20.0
+    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=slowness)
     layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY, durable_grace=60.0))
-    layout = replace(layout, gateway=replace(layout.gateway, failover_delay=draw.choice((0.5, 5.0, 5.0))))
+    failover_s = 5.0 if way_is_gone else draw.choice((0.5, 5.0, 5.0))
+    layout = replace(layout, gateway=replace(layout.gateway, failover_delay=failover_s))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     at, number = draw.uniform(0.4, 0.8), draw.randrange(2)
     requests: list[Request] = []
-    for each in draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3):
+    for each in draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3)[: 6 if way_is_gone else None]:
         if isinstance(each, Generate) and each.options.beam_search is None and each.options.constraint is None:
             options = replace(each.options, max_tokens=MAX_OUTPUT, ignore_eos=True, stop_token_ids=(), stop=())
             each = replace(each, verb=Verb.DURABLE, options=options, timeout_s=None, leaves_after_s=None)
@@ -422,16 +443,20 @@ def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
                 case "take over":
                     each = replace(each, taken_over_after_s=after_s, num_takeovers=draw.choice((1, 1, 3)))
                 case "cancel":
-                    each = replace(each, cancels_after_s=after_s)
+                    each = replace(each, cancels_after_s=after_s, taken_over_after_s=None)
                 case _:
                     pass
         requests.append(each)
-    if draw.random() < 0.5:
-        return _plan(seed, layout, requests, [CannotStart(at, f"worker-{number}", 25.0)])
+    if not way_is_gone:
+        # Streams that were lost are read again, and taken over before any token comes.
+        lost_at = at + draw.uniform(0.1, 1.0)
+        lost = [Reset(lost_at, "client", number) for number in range(8 if draw.random() < 0.5 else 0)]
+        return _plan(seed, layout, requests, [CannotStart(at, f"worker-{number}", 25.0), *lost])
     # A cut alone is noticed late.
     resets = [Reset(at + 0.01, "gateway", number) for number in range(6)]
-    away = Cut(at, f"gateway-{draw.randrange(2)}", f"scheduler-{number}", True, draw.choice((3.0, 8.0)))
-    return _plan(seed, layout, requests, [away, *resets])
+    away_s = draw.choice((3.0, 8.0))
+    away = [Cut(at, gateway, f"scheduler-{number}", True, away_s) for gateway in layout.gateways]
+    return _plan(seed, layout, requests, [*away, *resets])
 
 
 _OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)

@@ -194,7 +194,7 @@ class SimDiskTier(DiskTier):
     def __init__(self, file: BlockFile, blocks: FakeBlocks, num_blocks: int, disk: BlockDisk, node: Node) -> None:
         super().__init__(file, blocks, num_blocks)
         self._disk, self._node, self._blocks = disk, node, blocks
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         self._is_reading = self._is_due = False
 
     @property
@@ -237,23 +237,26 @@ class SimDiskTier(DiskTier):
         future: Future[T] = Future()
 
         def run() -> None:
-            if self._stopping.is_set():
-                future.cancel()
-            elif future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except Exception as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+            try:
+                result = call()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
             self._read_next()
 
-        self._calls.append(run)
+        self._calls.append((future, run))
         if not self._is_reading:
             self._read_next()
         return future
 
     def _read_next(self) -> None:
-        self._is_reading = bool(self._calls)
-        if self._is_reading:
-            self._node.run_job(self._calls.popleft(), self._disk.job_s())
+        """What has begun is not cancelled any more, however long the disk takes."""
+        self._is_reading = False
+        while self._calls and not self._is_reading:
+            future, run = self._calls.popleft()
+            if self._stopping.is_set():
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                self._is_reading = True
+                self._node.run_job(run, self._disk.job_s())

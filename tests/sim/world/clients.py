@@ -1,8 +1,10 @@
 """Clients in a world: Quire's own Python client, on hosts of its own, and what becomes of each request."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -165,9 +167,10 @@ class Client:
             stream = client.chat_stream(_messages(request), request.options, **given)
         else:
             stream = client.generate_stream(request.prompt, request.options, **given)
-        recovery = stream._recovery
-        if self.circumstances.may_mix_models and isinstance(recovery, Resumption) and recovery.go_on is not None:
-            recovery.go_on = witness.watched(recovery.go_on)
+        if isinstance(recovery := stream._recovery, Resumption):
+            if self.circumstances.may_mix_models and recovery.go_on is not None:
+                recovery.go_on = witness.watched(recovery.go_on)
+            stream._recovery = _SubmitsOnce.of(recovery, self.false_answers.append)
         return stream
 
     async def _cancel(self, request: Generate, after_s: float) -> None:
@@ -194,6 +197,28 @@ class Client:
         check_tokens(request, await client.tokenize(text))
         if (again := await client.detokenize(request.prompt)) != text:
             raise FalseAnswerError(f"the text of tokens {request.number} is {again!r}, not {text!r}")
+
+
+@dataclass(slots=True)
+class _SubmitsOnce(Resumption):
+    """Submits nothing anew of which a server has just said that it runs: its key would pay for it twice."""
+
+    report: Callable[[FalseAnswerError], object] = lambda _: None
+    _runs: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, own: Resumption, report: Callable[[FalseAnswerError], object]) -> "_SubmitsOnce":
+        calls = own.start, own.resume, own.go_on
+        return cls(own.request_id, *calls, own.num_sequences, own.attempts, report)
+
+    def delay_after(self, error: QuireError) -> float:
+        self._runs = error.reason in ("REQUEST_TAKEN_OVER", "REQUEST_ID_IN_USE")
+        return Resumption.delay_after(self, error)
+
+    def call(self) -> Any:
+        if self._runs and not self._is_submitted:
+            self.report(FalseAnswerError(f"{self.request_id} is submitted anew, and runs"))
+        return Resumption.call(self)
 
 
 def _text(token_ids: tuple[int, ...]) -> str:

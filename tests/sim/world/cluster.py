@@ -4,7 +4,7 @@ gateways, and clients. A supervisor starts anew what dies."""
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,15 +16,17 @@ from unittest.mock import patch
 
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
-from quire.clock import CLOCK
+from quire.clock import CLOCK, monotonic
 from quire.prefix_hashes import BlockHash
 from quire.settings import ConfigurationError
 from scheduler_svc.core import invariants, preparation
+from scheduler_svc.core import scheduler as scheduler_core
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
 from scheduler_svc.core.moves import Lease, Leases
 from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import ClientId, Constraint, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
@@ -517,30 +519,58 @@ class CheckedScheduler(Scheduler):
     policy promises."""
 
     _names: Names
+    _fairness: Shares | None = None
+    _entering: SequenceGroup | None = None
+    """Whom others made room for last."""
+    _makes_slots = False
+    """Whether groups are preempted for the next tokens of others."""
 
     def __init__(self, config: SchedulerConfig, names: Names | None = None) -> None:
         known = self._names if names is None else names
         super().__init__(config, lambda config: NamingBlocks(config, known))
-        self._fairness = None
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
         self._compiled: list[Constraint] = []
         self._arrivals = itertools.count()
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
-            charge, requeue = self.policy.charge, self._placement.requeue
+            charge = self.policy.charge
 
             def count(plan: StepPlan, prefills: Array, tenants: Array) -> None:
                 computed, sampled = Counter[str](), Counter[str](tenants[plan.samples[:, 0]].tolist())
                 for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
                     computed[str(tenants[row])] += num_new if prefills[row] else 0
+                before = {tenant: self._counter(tenant) for tenant in {*computed, *sampled}}
                 fairness.serve(computed, sampled)
                 charge(plan, prefills, tenants)
+                for tenant, counter in before.items():
+                    cost = PREFILL_WEIGHT * computed[tenant] + SAMPLE_WEIGHT * sampled[tenant]
+                    if self._counter(tenant) != counter + cost:
+                        self._report(AssertionError(f"{tenant} is not charged for what a step computes"))
 
-            def leave(group: SequenceGroup) -> None:
-                fairness.leaves(group)
-                requeue(group)
+            self.policy.charge = count
 
-            self.policy.charge, self._placement.requeue = count, leave
+    def _make_pools(self) -> None:
+        super()._make_pools()
+        requeue, victims = self._placement.requeue, self._room.victims
+
+        def leave(group: SequenceGroup) -> None:
+            if self._fairness is not None:
+                self._fairness.leaves(group)
+            requeue(group)
+
+        def note(group: SequenceGroup, candidates: Sequence[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
+            self._entering = group
+            return victims(group, candidates, to_grow)
+
+        self._placement.requeue, self._room.victims = leave, note  # type: ignore[method-assign]
+
+    def _counter(self, tenant: str) -> int:
+        """What the policy `fair` says that a tenant got."""
+        assert isinstance(self.policy, FairPolicy)
+        return self.policy._counter(tenant)
+
+    def _tenants_with_next(self) -> set[str]:
+        return self.waiting.tenants_with_next() | self.swapped.tenants_with_next()
 
     def schedule(self, now: float) -> StepPlan | None:
         self._observe_fairness()
@@ -556,10 +586,22 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the oldest step in flight takes longer than it may."""
+        return bool(self.in_flight) and monotonic() - self.in_flight[0].planned > _STEP_TIMEOUT_S
+
     def _start(self, group: SequenceGroup, now: float) -> None:
-        """Who waits and is not held enters in the order of arrival, and by the policy `priority` after higher ones."""
-        if self.config.policy is not PolicyKind.FAIR and not self.trials.are_on:
-            waiting = [each.request for each in self.waiting if not self.waiting.is_held(each.request.key)]
+        """Who waits or is swapped, and is not held, enters in the order of arrival, by the policy `priority` after
+        higher ones, and by the policy `fair` after those of tenants that got less."""
+        if not self.trials.are_on:
+            queues = (self.waiting, self.swapped)
+            waiting = [each.request for queue in queues for each in queue if not queue.is_held(each.request.key)]
+            if self.config.policy is PolicyKind.FAIR:
+                least = min(map(self._counter, self._tenants_with_next()))
+                if self._counter(group.request.tenant) > least:
+                    self._report(AssertionError(f"{group.request.tenant} goes before a tenant that got less"))
+                waiting = [each for each in waiting if each.tenant == group.request.tenant]
             first = min(waiting, key=lambda request: self._place_of[request.key])
             if self._place_of[first.key] < self._place_of[group.request.key]:
                 self._report(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
@@ -567,8 +609,7 @@ class CheckedScheduler(Scheduler):
 
     def _observe_fairness(self) -> None:
         if self._fairness is not None:
-            waiting = self.waiting.tenants_with_next() | self.swapped.tenants_with_next()
-            self._fairness.observe(frozenset(waiting))
+            self._fairness.observe(frozenset(self._tenants_with_next()))
 
     def submit(self, request: CoreRequest, now: float) -> None:
         super().submit(request, now)
@@ -582,7 +623,12 @@ class CheckedScheduler(Scheduler):
     def hand_over(
         self, key: RequestKey, lease: Lease, now: float, lease_s: float
     ) -> list[tuple[BlockId, BlockHash]] | None:
+        group = self.group(key)
+        sequences = group.sequences if group is not None and group.request.selects else ()
+        is_lost = any(each.num_output_tokens for each in sequences)
         sealed = super().hand_over(key, lease, now, lease_s)
+        if sealed is not None and is_lost:
+            self._report(AssertionError(f"{key} moves, and what it has generated is lost"))
         self._check()
         return sealed
 
@@ -592,9 +638,33 @@ class CheckedScheduler(Scheduler):
         return done
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
+        charged = self._charged_drafts()
         events = super().apply(result, now)
+        charged()
         self._check()
         return events
+
+    def _charged_drafts(self) -> Callable[[], None]:
+        """What it returns, called when the oldest step was applied, demands that tenants were charged for each token
+        that they got in it, but for the first of each row: these were charged with the plan."""
+        if not isinstance(self.policy, FairPolicy) or not self.in_flight or self.in_flight[0].max_drafts is None:
+            return lambda: None
+        step, table = self.in_flight[0], self.batch.rows
+        rows = step.rows[(table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]]
+        grow = [(each, each.num_tokens) for each in table.sequences_in(rows) if each is not None]
+        before = {each.request.tenant: self._counter(each.request.tenant) for each, _ in grow}
+
+        def check() -> None:
+            further = Counter[str]()
+            for each, count in grow:
+                further[each.request.tenant] += max(each.num_tokens - count - 1, 0)
+            if self._fairness is not None:
+                self._fairness.serve(Counter(), further)
+            for tenant, counter in before.items():
+                if self._counter(tenant) != counter + SAMPLE_WEIGHT * further[tenant]:
+                    self._report(AssertionError(f"{tenant} is not charged for {further[tenant]} further tokens"))
+
+        return check
 
     def take_preparations(self) -> list[Preparation]:
         told = super().take_preparations()
@@ -639,16 +709,35 @@ class CheckedScheduler(Scheduler):
     def _enqueue(self, group: SequenceGroup) -> None:
         if self._fairness is not None:
             self._fairness.arrives(group.request)
-        by_priority = self.config.policy is PolicyKind.PRIORITY
+        by_priority, tenant = self.config.policy is PolicyKind.PRIORITY, group.request.tenant
         place = -group.request.priority if by_priority else 0, next(self._arrivals)
         if (replaced := group.request.replaces) is not None:
             place = self._place_of.get(RequestKey(group.request.key.client, replaced), place)
         self._place_of[group.request.key] = place
+        waiting = self.waiting.tenants() | self.swapped.tenants()
         super()._enqueue(group)
+        if self.config.policy is PolicyKind.FAIR and waiting and tenant not in waiting:
+            if self._counter(tenant) < min(map(self._counter, waiting)):
+                self._report(AssertionError(f"{tenant} comes back ahead of all that wait"))
+
+    def _preempt_for_decodes(self, now: float) -> bool:
+        self._makes_slots = True
+        try:
+            return super()._preempt_for_decodes(now)
+        finally:
+            self._makes_slots = False
 
     def _preempt(self, group: SequenceGroup, now: float) -> None:
-        if self.config.policy is not PolicyKind.FAIR and group is not self.running.last():
-            self._report(AssertionError(f"{group.request.request_id} makes room before those behind it"))
+        if self.config.policy is not PolicyKind.FAIR:
+            if group is not self.running.last():
+                self._report(AssertionError(f"{group.request.request_id} makes room before those behind it"))
+        elif self._makes_slots:
+            tenant = group.request.tenant
+            most = max(map(self._counter, self.running.tenants()))
+            if self._counter(tenant) < most or group is not self.running.last_of(tenant):
+                self._report(
+                    AssertionError(f"{group.request.request_id} makes room, and {tenant} got less than others")
+                )
         super()._preempt(group, now)
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
@@ -673,12 +762,25 @@ class CheckedScheduler(Scheduler):
         self._check()
 
     def _displace(self, now: float) -> None:
-        """Who displaces others goes before each of them."""
-        before = list(self.running) if self.config.policy is PolicyKind.PRIORITY else []
+        """Who displaces others goes before each of them, and finds room then."""
+        before = {} if self.config.policy is PolicyKind.FCFS else dict.fromkeys(self.running)
+        if self.config.policy is PolicyKind.FAIR:
+            before = {group: self.batch.num_new_tokens(group) for group in before}
         super()._displace(now)
-        displaced = [group.request.priority for group in before if group.request.key not in self.running]
-        if displaced and max(each.request.priority for each in (*self.waiting, *self.swapped)) <= max(displaced):
+        displaced = [group for group in before if group.request.key not in self.running]
+        if not displaced:
+            return
+        entering = self._entering
+        assert entering is not None
+        if self.config.policy is PolicyKind.FAIR:
+            counter = self._counter(entering.request.tenant)
+            if any((before[each] or 0) < TURN or self._counter(each.request.tenant) <= counter for each in displaced):
+                self._report(AssertionError("a request displaces one whose turn is not over"))
+        elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
+        is_all = len(displaced) < scheduler_core._MAX_DISPLACED and len(self.running)
+        if is_all and not self._room.fits(entering, self._room.to_grow()):
+            self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 
     def _check(self) -> None:
         if lost := [pin.pin_id for pin in self.pins if not pin.is_held and self.group(pin.key) is None]:
@@ -738,7 +840,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         return requests
 
     with (
-        watched_errors(lambda: bool(clusters[-1].cores[host()].in_flight)),
+        watched_errors(lambda: clusters[-1].cores[host()].is_late),
         simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),

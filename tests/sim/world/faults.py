@@ -510,7 +510,13 @@ def draw_slow_block_disks(draw: Random, over_s: float) -> tuple[Fault, ...]:
         case "late":
             at = draw.uniform(0.2, over_s)
             late = SlowBlockDisk(at, "worker-0", 9.0, 10.0)
-            ends = (Kill(at + draw.uniform(0.05, 3), "scheduler-0"), Reset(at + draw.uniform(0.05, 3), "scheduler", 0))
+            ends_at = at + draw.uniform(0.05, 3)
+            ends = (
+                Kill(ends_at, "scheduler-0"),
+                Reset(ends_at, "scheduler", 0),
+                HalfOpen(ends_at, "scheduler", 0),
+                PowerOff(ends_at, "scheduler-0", 0.1),
+            )
             return (late, *((draw.choice(ends),) if draw.random() < 0.7 else ()))
         case _:
             return ()

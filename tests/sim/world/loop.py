@@ -152,12 +152,14 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         outcome: Future[Any] = Future()
 
+        # A thread has it at once: nobody cancels it any more.
+        outcome.set_running_or_notify_cancel()
+
         def run() -> None:
-            if outcome.set_running_or_notify_cancel():
-                try:
-                    outcome.set_result(func(*args))
-                except BaseException as error:
-                    outcome.set_exception(error)
+            try:
+                outcome.set_result(func(*args))
+            except BaseException as error:
+                outcome.set_exception(error)
 
         self._process.run_job(run)
         return asyncio.wrap_future(outcome, loop=self)

@@ -226,14 +226,14 @@ _RELEASED = set[tuple[str, Any]]()
 
 
 @contextmanager
-def watched_errors(has_step: Callable[[], bool]) -> Iterator[None]:
+def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     """Inside the block, a gateway that misses tokens ends the world, and so does a scheduler that gives up its worker
-    for a step that it does not wait for."""
+    for a step that is not late."""
 
     class CheckedHangsError(WorkerHangsError):
         def __init__(self, *what: object) -> None:
             super().__init__(*what)
-            if not has_step():
+            if not is_late():
                 node = CLOCK.get()
                 assert isinstance(node, Node)
                 node.fail(self)
@@ -348,7 +348,9 @@ class Watch:
             if not ready or self.running[host].is_stopped:
                 continue
             for each in gateway._ledger:
-                is_left = each.replica is not None and each.replica not in ready and each.seconds_since_news > 1
+                # Its own clock: here no process runs.
+                is_silent = self.running[host].monotonic() - each._last_token_at > 1
+                is_left = each.replica is not None and each.replica not in ready and is_silent
                 if is_left and not (each.is_over or each.moves or each.awaits_usage):
                     yield f"{each.request.request_id} of {host} waits at {each.replica}, and {ready[0]} runs steps"
 
