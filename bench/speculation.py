@@ -43,7 +43,7 @@ from quire.model_source import resolve_model
 from quire.settings import load_settings
 from quire_cli.supervisor import LocalServer, ServeSettings
 
-_SCHEMA = {
+SCHEMA = {
     "type": "array",
     "minItems": 3,
     "maxItems": 3,
@@ -169,7 +169,7 @@ def stories(seed: int, max_tokens: int) -> Iterator[Asked]:
 
 def records(seed: int, max_tokens: int) -> Iterator[Asked]:
     """Records under a schema, sampled."""
-    constraint = Constraint(json_schema=json.dumps(_SCHEMA), no_white_space=True)
+    constraint = Constraint(json_schema=json.dumps(SCHEMA), no_white_space=True)
     while True:
         options = GenerationOptions(temperature=1.0, seed=seed, max_tokens=max_tokens, constraint=constraint)
         yield Asked(f"Question: Give me the customers of shop {seed}.\nAnswer:", options)

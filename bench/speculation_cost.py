@@ -1,4 +1,4 @@
-"""What drafts cost a worker that gains nothing by them: processor time of its steps, with and without `--speculate`.
+"""What drafts cost a worker and gain: processor time of its steps, with and without `--speculate`.
 
 Model runners in one process decode the same requests, step by step in turn, so that whatever else runs on the machine
 slows all alike: the time of the processor for each token repeats within about 1 percent where times of servers differ
@@ -6,15 +6,17 @@ by a third. Two runners are without drafts; what these differ by is noise. Steps
 measured: messages, scheduler and gateway, and how long threads wait for each other.
 
 - free: stories, sampled, and nothing that is known before
+- JSON: records under a schema, which has no end before the tokens end
 - wrong: an answer of another request is predicted
 - right: the answer is predicted as it comes
 - mixed: a third of each
 """
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -22,7 +24,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bench.report import Series, median_ratio, write_results
-from quire.common.v1.common_pb2 import SamplingParameters
+from bench.speculation import SCHEMA
+from quire.common.v1.common_pb2 import Constraint, SamplingParameters
 from quire.model_source import resolve_model
 from worker_svc import step as steps
 from worker_svc.device.device_loop import DeviceLoop
@@ -31,7 +34,8 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 from worker_svc.step import Int32Array
 
-_TASKS = ("free", "wrong", "right", "mixed")
+_STORIES = ("free", "wrong", "right", "mixed")
+_TASKS = (*_STORIES, "JSON")
 _SIDES = {"off": "off", "off again": "off", "drafts": "auto"}
 _MAX_DRAFTS = 7
 _BLOCK_SIZE = 16
@@ -55,27 +59,31 @@ class Asked:
     prompt: Int32Array
     seed: int
     predicted: Int32Array | None = None
+    constraint: steps.RowConstraint | None = None
 
 
 def main(arguments: argparse.Namespace) -> None:
     sides = [Side(name, drafts, arguments) for name, drafts in _SIDES.items()]
     rows, rounds = arguments.rows, arguments.rounds
-    asked = _stories(rows * rounds + 1)
-    answers: list[Int32Array] = []
-    for start in range(0, len(asked), rows):
-        answers += run(sides[:1], asked[start : start + rows], arguments.max_tokens)
+    asked = {
+        made: made(rows * rounds + 1) for made in {_records if each == "JSON" else _stories for each in arguments.tasks}
+    }
+    answers: dict[object, list[Int32Array]] = {}
+    for made, all_of_them in asked.items():
+        of_made = answers[made] = []
+        for start in range(0, len(all_of_them), rows):
+            of_made += run(sides[:1], all_of_them[start : start + rows], arguments.max_tokens)
     series: list[Series] = []
     ratios: dict[str, dict[str, float]] = {}
     for task in arguments.tasks:
+        made = _records if task == "JSON" else _stories
         for side in sides:
             side.micros.clear()
         for start in range(0, rows * rounds, rows):
             numbers = range(start, start + rows)
-            requests = [
-                Asked(asked[each].prompt, asked[each].seed, _predicted(task, each, answers)) for each in numbers
-            ]
+            requests = [replace(asked[made][each], predicted=_predicted(task, each, answers[made])) for each in numbers]
             said = run(sides, requests, arguments.max_tokens)
-            if any((one != answers[number]).any() for one, number in zip(said, numbers, strict=True)):
+            if any((one != answers[made][number]).any() for one, number in zip(said, numbers, strict=True)):
                 raise SystemExit("another text than without drafts")
         of_task = [Series(f"{task}, {side.name}", "us/token", tuple(side.micros)) for side in sides]
         ratios[task] = {
@@ -95,9 +103,19 @@ def _stories(count: int) -> list[Asked]:
     return [Asked(prompts[number % len(prompts)], number) for number in range(count)]
 
 
+def _records(count: int) -> list[Asked]:
+    tokenizer = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+    message = Constraint(json_schema=json.dumps(SCHEMA | {"minItems": 99, "maxItems": 99}), no_white_space=True)
+    constraint = steps.RowConstraint(message, ())
+    prompts = [
+        tokenizer.encode(f"Question: Give me the customers of shop {each}.\nAnswer:").ids for each in range(count)
+    ]
+    return [Asked(np.array(ids, np.int32), seed, constraint=constraint) for seed, ids in enumerate(prompts)]
+
+
 def _predicted(task: str, number: int, answers: Sequence[Int32Array]) -> Int32Array | None:
-    kind = _TASKS[number % 3] if task == "mixed" else task
-    return {"free": None, "wrong": answers[number + 1], "right": answers[number]}[kind]
+    kind = _STORIES[number % 3] if task == "mixed" else task
+    return {"wrong": answers[number + 1], "right": answers[number]}.get(kind)
 
 
 def run(sides: Sequence["Side"], requests: Sequence[Asked], max_tokens: int) -> list[Int32Array]:
@@ -153,7 +171,10 @@ class Side:
                 asked.prompt,
                 np.arange(row * self._blocks_each, (row + 1) * self._blocks_each, dtype=np.int32),
                 steps.RowSampling(
-                    SamplingParameters(temperature=0.7, top_p=1.0), asked.seed, predicted=asked.predicted
+                    SamplingParameters(temperature=0.7, top_p=1.0),
+                    asked.seed,
+                    constraint=asked.constraint,
+                    predicted=asked.predicted,
                 ),
                 len(asked.prompt),
             )
