@@ -622,15 +622,11 @@ def _measure_passes(
     steps = [*(decodes(count, 1) for count in counts), decodes(few, length)]
     *micros, long = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)
     context_us = max(long - micros[counts.index(few)], 0) / (few * max(length - 1, 1))
-    # On a busy machine, further rows may seem to cost nothing, which is never so.
-    for index in range(1, len(counts)):
-        more = counts[index] - counts[index - 1]
-        micros[index] = max(micros[index], micros[index - 1] + max(micros[0] * more // _MAX_FIXED_TOKENS, 1))
-    costs = PassCosts(counts, [each / 1e6 for each in micros], context_us / 1e6)
+    costs = PassCosts.of_measured([each / 1e6 for each in micros], context_us / 1e6)
     _logger.info(
         "decodes of %s rows take %s ms, and %.2f us more for each token of context",
         ", ".join(map(str, counts)),
-        ", ".join(f"{each / 1e3:.2f}" for each in micros),
+        ", ".join(f"{1e3 * each:.2f}" for each in costs.seconds),
         context_us,
     )
     return costs

@@ -8,10 +8,16 @@ from numpy.typing import NDArray
 
 _WEIGHT_OF_LATEST, _FORGOTTEN = 0.1, 0.005
 _NONE = np.zeros(0, np.int64)
-_WEIGHT_OF_DRAFTS = 0.05
-"""Of the latest pass with drafts: what some rows add is little beside what passes differ in."""
+_WEIGHT_OF_DRAFTS, _WEIGHT_OF_START = 0.05, 1
+"""Of the latest pass with drafts: what some rows add is little beside what passes differ in. The first ones weigh more:
+what was measured at the start counts as much as so many of them."""
+_NUM_UNTRIED, _UNTRIED = 512, 0.5
+"""After so many passes without drafts, these are expected to add at most so much of what the start said."""
 _LEAST, _MOST = 1 / 16, 16.0
 """Of a factor."""
+_NUM_SIZES = 64
+_LEAST_OF_ROW = 1 / 1024
+"""What a further row adds at least to a pass of one row."""
 _GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
 """What drafts cost a pass beside the model, for a pass and for each row that has a guess, measured on an EPYC."""
 
@@ -23,6 +29,16 @@ class PassCosts:
     num_rows: Sequence[int] = (1, 64)
     seconds: Sequence[float] = (1.0, 4.0)
     context_s: float = 0.0
+
+    @classmethod
+    def of_measured(cls, seconds: Sequence[float], context_s: float) -> "PassCosts":
+        """Of passes of 1, 2, 4 and so on rows, of which other processes may have disturbed some: one of fewer rows takes
+        no longer, twice as many rows take at most twice as long, and no row costs nothing."""
+        plausible = [*np.minimum.accumulate(seconds[::-1])[::-1].tolist()]
+        for index in range(1, len(plausible)):
+            before, more = plausible[index - 1], _LEAST_OF_ROW * plausible[0] * 2 ** (index - 1)
+            plausible[index] = min(max(plausible[index], before + more), 2 * before)
+        return cls([2**index for index in range(len(plausible))], plausible, context_s)
 
     def of(self, num_rows: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """Without contexts. Beyond what was measured each row costs as much as the last ones did."""
@@ -38,17 +54,21 @@ class PassTimes:
     tokens of the step before; the passes behind it have them to themselves. Of 64 rows of quire-tiny on two cores the
     first takes 10 ms, each further one 2.6 ms. So a first pass is only an upper bound.
 
-    What drafts add has a factor of its own. On a busy machine threads wait for each other, and further rows cost nearly
-    nothing: there a pass of quire-tiny takes 4 ms with one row and 6.7 with 64, else 0.4 and 1.4. So what was measured
-    beside other work is wrong without it, and the other way round.
+    What drafts add has factors of its own, one for each size of a pass: 1 row, 2 and 3, 4 to 7, and so on. On a busy
+    machine threads wait for each other, and further rows cost nearly nothing: there a pass of quire-tiny takes 4 ms
+    with one row and 6.7 with 64, else 0.4 and 1.4. So what was measured beside other work is wrong without them, and
+    the other way round; and it may be so of some numbers of rows only. Masks, which drafts of constrained rows need,
+    are not measured at the start at all.
     """
 
     def __init__(self, costs: PassCosts | None = None) -> None:
         """Without costs, the next pass is expected to take as long as the last one."""
         self._costs = costs
         self._slowdown, self._latest_s = 1.0, 0.0
-        # What drafts added to passes lately, and what they were expected to add.
-        self._added_s, self._expected_to_add_s = 0.0, 0.0
+        # By size: what drafts added to passes lately, and what they were expected to add; how many passes this is known
+        # from, and how many passes without drafts there were since.
+        self._added_s, self._expected_to_add_s = np.ones((2, _NUM_SIZES))
+        self._num_known, self._num_without = np.zeros((2, _NUM_SIZES), np.int64)
 
     @property
     def context_s(self) -> float:
@@ -60,16 +80,20 @@ class PassTimes:
         self._latest_s = seconds
         if self._costs is None:
             return
-        count, num_guesses = int(num_drafts.sum()), np.count_nonzero(num_drafts)
+        count, num_guesses, size = int(num_drafts.sum()), np.count_nonzero(num_drafts), num_rows.bit_length()
         if count and not is_first:
             plain, drafted = self._costs.of(num_rows + np.array([0, count]))
             added_s = seconds / self._slowdown - plain - _GUESSING_S - _GUESSING_ROW_S * num_guesses
             expected_s = drafted - plain
-            if not self._expected_to_add_s:
-                self._added_s = self._expected_to_add_s = expected_s
+            if not self._num_known[size]:
+                self._added_s[size] *= expected_s / self._expected_to_add_s[size]
+                self._expected_to_add_s[size] = expected_s
+            self._num_known[size] += 1
+            weight = max(1 / (_WEIGHT_OF_START + self._num_known[size]), _WEIGHT_OF_DRAFTS)
             # One that was interrupted says nothing.
-            self._added_s += _WEIGHT_OF_DRAFTS * (min(added_s, _MOST * expected_s) - self._added_s)
-            self._expected_to_add_s += _WEIGHT_OF_DRAFTS * (expected_s - self._expected_to_add_s)
+            self._added_s[size] += weight * (min(added_s, _MOST * expected_s) - self._added_s[size])
+            self._expected_to_add_s[size] += weight * (expected_s - self._expected_to_add_s[size])
+            self._num_without[size] = 0
             return
         slowdown = self._slowdown * seconds / self.expected_s(num_rows, num_drafts)
         if is_first:
@@ -78,8 +102,11 @@ class PassTimes:
             self._slowdown = max(min(slowdown, forgotten), _LEAST)
         else:
             self._slowdown += _WEIGHT_OF_LATEST * (slowdown - self._slowdown)
-            # Nor drafts, which are not verified while they seem to cost too much.
-            self._added_s = max((1 - _FORGOTTEN) * self._added_s, min(self._added_s, self._expected_to_add_s))
+            self._num_without[size] += 1
+            if self._num_without[size] % _NUM_UNTRIED == 0:
+                # Nor drafts, which are not verified while they seem to cost too much.
+                self._added_s[size] = min(self._added_s[size], _UNTRIED * self._expected_to_add_s[size])
+                self._num_known[size] = 0
 
     def expected_s(self, num_rows: int, num_drafts: NDArray[np.integer] = _NONE) -> float:
         """The seconds of one more pass with so many rows, and drafts of some of them."""
@@ -92,6 +119,7 @@ class PassTimes:
         have a guess."""
         assert self._costs is not None, "costs"
         plain = self._costs.of(np.array([num_rows]))
-        of_drafts = self._added_s / self._expected_to_add_s if self._expected_to_add_s else 1.0
+        size = num_rows.bit_length()
+        of_drafts = float(self._added_s[size] / self._expected_to_add_s[size])
         more = min(max(of_drafts, _LEAST), _MOST) * (self._costs.of(num_rows + num_drafts) - plain)
         return self._slowdown * (plain + more + (num_drafts > 0) * (_GUESSING_S + _GUESSING_ROW_S * num_guesses))

@@ -388,13 +388,14 @@ class RowMatchers:
         made: dict[int, tuple[_Row, NDArray[np.int32]]] = {}
         errors: dict[int, str] = {}
         due = [place for place in places if not place or samplers[place - 1] != samplers[place]]
-        rows = [self._rows[int(samplers[place])] for place in due]
+        rows, firsts = [self._rows[int(samplers[place])] for place in due], frozenset(due)
         while due:
             made.update(zip(due, zip(rows, self._masks_of(due, rows, errors), strict=True), strict=True))
             # Of the drafts after these, those that may be drawn: what follows another is never kept.
             due = [place + 1 for place in due if place + 1 < len(samplers) and samplers[place + 1] == samplers[place]]
             due = [place for place in due if inputs is not None and _allows(made[place - 1][1], int(inputs[place]))]
-            rows = [made[place - 1][0].copy() for place in due]
+            # One copy of each goes on: it takes longer than a mask.
+            rows = [row.copy() if place - 1 in firsts else row for place in due for row in (made[place - 1][0],)]
             for row, place in zip(rows, due, strict=True):
                 assert inputs is not None
                 row.append([int(inputs[place])])
