@@ -185,7 +185,7 @@ class EveryDraft:
     def enter(self, row: int) -> None:
         pass
 
-    def begin_pass(self, num_rows: int, *, is_first: bool) -> bool:
+    def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
         return True
 
     def due(self, rows: np.ndarray) -> np.ndarray:

@@ -24,6 +24,9 @@ from worker_svc.sampling.drafters import EXPECTED_RIGHT
 
 _MIN_GAIN = 1.12
 """What is expected of drafts at least, in tokens a second: expectations of what is chosen are too high on average."""
+_MAX_LONGER = 2.0
+"""A pass of several rows that takes longer than what is left of its step takes at most so many times as long as without
+drafts: its rows get their tokens together, those that have no drafts, too."""
 _LOOKING_S, _LOOKING_ROW_S = 130e-6, 25e-6
 """What it costs to look for guesses that are not verified, in a further pass of a step. In the first one, which shares
 the processors and the interpreter with the results of the step before, it takes three times as long: there it is only
@@ -63,9 +66,9 @@ class DraftChoice(Protocol):
         """Another sequence has the row."""
         ...
 
-    def begin_pass(self, num_rows: int, *, is_first: bool) -> bool:
+    def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
         """Whether there may be a row to guess for in the next pass, which has `num_rows` rows without drafts.
-        `is_first` in the first pass of a step."""
+        `is_first` in the first pass of a step, which may take so many seconds more."""
         ...
 
     def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -110,14 +113,15 @@ class PayingDrafts:
         # Of passes of so many rows: what each adds to what may be spent on looking, up to which maximum, and whether
         # any drafts may pay. The budget is below 0 where more was spent.
         self._num_rows, self._share_s, self._max_budget_s, self._may_pay = 0, 0.0, 0.0, True
-        self._budget_s = 0.0
+        self._budget_s, self._left_s = 0.0, 0.0
 
     def enter(self, row: int) -> None:
         self._right[row] = self._checked[row] = 0.0
         self._due_at[row], self._periods[row], self._pays[row], self._due_from = 0, 1, False, 0
 
-    def begin_pass(self, num_rows: int, *, is_first: bool) -> bool:
+    def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
         self._num_passes += 1
+        self._left_s = left_s
         if num_rows != self._num_rows or self._num_passes % _MAX_PERIOD == 0:
             self._note_pass(num_rows)
         self._earn(self._share_s)
@@ -176,6 +180,8 @@ class PayingDrafts:
             of_pass = model_costs.of(np.arange(1, len(order) + 1) / num_passes)
             costs[1:] += num_passes * of_pass + model_costs.context_s * np.cumsum(guesses.lengths[order // len(places)])
         rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
+        if num_rows > 1:
+            rates[costs > max(self._left_s, _MAX_LONGER * costs[0])] = 0.0
         best = int(np.argmax(rates))
         taken, saved_s = np.zeros(gains.size, np.int64), 0.0
         if rates[best] >= _MIN_GAIN * rates[0]:

@@ -121,6 +121,8 @@ class Drafts:
         """
         self.choice: DraftChoice | None = None
         """Set before the first step that may have drafts."""
+        self.looked_in_vain = False
+        """Whether guesses were looked for in the pass that began, which verifies none."""
         self._rows = rows
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
@@ -134,16 +136,18 @@ class Drafts:
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
 
-    def begin_pass(self, batch: Batch, *, is_first: bool) -> bool:
+    def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
         """Chooses drafts for the next pass, which runs this batch, and says whether there are any. To be called before
-        each; `is_first` of its step."""
-        self._guessed = None
+        each; `is_first` of its step, of which so many seconds are left."""
+        self._guessed, self.looked_in_vain = None, False
         if not is_first:
             self._changed.clear()
         choice = None if self._drafter is None else self.choice
-        if choice is not None and choice.begin_pass(len(batch.samples), is_first=is_first):
+        if choice is not None and choice.begin_pass(len(batch.samples), left_s, is_first=is_first):
             self._guess(batch)
-        return self._guessed is not None and bool(self._guessed.num_drafts.any())
+        has_drafts = self._guessed is not None and bool(self._guessed.num_drafts.any())
+        self.looked_in_vain &= not has_drafts
+        return has_drafts
 
     def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
         """How many tokens these rows have."""
@@ -253,6 +257,7 @@ class Drafts:
         drafting = drafting[self.choice.due(samplers[drafting])] if len(drafting) else drafting
         if not len(drafting):
             return
+        self.looked_in_vain = True
         forced = self._forced_of(samplers[drafting])
         found: list[tuple[int, int, int, int, int]] = []
         missing: list[int] = []

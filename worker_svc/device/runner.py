@@ -373,7 +373,7 @@ class ModelRunner:
 
         if self._drafts is not None:
             self._drafts.apply(step.row_changes)
-            self._drafts.begin_pass(batch, is_first=True)
+            self._drafts.begin_pass(batch, self._multi_step_s, is_first=True)
         ran, copy = self._run(batch, step.row_changes, stopwatch)
         if batch.max_passes > 1 and len(passes := self._run_on(batch, ran, stopwatch)) > 1:
             ran = _joined(passes, batch, self._rows.sampling)
@@ -403,10 +403,11 @@ class ModelRunner:
         # Their newest tokens before the step.
         samplers, kept = batch.samples[:, 0], first.kept
         newest = self._num_tokens(samplers) - (1 if kept is None else kept.num_tokens) - 1
-        while elapsed_s + self._pass_times.expected_s(num_rows, passes[-1].num_drafts) <= self._multi_step_s:
+        while elapsed_s + self._pass_times.expected_s(num_rows) <= self._multi_step_s:
             if (further := self._further(batch, passes)) is None or self._have_ended(samplers, newest):
                 break
-            if self._drafts is not None and self._drafts.begin_pass(further, is_first=False):
+            left_s = self._multi_step_s - elapsed_s
+            if self._drafts is not None and self._drafts.begin_pass(further, left_s, is_first=False):
                 run = None
             elif run is None or run.num_left == 0:
                 run = self._plain_run(further, first.columns)
@@ -415,7 +416,9 @@ class ModelRunner:
             else:
                 passes.append(self._run_plain(run, batch, first))
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
-            self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
+            if self._drafts is None or not self._drafts.looked_in_vain:
+                # To look for guesses takes time, too, which is no part of what a pass without drafts takes.
+                self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
 
     def _num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:

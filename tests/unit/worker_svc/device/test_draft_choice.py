@@ -26,7 +26,7 @@ def show(choice: PayingDrafts, guesses: Guesses, num_right: int, times: int) -> 
 
 def due(choice: PayingDrafts, num_rows: int, *, is_first: bool = False) -> np.ndarray:
     """Which of all rows the next pass looks at."""
-    if choice.begin_pass(num_rows, is_first=is_first):
+    if choice.begin_pass(num_rows, 0.0, is_first=is_first):
         return choice.due(np.arange(num_rows))
     return np.zeros(num_rows, np.bool_)
 
@@ -105,6 +105,21 @@ def test_what_drafts_save_is_spent_on_looking_where_others_do_not_pay() -> None:
     assert num_looks(with_savings=True) > 280
 
 
+def test_several_rows_have_no_more_drafts_than_what_is_left_of_the_step_or_twice_their_pass_have_time_for() -> None:
+    costs = PassCosts([1, 64], [1e-3, 3e-3])
+    counts: list[int] = []
+    for left_s in (0.0, 4e-3, 1.0):
+        choice = PayingDrafts(64, PassTimes(costs))
+        choice.begin_pass(16, left_s, is_first=False)
+        counts.append(int(choice.choose(guesses_of(list(range(16)), FOLLOWED), 16).sum()))
+    plain_s = float(costs.of(np.array([16]))[0])
+    assert 0 < counts[0] < counts[1] < counts[2] == 7 * 16
+    for count, limit_s in zip(counts, (2 * plain_s, 4e-3), strict=False):
+        assert PassTimes(costs).with_drafts(16, np.array([count]), 16) <= limit_s
+    # A row that is alone keeps nobody waiting.
+    assert PayingDrafts(1, PassTimes(PassCosts([1, 2], [1e-3, 1.2e-3]))).choose(guesses_of([0], FOLLOWED), 1) == [7]
+
+
 @pytest.mark.parametrize(("num_rows", "is_looked_at"), [(1, True), (60, False)])
 def test_no_row_is_looked_at_where_right_drafts_would_not_pay(num_rows: int, is_looked_at: bool) -> None:
     choice = PayingDrafts(64, PassTimes(FEW_ROWS_ARE_CHEAP))
@@ -135,7 +150,7 @@ def test_a_draft_model_that_is_wrong_takes_a_small_part_of_the_time_until_it_is_
     show(choice, asked([0]), 0, 40)
     num_looks = 0
     for _ in range(2000):
-        choice.begin_pass(1, is_first=False)
+        choice.begin_pass(1, 0.0, is_first=False)
         counts = choice.plan(asked([0]), 1, 1)
         assert counts[0] <= 1
         if counts[0]:
