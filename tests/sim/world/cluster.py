@@ -716,9 +716,9 @@ class CheckedScheduler(Scheduler):
         self._place_of[group.request.key] = place
         waiting = self.waiting.tenants() | self.swapped.tenants()
         super()._enqueue(group)
-        if self.config.policy is PolicyKind.FAIR and waiting and tenant not in waiting:
-            if self._counter(tenant) < min(map(self._counter, waiting)):
-                self._report(AssertionError(f"{tenant} comes back ahead of all that wait"))
+        comes_back = self.config.policy is PolicyKind.FAIR and waiting and tenant not in waiting
+        if comes_back and self._counter(tenant) < min(map(self._counter, waiting)):
+            self._report(AssertionError(f"{tenant} comes back ahead of all that wait"))
 
     def _preempt_for_decodes(self, now: float) -> bool:
         self._makes_slots = True
@@ -736,7 +736,7 @@ class CheckedScheduler(Scheduler):
             most = max(map(self._counter, self.running.tenants()))
             if self._counter(tenant) < most or group is not self.running.last_of(tenant):
                 self._report(
-                    AssertionError(f"{group.request.request_id} makes room, and {tenant} got less than others")
+                    AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others")
                 )
         super()._preempt(group, now)
         if self._fairness is not None and group.request.key in self.swapped:
