@@ -95,7 +95,7 @@ class BlockFile:
         except OSError as error:
             raise ConfigurationError(f"--kv-disk {path.parent} cannot be made: {error.strerror}") from error
         # What else is there is erased: never what a link leads to.
-        self._file = open_alone(path, "--kv-disk", os.O_NOFOLLOW)
+        self._file = open_alone(path, "--kv-disk", may_be_link=False)
         try:
             header = _HEADER.pack(_MAGIC, _VERSION, block_bytes, namespace)
             if os.pread(self._file, _HEADER.size, 0) != header:

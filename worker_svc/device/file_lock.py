@@ -12,16 +12,17 @@ from quire.settings import ConfigurationError
 _LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
 
 
-def open_alone(path: Path, flag: str, further: int = 0) -> int:
+def open_alone(path: Path, flag: str, *, may_be_link: bool = True) -> int:
     """The descriptor of a file that this process alone uses until it closes it or ends, made with mode 0600. Waits a
-    moment for another process that uses it: a worker that was killed may still end. `further` are flags of open(2).
+    moment for another process that uses it: a worker that was killed may still end.
 
     Raises:
         ConfigurationError: it cannot be opened, is no regular file, or another process keeps it; `flag` named it.
     """
     deadline = clock.monotonic() + _LOCK_TIMEOUT_S
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if may_be_link else os.O_NOFOLLOW)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | further, 0o600)
+        file = os.open(path, flags, 0o600)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise ConfigurationError(f"{flag} {path} cannot be opened: {why}") from error

@@ -164,7 +164,7 @@ def open_tier(
     disk: BlockDisk, node: Node, blocks: FakeBlocks, num_blocks: int, namespace: bytes, space: int
 ) -> "SimDiskTier | None":
     """The tier of a worker that starts; None where the disk fails."""
-    with patch.object(disk_tier, "open_alone", lambda *_: disk):
+    with patch.object(disk_tier, "open_alone", lambda *_, **__: disk):
         try:
             file = BlockFile(Path(_FLAG), space, namespace, blocks.block_bytes)
         except DiskFailsError:

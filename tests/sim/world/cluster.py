@@ -735,9 +735,7 @@ class CheckedScheduler(Scheduler):
             tenant = group.request.tenant
             most = max(map(self._counter, self.running.tenants()))
             if self._counter(tenant) < most or group is not self.running.last_of(tenant):
-                self._report(
-                    AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others")
-                )
+                self._report(AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others"))
         super()._preempt(group, now)
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
