@@ -32,8 +32,8 @@ class PassCosts:
 
     @classmethod
     def of_measured(cls, seconds: Sequence[float], context_s: float) -> "PassCosts":
-        """Of passes of 1, 2, 4 and so on rows, of which other processes may have disturbed some: one of fewer rows
-        takes no longer, twice as many rows take at most twice as long, and no row costs nothing."""
+        """Of passes of 1, 2, 4 and so on rows, of which other processes may have disturbed some: fewer rows take no
+        longer, twice as many rows take at most twice as long, and no row costs nothing."""
         plausible = [*np.minimum.accumulate(seconds[::-1])[::-1].tolist()]
         for index in range(1, len(plausible)):
             before, more = plausible[index - 1], _LEAST_OF_ROW * plausible[0] * 2 ** (index - 1)

@@ -40,6 +40,9 @@ _MAX_CATCH_UP = 64
 """Of a row that comes with output, so many last tokens tell the place in its prediction."""
 _FAR, _NUM_SOUGHT = 16, 4
 """A row that left its prediction looks for its newest tokens, so many; after so many tokens for the last one only."""
+_MIN_REPLACED, _MAX_REPLACED = 2, 16
+"""Where the output has other tokens than the prediction, so many of them at least and at most, it is expected to have
+these in all of the rest. A single token may be a comma."""
 _NEAR = 8
 """Up to this distance from where it is expected a single token tells the place, else `_MIN_MATCH` do."""
 
@@ -99,10 +102,12 @@ class FollowedPrediction:
     """Where the output left the prediction, until it is found there again."""
     run: int = _FRESH_RUN
     """How many tokens followed it since; a new row is trusted as if some had."""
+    original: PredictedTokens | None = None
+    """That of the caller, where what the output replaced is replaced in the rest of `predicted`."""
 
     def anew(self) -> "FollowedPrediction":
         """For a row whose tokens are others than before, or that continues another."""
-        return FollowedPrediction(self.predicted, self.num_prompt_tokens)
+        return FollowedPrediction(self.original or self.predicted, self.num_prompt_tokens)
 
     @property
     def num_beside(self) -> int:
@@ -112,12 +117,11 @@ class FollowedPrediction:
     def after(self, token_ids: Int32Array, max_drafts: int) -> Int32Array:
         """What comes next after the row's tokens, which are at least those of the last call; nothing where the output
         has left the prediction."""
-        predicted = self.predicted.token_ids
         if self.num_seen is None:
             self.num_seen = max(self.num_prompt_tokens, len(token_ids) - _MAX_CATCH_UP)
             self.place = self.num_seen - self.num_prompt_tokens
         while self.num_seen < len(token_ids):
-            num_equal = self._num_equal(token_ids[self.num_seen :], predicted[self.place :])
+            num_equal = self._num_equal(token_ids[self.num_seen :], self.predicted.token_ids[self.place :])
             if num_equal:
                 self.left_at = None
                 self.run += num_equal
@@ -132,7 +136,7 @@ class FollowedPrediction:
                 self._find(token_ids[: self.num_seen + 1], self.left_at)
             self.num_seen += num_equal
             self.place += num_equal
-        return _NONE if self.left_at is not None else predicted[self.place : self.place + max_drafts]
+        return _NONE if self.left_at is not None else self.predicted.token_ids[self.place : self.place + max_drafts]
 
     def _num_equal(self, new: Int32Array, expected: Int32Array) -> int:
         length = min(len(new), len(expected))
@@ -153,8 +157,25 @@ class FollowedPrediction:
             distances = np.maximum(left_at - begin - ends, 0) + np.maximum(ends + begin - self.place, 0)
             nearest = int(np.argmin(distances))
             if num_matched >= _MIN_MATCH or distances[nearest] <= _NEAR:
+                num_beside = self.num_beside + 1
                 self.place, self.left_at = begin + int(ends[nearest]), None
                 self.run = 0
+                self._replace(token_ids[-num_beside:], left_at)
+
+    def _replace(self, beside: Int32Array, left_at: int) -> None:
+        """The output had `beside`, the last of which is at `place` again, where the prediction goes on from `left_at`.
+        What it has instead it will have again: a word that is another one is so in all of the text."""
+        token_ids, end = self.predicted.token_ids, self.place + 1
+        instead = token_ids[left_at:end]
+        length = min(len(beside), len(instead))
+        differ = np.flatnonzero(beside[::-1][:length] != instead[::-1][:length])
+        num_equal = int(differ[0]) if len(differ) else length
+        old, new = instead[: len(instead) - num_equal], beside[: len(beside) - num_equal]
+        if _MIN_REPLACED <= len(old) <= _MAX_REPLACED and len(new) <= _MAX_REPLACED:
+            rest = _replaced(token_ids[end:], old, new)
+            if rest is not None:
+                self.original = self.original or self.predicted
+                self.predicted = PredictedTokens(np.concatenate((token_ids[:end], rest)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +322,20 @@ KINDS = {
 """By the names of `--speculate`, in the order in which they are asked."""
 AUTO = ("prediction", "grammar", "ngram")
 """Those of `--speculate auto`."""
+
+
+def _replaced(token_ids: Int32Array, old: Int32Array, new: Int32Array) -> Int32Array | None:
+    """The tokens with `new` wherever `old` was; None if that is nowhere."""
+    starts = np.flatnonzero(token_ids[: max(len(token_ids) + 1 - len(old), 0)] == old[0])
+    for index in range(1, len(old)):
+        starts = starts[token_ids[starts + index] == old[index]]
+    parts: list[Int32Array] = []
+    end = 0
+    for start in starts.tolist():
+        if start >= end:
+            parts += [token_ids[end:start], new]
+            end = start + len(old)
+    return np.concatenate((*parts, token_ids[end:])) if parts else None
 
 
 def _pairs_of(token_ids: Int32Array) -> NDArray[np.int64]:

@@ -69,6 +69,21 @@ def test_the_drafts_are_those_of_the_tokens_however_they_came(followed: Followed
         assert draft(followed, output[:end]) == draft(followed.anew(), output[:end])
 
 
+def test_what_the_output_has_instead_is_expected_in_all_of_the_rest() -> None:
+    old, new, between = [50, 51, 52], [60, 61], list(range(1, 20))
+    followed = followed_by([*between, *old, *between, *old, 96, 97, *old, 98])
+    output = [*between, *new]
+    assert draft(followed, output) == []
+    assert draft(followed, [*output, 1], 30) == [*between[1:], *new, 96, 97, *new, 98]
+    assert draft(followed.anew(), between) == old
+
+
+def test_a_single_token_is_replaced_nowhere_else() -> None:
+    comma, stop = 90, 91
+    followed = followed_by([1, 2, comma, 3, 4, comma, 5])
+    assert draft(followed, [1, 2, stop, 3], 4) == [4, comma, 5]
+
+
 def test_a_row_without_a_prediction_has_no_drafts_of_it() -> None:
     text = RowText(np.array(PROMPT, np.int32))
     assert not len(PredictionDrafter().draft(text, 4).token_ids)
