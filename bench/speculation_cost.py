@@ -3,7 +3,8 @@
 Model runners in one process decode the same requests, step by step in turn, so that whatever else runs on the machine
 slows all alike: the time of the processor for each token repeats within about 1 percent where times of servers differ
 by a third. Two runners are without drafts; what these differ by is noise. Steps run a fixed number of passes. Not
-measured: messages, scheduler and gateway, and how long threads wait for each other.
+measured: messages, scheduler and gateway, and how long threads wait for each other. With several threads, set
+`OMP_WAIT_POLICY=PASSIVE`, as `quire worker` does: a thread that spins takes processor time, too.
 
 - free: stories, sampled, and nothing that is known before
 - JSON: records under a schema, which has no end before the tokens end
