@@ -79,7 +79,7 @@ _WAKE_TIMEOUT_S, _LOAD_TIMEOUT_S = 30.0, 600.0
 _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
 # Of the time of a drain, the part in which requests leave only where there is room for them.
-_LEAVING, _MIN_LEAVING_S = 0.5, 0.001
+_LEAVING, _MIN_LEAVING_S = 0.75, 0.001
 
 
 class Sleep:

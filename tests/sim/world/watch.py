@@ -297,6 +297,8 @@ class Watch:
                 continue
             gateway_id = link._hello.hello.gateway_id
             known = {each.request.nonce for each in gateway._ledger if each.replica == address}
+            offers = gateway._generator.replicas._offers._open.values()
+            known |= {offer.live.request.nonce for offer in offers if address in offer.asked}
             for owned in table._by_handle.values():
                 # The end of one that is read is kept until that is taken in.
                 is_kept = owned.durable is None and not (owned.is_over and owned.reader)

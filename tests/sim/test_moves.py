@@ -1,0 +1,55 @@
+"""How long streams stand still that move between replicas whose pools are full."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.sequence import SequenceGroup
+from tests.sim.world.cluster import CheckedScheduler
+from tests.sim.world.faults import Stop
+from tests.sim.world.traffic import LONGEST
+from tests.sim.world.world import World
+from tests.sim.worlds import Plan, draw_moving, run_world
+
+NUM_WORLDS = 12
+MAX_PAUSE_S = 0.5
+"""Blocks move at 20 kB a second at the least, and steps take five times as long as usual. Streams that wait for room
+stand still for up to 10 s in these worlds."""
+
+
+def crowded(seed: int) -> Plan:
+    """A replica drains for as long as it takes, where two requests fill the pool of each, and nothing else is wrong."""
+    plan = draw_moving(seed, Random(f"drains {seed}"))
+    worker = replace(plan.layout.worker, num_blocks=(2 * LONGEST + 40) // plan.layout.worker.block_size)
+    settings = replace(plan.layout.settings, drain_timeout=100.0)
+    layout = replace(plan.layout, worker=worker, settings=settings, slowness=5.0, first_role="both")
+    stops = [fault for fault in plan.faults if isinstance(fault, Stop)]
+    return replace(plan, layout=layout, faults=tuple(stops[:1]), low_limits=())
+
+
+def test_a_stream_does_not_stand_still_where_other_replicas_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds, left, pauses = list[World](), dict[str, float](), list[float]()
+    hand_over, start = CheckedScheduler.hand_over, CheckedScheduler._start
+
+    def leave(self: CheckedScheduler, key: RequestKey, lease: Lease, now: float, lease_s: float):
+        group = self.group(key)
+        sealed = hand_over(self, key, lease, now, lease_s)
+        if sealed is not None and group is not None and group.num_tokens > len(group.request.prompt):
+            left[group.request.request_id] = worlds[-1].now
+        return sealed
+
+    def enter(self: CheckedScheduler, group: SequenceGroup, now: float) -> None:
+        if (since := left.pop(group.request.request_id, None)) is not None:
+            pauses.append(worlds[-1].now - since)
+        start(self, group, now)
+
+    monkeypatch.setattr(CheckedScheduler, "hand_over", leave)
+    monkeypatch.setattr(CheckedScheduler, "_start", enter)
+    for seed in range(NUM_WORLDS):
+        left.clear()
+        run_world(crowded(seed), worlds.append)
+    assert len(pauses) >= NUM_WORLDS / 2
+    assert max(pauses) < MAX_PAUSE_S
