@@ -1,7 +1,8 @@
 """Pinned prefixes: blocks kept for a prompt that is known to come (the paper's section 4.4, shared prefix).
 
 A request of the scheduler's own, of one token, computes a pin. When it ends, the pin holds the sealed blocks, which
-cannot be evicted until the pin is removed.
+cannot be evicted while it does. A pin is a lease that decays: it holds all of its blocks for the first half of its
+time, and then gives them back an eighth at a time, the end of the prefix first. Pinning the prefix again restores it.
 """
 
 import heapq
@@ -28,10 +29,14 @@ PIN_CLIENT = ClientId(-1)
 
 PIN_ID_BYTES = 16
 
+_NUM_PARTS = 8
+"""In so many parts a pin gives its blocks back, over the second half of its time."""
+
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Whole blocks of a tenant's prefix, with its adapter. `blocks` is empty until they are computed."""
+    """Whole blocks of a tenant's prefix, with its adapter. `blocks` is empty until they are computed. `hashes` are of
+    those that it holds, or is to hold; `num_parts` of `max_parts` are left of all."""
 
     pin_id: str
     tenant: str
@@ -40,7 +45,15 @@ class Pin:
     hashes: list[BlockHash]
     key: RequestKey
     expires_at: float
+    time_to_live: float
+    max_parts: int
+    num_parts: int
     blocks: list[BlockId] = field(default_factory=list[BlockId])
+
+    @property
+    def next_change(self) -> float:
+        """When it gives back the next part; with the last one it ends."""
+        return self.expires_at - self.time_to_live / 2 * (self.num_parts - 1) / self.max_parts
 
     @property
     def is_held(self) -> bool:
@@ -77,8 +90,8 @@ class Pins:
         self._of_tenant: dict[str, Counter[BlockHash]] = {}
         """The blocks of each tenant's pins, held or not yet, with the number of its pins that have each; tenants have
         none in common. `_num_blocks` is the number of them all."""
-        # Heaps of (end, handle). An entry is void where the pin is gone, ends at another time or holds nothing.
-        self._ends: list[tuple[float, Handle]] = []
+        # Heaps of (time, handle). An entry is void where the pin is gone, has another time or holds nothing.
+        self._changes: list[tuple[float, Handle]] = []
         self._held_ends: list[tuple[float, Handle]] = []
 
     def __len__(self) -> int:
@@ -108,9 +121,17 @@ class Pins:
         pin = self._pins.get(pin_id)
         return pin if pin is not None and pin.tenant == tenant else None
 
-    def add(self, tenant: str, adapter: Adapter | None, token_ids: list[int], expires_at: float) -> Pin:
+    def add(
+        self,
+        tenant: str,
+        adapter: Adapter | None,
+        token_ids: list[int],
+        expires_at: float,
+        time_to_live: float,
+        pool: BlockPool,
+    ) -> Pin:
         """The pin of the whole blocks of this prefix: the one that is there, with a new end, or a new one that holds
-        nothing yet.
+        nothing yet, which replaces one that has given blocks back.
 
         Raises:
             RefusedError: the prefix fills no block.
@@ -122,14 +143,17 @@ class Pins:
         hashes = PrefixHashes(cache_root(tenant, adapter), self._block_size).first(num_blocks, token_ids)
         pin_id = hashes[-1][:PIN_ID_BYTES].hex()
         pin = self._pins.get(pin_id)
-        if pin is not None:
-            pin.expires_at = expires_at
+        if pin is not None and len(pin.hashes) == num_blocks:
+            pin.expires_at, pin.time_to_live, pin.num_parts = expires_at, time_to_live, pin.max_parts
             self._note_end(pin)
             return pin
         self._check_quota(tenant, hashes)
+        if pin is not None:
+            self.remove(pin, pool)
         self._num_made += 1
         key = RequestKey(PIN_CLIENT, Handle(self._num_made))
-        pin = Pin(pin_id, tenant, adapter, token_ids[: num_blocks * self._block_size], hashes, key, expires_at)
+        whole, parts = token_ids[: num_blocks * self._block_size], min(num_blocks, _NUM_PARTS)
+        pin = Pin(pin_id, tenant, adapter, whole, hashes, key, expires_at, time_to_live, parts, parts)
         self._pins[pin_id] = self._by_key[key] = pin
         blocks = self._of_tenant.setdefault(tenant, Counter())
         self._num_blocks -= len(blocks)
@@ -167,31 +191,45 @@ class Pins:
     def remove(self, pin: Pin, pool: BlockPool) -> None:
         """Removes a pin. Its blocks stay cached until they are evicted."""
         del self._pins[pin.pin_id], self._by_key[pin.key]
-        blocks = self._of_tenant[pin.tenant]
-        for content in pin.hashes:
-            blocks[content] -= 1
-            if not blocks[content]:
-                del blocks[content]
+        self._cut(pin, 0, pool)
+
+    def decay(self, pin: Pin, now: float, pool: BlockPool) -> None:
+        """Gives back the blocks of a held pin that its time is over for, the end of the prefix first."""
+        while pin.next_change <= now and pin.num_parts > 1:
+            pin.num_parts -= 1
+        if pin.is_held:
+            num_blocks = len(pin.token_ids) // self._block_size
+            self._cut(pin, -(-num_blocks * pin.num_parts // pin.max_parts), pool)
+        self._note_end(pin)
+
+    def _cut(self, pin: Pin, num_left: int, pool: BlockPool) -> None:
+        """The pin has at most so many blocks from now on, its first ones."""
+        known = self._of_tenant[pin.tenant]
+        for content in pin.hashes[num_left:]:
+            known[content] -= 1
+            if not known[content]:
+                del known[content]
                 self._num_blocks -= 1
-        if not blocks:
+        if not known:
             del self._of_tenant[pin.tenant]
-        for block in pin.blocks:
+        given_back = pin.blocks[num_left:]
+        for block in given_back:
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
-        pool.free(pin.blocks)
-        pin.blocks = []
+        pool.free(given_back)
+        del pin.hashes[num_left:], pin.blocks[num_left:]
 
     @property
-    def next_end(self) -> float | None:
-        """When the next pin ends; None if there is none."""
-        pin = self._first(self._ends)
-        return None if pin is None else pin.expires_at
+    def next_change(self) -> float | None:
+        """When the next pin ends or gives back blocks; None if there is none."""
+        pin = self._first(self._changes)
+        return None if pin is None else pin.next_change
 
-    def next_expired(self, now: float) -> Pin | None:
-        """The pin that ends first, if its time is over."""
-        pin = self._first(self._ends)
-        return pin if pin is not None and pin.expires_at <= now else None
+    def next_due(self, now: float) -> Pin | None:
+        """The pin that ends or gives back blocks first, if it is time."""
+        pin = self._first(self._changes)
+        return pin if pin is not None and pin.next_change <= now else None
 
     def give_way(self, pool: BlockPool) -> bool:
         """Removes the pin that ends first among those that hold blocks. Returns whether there was one."""
@@ -211,13 +249,12 @@ class Pins:
         return lost
 
     def _note_end(self, pin: Pin) -> None:
-        """The pin has a new end, or holds its blocks from now on."""
-        entry = (pin.expires_at, pin.key.handle)
-        heapq.heappush(self._ends, entry)
+        """The pin has another time, or holds its blocks from now on."""
+        heapq.heappush(self._changes, (pin.next_change, pin.key.handle))
         if pin.is_held:
-            heapq.heappush(self._held_ends, entry)
-        if len(self._ends) > 2 * len(self._pins) + 64:
-            self._ends = sorted((each.expires_at, each.key.handle) for each in self._pins.values())
+            heapq.heappush(self._held_ends, (pin.expires_at, pin.key.handle))
+        if len(self._changes) > 2 * len(self._pins) + 64:
+            self._changes = sorted((each.next_change, each.key.handle) for each in self._pins.values())
         if len(self._held_ends) > 2 * len(self._pins) + 64:
             held = (each for each in self._pins.values() if each.is_held)
             self._held_ends = sorted((each.expires_at, each.key.handle) for each in held)
@@ -225,9 +262,11 @@ class Pins:
     def _first(self, ends: list[tuple[float, Handle]]) -> Pin | None:
         """The pin of the first entry of a heap that is not void; None if all are. Drops void ones."""
         while ends:
-            end, handle = ends[0]
+            time, handle = ends[0]
             pin = self._by_key.get(RequestKey(PIN_CLIENT, handle))
-            if pin is not None and pin.expires_at == end and (pin.is_held or ends is self._ends):
+            if pin is not None and (
+                pin.next_change == time if ends is self._changes else pin.is_held and pin.expires_at == time
+            ):
                 return pin
             heapq.heappop(ends)
         return None

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -263,19 +264,21 @@ class Scheduler:
     def pin(
         self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
     ) -> Pin:
-        """Keeps the whole blocks of a prefix from being evicted until the time (seconds) is over.
+        """Keeps the whole blocks of a prefix from being evicted: all of them for half of the time (seconds), and then
+        fewer and fewer.
 
         The pin holds its blocks at once if all are cached. Otherwise a request of PIN_CLIENT computes them; the
         events of that client report its end or failure. Pinning a prefix again starts its time anew. Raises a
         RefusedError and changes nothing.
         """
-        known = len(self.pins)
-        pin = self.pins.add(tenant, adapter, token_ids, now + time_to_live)
-        if len(self.pins) > known and not self.pins.hold(pin, self.batch.blocks.pool):
+        num_before, pool = len(self.pins), self.batch.blocks.pool
+        pin = self.pins.add(tenant, adapter, token_ids, now + time_to_live, time_to_live, pool)
+        if not pin.is_held and self.group(pin.key) is None and not self.pins.hold(pin, pool):
             try:
-                self.submit(pin.request(), now)
+                # One that is renewed has its quota already, and may not lose it.
+                self.submit(replace(pin.request(), accepted_before=len(self.pins) == num_before), now)
             except RefusedError:
-                self.pins.remove(pin, self.batch.blocks.pool)
+                self.pins.remove(pin, pool)
                 raise
         return pin
 
@@ -288,15 +291,18 @@ class Scheduler:
         return True
 
     def expire_pins(self, now: float) -> None:
-        """Removes pins whose time is over, the oldest ends first: at least one, and only as many as a short call
-        can."""
+        """Removes pins whose time is over, and blocks of those that decay, the oldest first: at least one, and only as
+        many as a short call can."""
         num_pins = num_blocks = 0
         while num_pins < _MAX_EXPIRED and num_blocks < _MAX_EXPIRED_BLOCKS:
-            pin = self.pins.next_expired(now)
+            pin = self.pins.next_due(now)
             if pin is None:
                 return
             num_pins, num_blocks = num_pins + 1, num_blocks + len(pin.blocks)
-            self._unpin(pin)
+            if pin.expires_at <= now:
+                self._unpin(pin)
+            else:
+                self.pins.decay(pin, now, self.batch.blocks.pool)
 
     def forget_cached(self) -> int:
         """Forgets what is cached in blocks that nobody holds; returns their number. Blocks of sequences and of pins

@@ -74,13 +74,13 @@ class PinCalls:
         self._changed(scheduler)
 
     def _changed(self, scheduler: Scheduler) -> None:
-        """Sets the timer for the next pin that ends, since an idle scheduler plans no steps that would end it. A timer
+        """Sets the timer for the next pin that ends or decays, since an idle scheduler plans no steps. A timer
         may fire a little early, so it is set again for as long as there are pins."""
         self.wake_waiters()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (ends_at := scheduler.pins.next_end) is not None:
-            delay_s = max(ends_at - clock.monotonic(), _MIN_TIMER_S)
+        if (changes_at := scheduler.pins.next_change) is not None:
+            delay_s = max(changes_at - clock.monotonic(), _MIN_TIMER_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
         self._on_change()

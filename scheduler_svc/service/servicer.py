@@ -132,7 +132,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         except PinFailedError as error:
             raise Unavailable(str(error), reason="PIN_LOST") from error
         return scheduler_pb2.PinPrefixResponse(
-            pin_id=pin.pin_id, pinned_tokens=len(pin.token_ids), pinned_blocks=len(pin.hashes)
+            pin_id=pin.pin_id,
+            pinned_tokens=len(pin.token_ids),
+            pinned_blocks=len(pin.token_ids) // replica.block_size,
         )
 
     async def UnpinPrefix(

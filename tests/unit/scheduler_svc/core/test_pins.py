@@ -169,10 +169,10 @@ def make_scheduler_with_pins(count: int) -> Scheduler:
 def test_pins_that_end_together_end_over_some_calls(monkeypatch):
     monkeypatch.setattr(scheduler_module, "_MAX_EXPIRED", 3)
     scheduler = make_scheduler_with_pins(7)
-    for num_left, next_end in ((4, 4.0), (1, 7.0), (0, None)):
+    for num_left, next_change in ((4, 4.0), (1, 7.0), (0, None)):
         assert scheduler.schedule(100.0) is None
         assert len(scheduler.pins) == scheduler.pins.num_pinned == num_left
-        assert scheduler.pins.next_end == next_end
+        assert scheduler.pins.next_change == next_change
 
 
 @pytest.mark.parametrize("count", [1, 500])
@@ -180,8 +180,37 @@ def test_a_pin_that_gets_many_ends_has_the_last_one(count):
     scheduler = make_scheduler_with_pins(2)
     for number in range(count):
         scheduler.pin("a", [0, 1, 2, 3], 0.0, 100.0 + (number * 7) % 50)
-    assert scheduler.pins.next_end == 2.0
+    assert scheduler.pins.next_change == 2.0
     scheduler.expire_pins(2.0)
-    assert scheduler.pins.next_end == 100.0 + ((count - 1) * 7) % 50
+    assert scheduler.pins.next_change == 100.0 + ((count - 1) * 7) % 50
     assert scheduler.pins.give_way(scheduler.batch.blocks.pool)
-    assert scheduler.pins.next_end is None
+    assert scheduler.pins.next_change is None
+
+
+def test_a_pin_decays_over_the_second_half_of_its_time_and_is_whole_again_when_it_is_renewed():
+    driver = make_driver(num_blocks=64, pin_quota=0.5, max_pinned=0.5)
+    prefix = [number % 50 for number in range(64)]
+    made = pinned(driver, token_ids=prefix, time_to_live=160.0)
+    began, held = made.expires_at - 160.0, list[int]()
+    for seconds in (0, 80, 89, 90, 120, 159, 160):
+        driver.clock = began + seconds
+        driver.scheduler.expire_pins(driver.clock)
+        driver.check()
+        held.append(driver.scheduler.pins.num_pinned)
+    assert held == [16, 16, 16, 14, 8, 2, 0]
+    # The end of the prefix went first, and is cached for as long as nobody needs the room.
+    assert run(driver, 1, [*prefix, 7], tenant="a") == 64
+
+    made = pinned(driver, token_ids=prefix, time_to_live=16000.0)
+    driver.clock = made.expires_at - 4000.0
+    driver.scheduler.expire_pins(driver.clock)
+    # Others of the tenant get the quota of what it gave back.
+    other = pinned(driver, token_ids=[9] * 96)
+    with pytest.raises(PinQuotaError, match="8 new blocks and 32 are pinned"):
+        pin(driver, token_ids=prefix, time_to_live=16000.0)
+    assert (driver.scheduler.pins.num_pinned, len(made.blocks)) == (32, 8)
+    assert driver.scheduler.unpin("a", other.pin_id)
+    fill(driver, 10)
+    assert run(driver, 2, [*prefix, 7]) == 32
+    again = pinned(driver, token_ids=prefix, time_to_live=16000.0)
+    assert (again.pin_id, len(again.blocks), driver.scheduler.pins.num_pinned) == (made.pin_id, 16, 16)

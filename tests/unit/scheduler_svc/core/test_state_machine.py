@@ -1,7 +1,7 @@
 """The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, constraints that the worker
-compiles or that fail, offers of requests that run elsewhere, refused and deadly steps, losses of the worker, and workers
-that come back with another pool, against what each request must get. Invariants are checked after every rule, and the
-log of the prefix cache against its content."""
+compiles or that fail, offers of requests that run elsewhere, refused and deadly steps, losses of the worker, and
+workers that come back with another pool, against what each request must get. Invariants are checked after every rule,
+and the log of the prefix cache against its content."""
 
 import math
 from dataclasses import replace
