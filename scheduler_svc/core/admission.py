@@ -2,17 +2,17 @@
 
 import enum
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from scheduler_svc.core.batch import Batch
-from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
+from scheduler_svc.core.moves import Leases
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
@@ -55,47 +55,6 @@ class Stop(NamedTuple):
     key: RequestKey | None = None
 
 
-@dataclass(slots=True)
-class Promises:
-    """Blocks and rows that are kept for requests that still run at other replicas. `new` are the requests that got them
-    in the last step that was planned."""
-
-    new: list[RequestKey] = field(default_factory=list[RequestKey])
-    num_rows: int = 0
-    _kept: dict[RequestKey, tuple[list[BlockId], int]] = field(
-        default_factory=dict[RequestKey, tuple[list[BlockId], int]]
-    )
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __contains__(self, key: RequestKey) -> bool:
-        return key in self._kept
-
-    def held_tables(self) -> list[list[BlockId]]:
-        """The blocks of each."""
-        return [blocks for blocks, _ in self._kept.values()]
-
-    def make(self, key: RequestKey, blocks: list[BlockId], num_rows: int) -> None:
-        """Keeps these blocks, which are given away."""
-        self._kept[key] = blocks, num_rows
-        self.num_rows += num_rows
-        self.new.append(key)
-
-    def end(self, key: RequestKey, pool: BlockPool) -> None:
-        """Gives back what is kept for a request. Idempotent."""
-        if (kept := self._kept.pop(key, None)) is not None:
-            pool.free(kept[0])
-            self.num_rows -= kept[1]
-
-    def break_newest(self, pool: BlockPool) -> RequestKey | None:
-        """Gives back what is kept for one request, and returns it; None if there is none."""
-        key = next(reversed(self._kept), None)
-        if key is not None:
-            self.end(key, pool)
-        return key
-
-
 class Room:
     """Whether a group that waits or is swapped may enter: the rows and blocks that it takes, and which groups would
     have to leave for it."""
@@ -106,14 +65,17 @@ class Room:
         swap_space: SwapSpace,
         running: GroupQueue,
         swapped: GroupQueue,
-        promises: Promises,
+        waiting: GroupQueue,
+        promises: Leases[RequestKey],
         give_way: Callable[[], bool],
     ) -> None:
-        """`give_way` frees blocks that are kept for others than these groups; False where there are none."""
+        """`promises` has blocks that are kept for groups which wait. `give_way` frees blocks that are kept for others than
+        groups that run; False where there are none."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running
         self._swapped = swapped
+        self._waiting = waiting
         self._promises = promises
         self._give_way = give_way
         # The group that all candidates made too little room for, what ran then, how many they were, and what was free.
@@ -136,13 +98,13 @@ class Room:
         return self.fits(group, self._batch.blocks_to_grow(self._batch.blocks.block_size))
 
     def promise(self, group: SequenceGroup) -> None:
-        """Keeps the blocks and rows of a group that waits and fits."""
+        """Keeps the blocks of a group that waits and fits, and with them its rows."""
         blocks = self._batch.blocks
         num_blocks = self._blocks_taken(group) + self.growth_of(group)
         cached = list(dict.fromkeys(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))))
         num_blocks = min(num_blocks, blocks.pool.num_free) - blocks.pool.num_free_of(cached)
         blocks.pool.touch(cached)
-        self._promises.make(group.request.key, [*cached, *blocks.pool.allocate(num_blocks)], len(group.unfinished))
+        self._promises.add(group.request.key, [*cached, *blocks.pool.allocate(num_blocks)], math.inf)
 
     def growth_of(self, group: SequenceGroup) -> int:
         """Blocks that a group that waits takes in the next steps beyond those for its tokens."""
@@ -154,7 +116,8 @@ class Room:
 
     def lacks_rows(self, group: SequenceGroup) -> bool:
         """Whether too few rows are free for the group."""
-        return len(group.unfinished) > self._batch.rows.num_free - self._promises.num_rows
+        num_promised = sum(len(self._waiting.get(key).unfinished) for key in self._promises)
+        return len(group.unfinished) > self._batch.rows.num_free - num_promised
 
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:
         """Whether there are rows and blocks for the group beside those that run and take `to_grow` blocks in the next

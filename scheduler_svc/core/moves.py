@@ -9,7 +9,7 @@ that moves: what does not come is computed. Blocks come from a tier below the po
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Generic, NewType, TypeVar
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
 from scheduler_svc.core.cache_log import CacheLog
@@ -27,6 +27,9 @@ class KvSource:
     lease: Lease = Lease(b"")
 
 
+K = TypeVar("K")
+
+
 @dataclass(slots=True)
 class _Leased:
     blocks: list[BlockId]
@@ -34,13 +37,22 @@ class _Leased:
 
 
 @dataclass(slots=True)
-class Leases:
-    """Sealed blocks that are kept for another replica, each with a reference."""
+class Leases(Generic[K]):
+    """Blocks that are kept for others than requests that run, with a reference: sealed ones that another replica may
+    fetch, by their lease, and room for requests that still run at another one, by their key."""
 
-    _leases: dict[Lease, _Leased] = field(default_factory=dict[Lease, _Leased])
+    _leases: dict[K, _Leased] = field(default_factory=dict[K, _Leased])
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._leases)
+
+    @property
+    def newest(self) -> K | None:
+        """None where there is none."""
+        return next(reversed(self._leases), None)
 
     @property
     def num_blocks(self) -> int:
@@ -51,18 +63,17 @@ class Leases:
         """The blocks of each lease."""
         return [each.blocks for each in self._leases.values()]
 
-    def add(self, lease: Lease, blocks: list[BlockId], expires_at: float, pool: BlockPool) -> None:
-        """Keeps blocks that can be hit."""
+    def add(self, lease: K, blocks: list[BlockId], expires_at: float) -> None:
+        """Keeps blocks, which it gets with a reference."""
         assert lease not in self._leases, "a lease is given once"
-        pool.touch(blocks)
         self._leases[lease] = _Leased(blocks, expires_at)
 
-    def renew(self, lease: Lease, expires_at: float) -> None:
+    def renew(self, lease: K, expires_at: float) -> None:
         """Blocks of it are being fetched. No effect where it is over."""
         if (leased := self._leases.get(lease)) is not None:
             leased.expires_at = expires_at
 
-    def end(self, lease: Lease, pool: BlockPool) -> None:
+    def end(self, lease: K, pool: BlockPool) -> None:
         """The blocks stay cached until they are evicted. Idempotent."""
         if (leased := self._leases.pop(lease, None)) is not None:
             pool.free(leased.blocks)

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler_svc.core.admission import Obstacle, Promises, Room, Stop, TokenShares
+from scheduler_svc.core.admission import Obstacle, Room, Stop, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
@@ -74,6 +74,7 @@ class Scheduler:
     `waiting` ones neither. Steps and preemptions are counted since the start; `last_step_id` is the newest planned step
     since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
     `stopped` is why the last step admitted no further group; None where none was left.
+    `promises` has the room for offers, and `promised` those that got it in the last step that was planned.
     `num_prompt_tokens` are those of all requests that ran, `num_cached_tokens` those of them that were cached.
     """
 
@@ -108,8 +109,9 @@ class Scheduler:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
-        self.leases = Leases()
-        self.promises = Promises()
+        self.leases = Leases[Lease]()
+        self.promises = Leases[RequestKey]()
+        self.promised = list[RequestKey]()
         self.tier = Tier()
         self.preparations = Preparations(
             self.batch.adapters, self.trials, self._make_room, compiles=config.prepares_constraints
@@ -118,7 +120,9 @@ class Scheduler:
             self._cache_log.cleared()
             self._set_cache_log(self._cache_log)
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
-        self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.promises, self._give_way)
+        self._room = Room(
+            self.batch, self.swap_space, self.running, self.swapped, self.waiting, self.promises, self._give_way
+        )
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
         self._placement = Placement(
             self.batch,
@@ -345,7 +349,8 @@ class Scheduler:
             hashes = sequence.prefix_hashes.first(num_sealed, sequence.token_ids)
             sealed.update(zip(blocks.pool.hits(hashes), hashes, strict=False))
         if sealed:
-            self.leases.add(lease, list(sealed), now + lease_s, blocks.pool)
+            blocks.pool.touch(sealed)
+            self.leases.add(lease, list(sealed), now + lease_s)
         self.abort(key)
         self.move_counts.requests_out += 1
         return list(sealed.items())
@@ -397,8 +402,9 @@ class Scheduler:
 
     def _break_promise(self) -> bool:
         """A request that would come from another replica has to wait again, in its place."""
-        if (key := self.promises.break_newest(self.batch.blocks.pool)) is None:
+        if (key := self.promises.newest) is None:
             return False
+        self.promises.end(key, self.batch.blocks.pool)
         self.waiting.release(key)
         return True
 
@@ -417,7 +423,7 @@ class Scheduler:
             batch.blocks.reclaim()
         self.expire_pins(now)
         self.leases.expire(now, batch.blocks.pool)
-        self.promises.new.clear()
+        self.promised.clear()
         if self.trials.are_on:
             if self.in_flight:
                 # One step at a time, so that a suspect whose step is lost is lost at the same one again.
@@ -517,6 +523,7 @@ class Scheduler:
                 return Stop(Obstacle.ROWS if self._room.lacks_rows(group) else Obstacle.BLOCKS, key)
             if is_offer:
                 self._room.promise(group)
+                self.promised.append(key)
                 self.waiting.hold(key)
                 continue
             growth = self._room.growth_of(group)

@@ -437,7 +437,7 @@ class StepLoop:
                 await self._send_offers(link)
                 started = clock.monotonic()
                 plan = scheduler.schedule(started)
-                for key in scheduler.promises.new:
+                for key in scheduler.promised:
                     self._requests.keep_room(key)
                 if plan is None:
                     break

@@ -60,9 +60,11 @@ ADDED = frozenset(
         "quire.scheduler.v1.Welcome.18",
         "quire.scheduler.v1.Welcome.19",
         "quire.scheduler.v1.Welcome.20",
+        "quire.scheduler.v1.Welcome.21",
         "quire.scheduler.v1.ReplicaState.3",
         "quire.scheduler.v1.CacheUpdate.5",
         "quire.scheduler.v1.CacheUpdate.6",
+        "quire.scheduler.v1.ReplicaState.4",
         *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 39)),
     }
 )

@@ -287,14 +287,14 @@ def test_an_offer_gets_room_in_its_turn_which_is_kept_until_the_request_comes() 
     asked, other = moved(2), make_request(3, prompt_len=17, max_tokens=4)
     driver.submit(offer(asked))
     assert driver.plan() is not None
-    assert driver.scheduler.promises.new == [asked.key]
+    assert driver.scheduler.promised == [asked.key]
     assert used(driver) == 5 + 4
     driver.submit(other)
     driver.deliver()
     run(driver)
     # The request behind it may not take what is kept, but what `first` has left.
     assert driver.finished == {1, 3}
-    assert (driver.scheduler.promises.new, driver.scheduler.num_live) == ([], 1)
+    assert (driver.scheduler.promised, driver.scheduler.num_live) == ([], 1)
     order = driver.scheduler.waiting.get(asked.key).order
     driver.submit(come := replace(moved(4), replaces=asked.key.handle))
     assert driver.scheduler.waiting.get(come.key).order == order
@@ -314,7 +314,7 @@ def test_an_offer_waits_while_the_pool_is_full_and_those_behind_it_wait_for_it()
     assert not len(driver.scheduler.promises)
     assert len(driver.scheduler.running) == 1
     driver.deliver()
-    while not driver.scheduler.promises.new:
+    while not driver.scheduler.promised:
         driver.plan()
         driver.deliver()
     assert driver.finished == {1}
