@@ -69,7 +69,7 @@ class Room:
         promises: Leases[RequestKey],
         give_way: Callable[[], bool],
     ) -> None:
-        """`promises` has blocks that are kept for groups which wait. `give_way` frees blocks that are kept for others than
+        """`promises` has blocks that are kept for groups that wait. `give_way` frees blocks that are kept for others than
         groups that run; False where there are none."""
         self._batch = batch
         self._swap_space = swap_space
