@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from quire.load import LoadRequest, LoadResult, Report, Run
 from quire.load.plots import plot
-from quire.settings import ConfigurationError, load_settings, setting, to_argv
+from quire.settings import ConfigurationError, load_settings, parse_bytes, setting, to_argv
 from quire.version import VERSION
 from quire_cli.bench.flags import MAX_REQUESTS, MAX_SECONDS, LoadFlags
 from quire_cli.bench.plan import Load, PlannedRun, read_file
@@ -20,6 +20,7 @@ from quire_cli.bench.table import make_errors, make_table
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from simulator.costs import CostModel
 from simulator.drafts import SyntheticDrafts, fixed_tokens
+from simulator.fleet import Fleet
 from simulator.hardware import Hardware
 from simulator.load import check_simulated
 from simulator.measured import Measured, Trace
@@ -143,7 +144,26 @@ class CoreFlags:
 
 
 @dataclass(frozen=True)
-class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
+class FleetFlags:
+    """Replicas behind the router of one gateway"""
+
+    replicas: int = setting(1, "replicas, each with the devices of --hardware", minimum=1, maximum=1024)
+    prefill_replicas: int = setting(
+        0, "so many of --replicas are for prefill and the others for decode; 0: all for both", minimum=0
+    )
+    transfer_bandwidth: int | None = setting(
+        None,
+        "bytes a second at which the blocks of one request move between replicas (the devices' links)",
+        parse=parse_bytes,
+        metavar="BYTES",
+    )
+    transfer_latency: float = setting(
+        0.005, "what a move takes beside its blocks", minimum=0, maximum=60, metavar="SECONDS"
+    )
+
+
+@dataclass(frozen=True)
+class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
     """Runs the scheduler with a modelled device, and reports what `quire bench` reports of a server."""
 
     sweep: dict[str, tuple[str, ...]] | None = setting(
@@ -173,6 +193,15 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             raise ValueError("--model and --model-config are both given; give one of them")
         if self.model is not None and self.model not in MODELS:
             raise ValueError(f'--model: "{self.model}" is not known; there are {", ".join(MODELS)}, or --model-config')
+        if self.prefill_replicas and self.cost_trace:
+            raise ValueError("--prefill-replicas is for --hardware; a trace does not say how many bytes blocks have")
+        if self.prefill_replicas >= self.replicas and self.prefill_replicas:
+            raise ValueError(
+                f"--prefill-replicas is {self.prefill_replicas} of --replicas {self.replicas}; it must leave one for "
+                "decode"
+            )
+        if self.transfer_bandwidth == 0:
+            raise ValueError("--transfer-bandwidth is 0; it must be above")
         if self.sweep is not None and self.slo is None:
             raise ValueError("--sweep looks for the highest rate within --slo, which is not given")
         for name in ("request_rate", "num_requests", "duration"):
@@ -198,7 +227,9 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             "vocab_size": model.vocab_size,
         }
         facts = {"cost_model": "roofline", "hardware": asdict(hardware), "model": asdict(model)}
-        return self._sized(costs, sizes, facts)
+        # Each rank sends its part of a block.
+        bandwidth = self.transfer_bandwidth or hardware.link_bandwidth * hardware.num_devices
+        return self._sized(costs, sizes, facts, block_s=model.slot_bytes * block_size / bandwidth)
 
     def _model(self, hardware: Hardware) -> ModelShape:
         if self.model_config is not None:
@@ -226,7 +257,9 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
         facts = {"cost_model": "measured", "fit": fit, "replica": dict(traces[-1].replica)}
         return self._sized(costs, traces[-1].replica, facts)
 
-    def _sized(self, costs: CostModel, sizes: Mapping[str, int], facts: dict[str, Any]) -> Replica:
+    def _sized(
+        self, costs: CostModel, sizes: Mapping[str, int], facts: dict[str, Any], block_s: float = 0.0
+    ) -> Replica:
         """With the sizes that flags give, and else with these."""
         max_num_batched_tokens = self.max_num_batched_tokens or sizes["max_num_batched_tokens"]
         max_num_seqs = self.max_num_seqs or min(sizes["max_num_seqs"], max_num_batched_tokens)
@@ -271,6 +304,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags):
             self.num_tenants,
             self.frontend_latency,
             SyntheticDrafts(costs, self.acceptance) if self.max_drafts else fake_tokens,
+            Fleet(self.replicas, self.prefill_replicas, block_s, self.transfer_latency),
         )
 
     @property
@@ -315,7 +349,8 @@ def _simulate(flags: SimulateFlags) -> int:
         return _interrupted("no run has ended")
     print(_head(replica))
     reports = [report for report, _ in outcomes]
-    print(make_table(labels, reports, _counters([outcome for _, outcome in outcomes])))
+    shown = _SHOWN | (_SHOWN_OF_FLEETS if replica.fleet.num_replicas > 1 else {})
+    print(make_table(labels, reports, _counters([outcome for _, outcome in outcomes], shown)))
     print(
         *(f"{label}: limited by {_limits(outcome)}" for label, (_, outcome) in zip(labels, outcomes, strict=True)),
         sep="\n",
@@ -373,6 +408,9 @@ def _head(replica: Replica) -> str:
         f"{config.num_blocks:,} blocks of {config.block_size} tokens, {config.num_host_blocks:,} in host memory; at "
         f"most {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens a step"
     ]
+    if (fleet := replica.fleet).num_replicas > 1:
+        apart = f": {fleet.num_prefill} for prefill, the others for decode" if fleet.num_prefill else ""
+        lines.append(f"{fleet.num_replicas} such replicas{apart}")
     if isinstance(replica.costs, Measured):
         lines.append(f"{replica.costs.residual}; an idle worker adds {replica.costs.latency * 1e3:.2f} ms")
     return "\n".join(lines)
@@ -385,12 +423,13 @@ _SHOWN = {
     "kv_tokens_share": ("KV pool with tokens, %", 100.0),
     "kv_shared_share": ("KV pool saved by sharing, %", 100.0),
 }
+_SHOWN_OF_FLEETS = {"moves": ("moves", 1.0), "move_pause_p99_ms": ("pause of a move, p99, ms", 1.0)}
 
 
-def _counters(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:
+def _counters(outcomes: Sequence[Outcome], shown: Mapping[str, tuple[str, float]]) -> dict[str, list[float | None]]:
     counted = [outcome.counters() for outcome in outcomes]
     return {
-        title: [each[name] * factor if each else None for each in counted] for name, (title, factor) in _SHOWN.items()
+        title: [each[name] * factor if each else None for each in counted] for name, (title, factor) in shown.items()
     }
 
 
@@ -466,4 +505,5 @@ def _found_line(found: Found) -> str:
 def _facts(flags: SimulateFlags, replica: Replica) -> dict[str, Any]:
     """No time and no place: the same simulation gives the same file."""
     config = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(replica.config).items()}
-    return {"version": VERSION, "flags": flags.given(), "config": config, **replica.facts}
+    fleet = {"fleet": asdict(replica.fleet)} if replica.fleet.num_replicas > 1 else {}
+    return {"version": VERSION, "flags": flags.given(), "config": config, **fleet, **replica.facts}

@@ -5,9 +5,11 @@ it runs, so a request that comes meanwhile enters the step after that. Nothing h
 clock: the same requests give the same result.
 """
 
+import heapq
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -63,7 +65,8 @@ class Life:
     """What happened to one request. Times are seconds since the start.
 
     `sent` is when it reached the scheduler, `token_times` has a list for each sequence that was delivered, with the
-    time of each token. `reason` is the code under which it was refused or failed, and `error` the message.
+    time of each token. `reason` is the code under which it was refused or failed, and `error` the message. `moved_at`
+    has the number of its tokens at each move to another device.
     """
 
     arrived: float
@@ -74,6 +77,7 @@ class Life:
     usage: Usage | None = None
     reason: str | None = None
     error: str | None = None
+    moved_at: list[int] = field(default_factory=list[int])
 
 
 class Step(NamedTuple):
@@ -94,8 +98,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All requests by their number, all steps in order, how many preemptions there were, and how many drafts were
-    verified and right."""
+    """All requests by their number, all steps as they were planned, how many preemptions there were, and how many
+    drafts were verified and right, on so many devices."""
 
     lives: list[Life]
     steps: list[Step]
@@ -103,11 +107,18 @@ class Simulation:
     num_swap_outs: int
     num_drafts: int = 0
     num_right_drafts: int = 0
+    num_devices: int = 1
 
     @property
     def seconds(self) -> float:
         """When the last result came."""
-        return self.steps[-1].applied if self.steps else 0.0
+        return max((step.applied for step in self.steps), default=0.0)
+
+    @property
+    def pauses(self) -> list[float]:
+        """Seconds between the last token before each move and the first one after it."""
+        moves = ((life.token_times[0], at) for life in self.lives for at in life.moved_at)
+        return [times[at] - times[at - 1] for times, at in moves if at < len(times)]
 
     def column(self, name: str) -> NDArray[np.float64]:
         """One number of each step by its name: a field of `Step`, `StepWork` or `MemoryUse`, or the step's seconds on
@@ -145,67 +156,51 @@ def simulate(
         tokens: What the device samples.
         max_steps_in_flight: As of the service.
     """
-    run = _Run(arrivals, Scheduler(config, make_blocks), costs, look, tokens)
-    while run.take_next():
-        while len(run.scheduler.in_flight) < max_steps_in_flight and run.plan():
-            pass
-    scheduler, drafts = run.scheduler, run.scheduler.draft_counts
-    preempted = (scheduler.num_preemptions, scheduler.num_swap_outs)
-    return Simulation(run.lives, run.steps, *preempted, drafts.num_drafts, sum(drafts.right_at))
+    return Run(arrivals, [Device(Scheduler(config, make_blocks), costs, look, tokens, max_steps_in_flight)]).to_end()
 
 
-class _Run:
+class Device:
+    """A core, and when its steps are over."""
+
     def __init__(
         self,
-        arrivals: Arrivals,
         scheduler: Scheduler,
         costs: CostModel,
-        look: Callable[[Scheduler], MemoryUse],
-        tokens: TokenSource,
+        look: Callable[[Scheduler], MemoryUse] = paged_memory,
+        tokens: TokenSource = fake_tokens,
+        max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT,
     ) -> None:
         self.scheduler = scheduler
-        self.lives: list[Life] = []
-        self.steps: list[Step] = []
-        self._arrivals = arrivals
         self._costs = costs
         self._look = look
         self._tokens = tokens
-        self._now = 0.0
-        self._device_free_at = 0.0
+        self._max_steps_in_flight = max_steps_in_flight
+        self._free_at = 0.0
         self._answers: deque[tuple[float, StepResult]] = deque()
 
-    def take_next(self) -> bool:
-        """Goes on to the next arrival or result. Returns whether there was one."""
-        arrives_at, answered_at = self._arrivals.next_at(), self._answers[0][0] if self._answers else math.inf
-        if arrives_at is not None and arrives_at <= answered_at:
-            self._now = max(self._now, arrives_at)
-            self._submit(self._arrivals.take(), arrives_at)
-            return True
-        if self._answers:
-            self._now, result = self._answers.popleft()
-            for events in self.scheduler.apply(result, self._now).values():
-                self._deliver(events)
-            return True
-        if self.scheduler.num_live:
-            raise StuckError(f"{self.scheduler.num_live} requests are left at {self._now:.3f} s and no step is planned")
-        return False
+    @property
+    def answers_at(self) -> float:
+        """When the next result comes; infinity where no step is in flight."""
+        return self._answers[0][0] if self._answers else math.inf
 
-    def plan(self) -> bool:
-        """Plans one step and sends it to the device. Returns whether there was anything to compute."""
-        scheduler, now = self.scheduler, self._now
-        plan = scheduler.schedule(now)
-        if plan is None:
-            return False
-        result = self._tokens(plan, scheduler.batch.rows)
-        work = work_with(plan, result.num_drafts)
-        took = self._costs.seconds(work)
-        began = max(now + took.launch, self._device_free_at)
-        self._device_free_at = over = began + took.device
-        # Results come in order, whatever each of them takes on its way.
-        applied = max(over + took.answer, self._answers[-1][0] if self._answers else 0.0)
-        self._answers.append((applied, result))
-        self.steps.append(
-            Step(
+    def answer(self) -> tuple[float, dict[ClientId, ClientEvents]]:
+        """When the next result comes, and what it brings."""
+        now, result = self._answers.popleft()
+        return now, self.scheduler.apply(result, now)
+
+    def plan(self, now: float) -> Iterator[Step]:
+        """Plans as many steps as may be in flight, and sends them to the device."""
+        scheduler = self.scheduler
+        while len(scheduler.in_flight) < self._max_steps_in_flight and (plan := scheduler.schedule(now)) is not None:
+            result = self._tokens(plan, scheduler.batch.rows)
+            work = work_with(plan, result.num_drafts)
+            took = self._costs.seconds(work)
+            began = max(now + took.launch, self._free_at)
+            self._free_at = over = began + took.device
+            # Results come in order, whatever each of them takes on its way.
+            applied = max(over + took.answer, self._answers[-1][0] if self._answers else 0.0)
+            self._answers.append((applied, result))
+            yield Step(
                 planned=now,
                 began=began,
                 over=over,
@@ -218,33 +213,97 @@ class _Run:
                 num_swapped=len(scheduler.swapped),
                 num_preemptions=scheduler.num_preemptions,
             )
+
+
+class Run:
+    """Requests and devices in one virtual time. All requests go to the first device; subclasses have other ways."""
+
+    def __init__(self, arrivals: Arrivals, devices: Sequence[Device]) -> None:
+        self.now = 0.0
+        self.lives: list[Life] = []
+        self._arrivals = arrivals
+        self._devices = devices
+        self._later: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+
+    def to_end(self) -> Simulation:
+        """Runs all requests to their end."""
+        steps: list[Step] = []
+        while self._take_next():
+            for device in self._devices:
+                steps += device.plan(self.now)
+                self.planned(device)
+        schedulers = [device.scheduler for device in self._devices]
+        if num_left := sum(each.num_live for each in schedulers):
+            raise StuckError(f"{num_left} requests are left at {self.now:.3f} s and no step is planned")
+        return Simulation(
+            self.lives,
+            steps,
+            sum(each.num_preemptions for each in schedulers),
+            sum(each.num_swap_outs for each in schedulers),
+            sum(each.draft_counts.num_drafts for each in schedulers),
+            sum(sum(each.draft_counts.right_at) for each in schedulers),
+            len(schedulers),
         )
+
+    def at(self, seconds: float, call: Callable[[], object]) -> None:
+        """Has something called when it is that late."""
+        heapq.heappush(self._later, (seconds, next(self._numbers), call))
+
+    def _take_next(self) -> bool:
+        """Goes on to the next arrival, call or result. Returns whether there was one."""
+        arrives_at, called_at = self._arrivals.next_at(), self._later[0][0] if self._later else math.inf
+        device = min(self._devices, key=lambda each: each.answers_at)
+        if arrives_at is not None and arrives_at <= min(called_at, device.answers_at):
+            self.now = max(self.now, arrives_at)
+            request = self._arrivals.take()
+            if request.key != key_of(len(self.lives)):
+                raise ValueError(f"request {request.key} is number {len(self.lives)}: numbers must rise by one from 0")
+            self.lives.append(Life(arrives_at, self.now, request, [[] for _ in range(request.num_returned)]))
+            self.submit(request)
+        elif called_at <= device.answers_at and self._later:
+            self.now, _, call = heapq.heappop(self._later)
+            call()
+        elif device.answers_at < math.inf:
+            self.now, answers = device.answer()
+            for events in answers.values():
+                self.deliver(events)
+        else:
+            return False
         return True
 
-    def _submit(self, request: Request, arrived: float) -> None:
-        index = request.key.handle
-        if request.key != key_of(len(self.lives)):
-            raise ValueError(f"request {request.key} came as number {len(self.lives)}: numbers must rise by one from 0")
-        life = Life(arrived, self._now, request, [[] for _ in range(request.num_returned)])
-        self.lives.append(life)
-        try:
-            self.scheduler.submit(request, self._now)
-        except RefusedError as error:
-            life.reason, life.error, life.ended = _reason_of(error), str(error), self._now
-            self._arrivals.ended(index, self._now, failed=True)
+    def choose(self, request: Request) -> Device:
+        """The device for a request."""
+        return self._devices[0]
 
-    def _deliver(self, events: ClientEvents) -> None:
-        now, lives = self._now, self.lives
+    def planned(self, device: Device) -> None:
+        """The steps that a device may have are planned."""
+
+    def submit(self, request: Request) -> None:
+        """Gives a request to the core of a device. One that it refuses is over."""
+        try:
+            self.choose(request).scheduler.submit(request, self.now)
+        except RefusedError as error:
+            self._fail(request.key.handle, _reason_of(error), str(error))
+
+    def deliver(self, events: ClientEvents) -> None:
+        """What a step brought to clients."""
         for handle, sequence in zip(events.handles, events.sequence_indices, strict=True):
-            lives[handle].token_times[sequence].append(now)
+            self.lives[handle].token_times[sequence].append(self.now)
         for end in events.completed:
-            life = lives[end.handle]
-            life.usage, life.ended = end.usage, now
-            self._arrivals.ended(end.handle, now, failed=False)
+            self.lives[end.handle].usage = end.usage
+            self.end(end.handle, failed=False)
         for failure in events.failed:
-            life = lives[failure.key.handle]
-            life.reason, life.error, life.ended = failure.reason, failure.message, now
-            self._arrivals.ended(failure.key.handle, now, failed=True)
+            self._fail(failure.key.handle, failure.reason, failure.message)
+
+    def _fail(self, index: int, reason: str, message: str) -> None:
+        self.lives[index].reason, self.lives[index].error = reason, message
+        self.end(index, failed=True)
+
+    def end(self, index: int, *, failed: bool) -> None:
+        """The request with this number is over."""
+        self.lives[index].ended = self.now
+        self._arrivals.ended(index, self.now, failed=failed)
 
 
 def _reason_of(error: RefusedError) -> str:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from quire.load import LoadRequest, Report, RequestRecord, Slo, make_report
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
 from simulator.costs import CostModel
-from simulator.engine import MAX_STEPS_IN_FLIGHT, Simulation, simulate
+from simulator.engine import MAX_STEPS_IN_FLIGHT, Device, Simulation, simulate
+from simulator.fleet import Fleet, FleetRun
 from simulator.load import LoadArrivals, records
 from simulator.memory import Limit
 from simulator.tokens import TokenSource, fake_tokens
@@ -23,6 +26,7 @@ class Replica:
         num_tenants: Requests belong to so many tenants, in turn.
         tokens: What the device samples.
         frontend_latency_s: What clients, gateways and the network add to the time of each answer.
+        fleet: How many there are of it, and how requests move between them.
     """
 
     config: SchedulerConfig
@@ -33,6 +37,7 @@ class Replica:
     num_tenants: int = 1
     frontend_latency_s: float = 0.0
     tokens: TokenSource = fake_tokens
+    fleet: Fleet = field(default_factory=Fleet)
 
     def run(
         self,
@@ -53,9 +58,12 @@ class Replica:
             num_tenants=self.num_tenants,
             on_end=on_end,
         )
-        simulation = simulate(
-            arrivals, self.config, self.costs, tokens=self.tokens, max_steps_in_flight=self.max_steps_in_flight
-        )
+        options: dict[str, Any] = {"tokens": self.tokens, "max_steps_in_flight": self.max_steps_in_flight}
+        if self.fleet.num_replicas == 1:
+            simulation = simulate(arrivals, self.config, self.costs, **options)
+        else:
+            devices = [Device(Scheduler(self.config), self.costs, **options) for _ in self.fleet.roles]
+            simulation = FleetRun(arrivals, devices, self.fleet).to_end()
         return Outcome(simulation, records(simulation, arrivals, self.frontend_latency_s), max_concurrency)
 
 
@@ -104,7 +112,7 @@ class Outcome:
         figures = {
             "steps": len(simulation.steps),
             "step_ms": float(seconds.mean()) * 1e3,
-            "device_busy_share": float(seconds.sum() / simulation.seconds) if simulation.seconds else 0.0,
+            "device_busy_share": float(seconds.sum() / (simulation.seconds * simulation.num_devices or 1.0)),
             "running_mean": mean(column("num_running")),
             "running_max": float(column("num_running").max()),
             "waiting_mean": mean(column("num_waiting") + column("num_swapped")),
@@ -116,4 +124,7 @@ class Outcome:
             **{f"kv_{name}_share": share for name, share in shares.items()},
             **{f"limited_by_{limit.value}_share": limits.get(limit, 0.0) for limit in Limit},
         }
+        if simulation.num_devices > 1:
+            pauses = simulation.pauses or [0.0]
+            figures |= {"moves": len(simulation.pauses), "move_pause_p99_ms": 1e3 * np.percentile(pauses, 99)}
         return {name: round(float(value), 6) for name, value in figures.items()}

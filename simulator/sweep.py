@@ -29,6 +29,7 @@ DEFAULTS: Mapping[str, Sequence[str]] = {
     "preemption_mode": ("recompute", "swap"),
     "max_drafts": ("0", "3", "7"),
     "acceptance": ("0.3", "0.6", "0.9"),
+    "prefill_replicas": ("0", "1"),
 }
 """What can be swept, and the values where none are given. A share of blocks is of those that there are without it."""
 

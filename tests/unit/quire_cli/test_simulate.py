@@ -185,6 +185,9 @@ REFUSALS = [
     (("--hardware", "a100-40gb", "--max-model-len", "4096"), "--max-model-len is 4,096; the model takes at most 2,048"),
     (("--hardware", "h100", "--model-config", "docs"), "--model-config: docs has no config.json"),
     (("--hardware", "h100", "--out", "/proc/a.json"), "cannot write /proc/a.json: "),
+    (("--hardware", "h100", "--replicas", "2", "--prefill-replicas", "2"), "is 2 of --replicas 2; it must leave one"),
+    (("--cost-trace", "x.json", "--replicas", "2", "--prefill-replicas", "1"), "--prefill-replicas is for --hardware"),
+    (("--hardware", "h100", "--transfer-bandwidth", "0"), "--transfer-bandwidth is 0"),
 ]
 
 
@@ -210,3 +213,26 @@ def test_drafts_are_simulated_and_reported(tmp_path: Path, capsys: pytest.Captur
     assert before.tpot is not None
     assert after.tpot is not None
     assert after.tpot.p50 < before.tpot.p50
+
+
+def test_requests_move_between_replicas_for_prefill_and_decode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    long = ("--dataset", "fixed", "--prompt-len", "500", "--output-len", "40", "--request-rate", "20")
+    pauses: list[float] = []
+    for bandwidth in ("1GB", "10MB"):
+        flags = ("--replicas", "3", "--prefill-replicas", "1", "--transfer-bandwidth", bandwidth, "--out", str(path))
+        assert run(*long, *flags) == 0
+        told = capsys.readouterr().out
+        assert "3 such replicas: 1 for prefill, the others for decode" in told
+        assert "pause of a move, p99, ms" in told
+        result = LoadResult.read(path)
+        counters = result.runs[0].report.counters or {}
+        assert result.facts["fleet"]["num_prefill"] == 1
+        assert 0 < counters["moves"] <= 8
+        pauses.append(counters["move_pause_p99_ms"])
+    assert 5 < pauses[0] < pauses[1]
+    assert run(*long, "--replicas", "3") == 0
+    told = capsys.readouterr().out
+    assert "3 such replicas\n" in told
