@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, cast
 
 from quire.client import BeamSearch, GenerationOptions
+from tests.sim.world.charges import Charges
 from tests.sim.world.cluster import MANY, Cluster, Layout, draw_layout, watched_schedulers
 from tests.sim.world.disk import draw_recording
 from tests.sim.world.faults import (
@@ -513,8 +514,13 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
     """
     with World(plan.seed) as world:
         on_world(world)
-        clusters: list[Cluster] = []
-        with gateways_without_sockets(), watched_schedulers(clusters), low_limits(plan.low_limits):
+        clusters, charges = list[Cluster](), Charges()
+        with (
+            gateways_without_sockets(),
+            watched_schedulers(clusters),
+            low_limits(plan.low_limits),
+            charges.noted(),
+        ):
             cluster = Cluster(world, plan.layout, _circumstances(plan))
             clusters.append(cluster)
             for request in plan.requests:
@@ -532,6 +538,7 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
             except StuckError as error:
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
+            cluster.check_charges(charges)
             for disk in cluster.disks.values():
                 disk.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)

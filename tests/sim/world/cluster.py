@@ -4,7 +4,7 @@ gateways, and clients. A supervisor starts anew what dies."""
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
+from gateway.auth.quota import Account
 from quire.clock import CLOCK, monotonic
 from quire.prefix_hashes import BlockHash
 from quire.settings import ConfigurationError
@@ -41,12 +42,13 @@ from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.block_disk import BlockDisk, SimDiskTier, open_tier, simulated_block_disks
+from tests.sim.world.charges import Charges
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
 from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
-from tests.sim.world.http_calls import HttpClient
+from tests.sim.world.http_calls import HttpClient, salt_of
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
@@ -166,6 +168,7 @@ class Cluster:
     false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
     disks: dict[str, Disk] = field(default_factory=dict[str, Disk])
     block_disks: dict[str, BlockDisk] = field(default_factory=dict[str, BlockDisk])
+    asked: dict[str, Generate] = field(default_factory=dict[str, Generate])
     workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
     """That of each host which is loaded."""
 
@@ -365,6 +368,8 @@ class Cluster:
         """A client makes a request."""
         story = Story(request)
         self.stories.append(story)
+        if isinstance(request, Generate):
+            self.asked[request.request_id] = request
         self.world.note("ask", request.number)
         node, client = self.running[request.client], self._clients[request.client]
         task = node.start(lambda: client.ask(story))
@@ -494,6 +499,21 @@ class Cluster:
                 if most is not None and running[tenant.name] > most:
                     raise FalseAnswerError(f"{host} runs {running[tenant.name]} requests of {tenant}")
 
+    def check_charges(self, charges: Charges) -> None:
+        """Raises FalseAnswerError where keys did not pay for what they got, or for more. Only where nothing breaks."""
+        if self.circumstances.has_faults or self.circumstances.deadly or self.circumstances.deadly_need:
+            return
+        for tenant in TENANTS:
+            if tenant.tokens_per_minute is not None:
+                stories = [story for story in self.stories if story.request.tenant == tenant.name]
+                charges.check(self._accounts(tenant.name), stories)
+
+    def _accounts(self, tenant: str) -> Iterator[Account]:
+        for gateway in self.gateways.values():
+            keys = gateway.authenticator
+            assert isinstance(keys, KeyRing)
+            yield from (known.caller.account for known in keys._by_hash.values() if known.caller.tenant == tenant)
+
     def check_rates(self, seconds: float) -> None:
         """Raises FalseAnswerError where all gateways together served more than the rates of a key allow."""
         num_gateways = sum(node.host.startswith("gateway") for node in self.world.nodes)
@@ -518,6 +538,8 @@ class CheckedScheduler(Scheduler):
     """The core, whose invariants hold after every operation that changes it from outside, and which is as fair as its
     policy promises."""
 
+    asked: Mapping[str, Generate] = {}
+    """What clients asked for, by the id."""
     _names: Names
     _fairness: Shares | None = None
     _entering: SequenceGroup | None = None
@@ -612,6 +634,13 @@ class CheckedScheduler(Scheduler):
             self._fairness.observe(frozenset(self._tenants_with_next()))
 
     def submit(self, request: CoreRequest, now: float) -> None:
+        if (asked := self.asked.get(request.request_id)) is not None:
+            adapter = None if request.adapter is None else request.adapter.name
+            come = request.tenant, adapter, request.cache_salt, tuple(request.prompt[: len(asked.prompt)])
+            if come != (asked.tenant, asked.adapter, salt_of(asked), asked.prompt):
+                self._report(AssertionError(f"{request.request_id} comes with another tenant, adapter, salt or prompt"))
+            if asked.front is None and request.priority != asked.priority:
+                self._report(AssertionError(f"{request.request_id} comes with priority {request.priority}"))
         super().submit(request, now)
         self._check()
 
@@ -827,10 +856,12 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
     def make_core(config: SchedulerConfig) -> CheckedScheduler:
         core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
+        core.asked = clusters[-1].asked
         return core
 
     def make_recorded(config: SchedulerConfig, recording: Recorder) -> CheckedScheduler:
         core = clusters[-1].cores[host()] = RecordedScheduler(config, clusters[-1].names, recording)
+        core.asked = clusters[-1].asked
         return core
 
     def make_requests(*arguments: Any) -> CheckedRequests:

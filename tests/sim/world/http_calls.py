@@ -13,6 +13,7 @@ import grpc
 import h11
 
 from quire.client import GenerationOptions
+from quire.prefix_hashes import salt_digest
 from quire.rpc.errors import QuireError, Unavailable, error_for_code
 from tests.sim.world.gateways import HTTP_PORT, character_of, key_of
 from tests.sim.world.http import connect
@@ -114,6 +115,15 @@ def _over_http(draw: Random, request: Generate) -> Generate:
     return replace(request, front=front, options=options, verb=verb, timeout_s=None, taken_over_after_s=None)
 
 
+def _salt_text_of(request: Generate) -> str:
+    return f"salt {request.number % 3}" if request.front is not None and request.number % 3 else ""
+
+
+def salt_of(request: Generate) -> bytes:
+    """The digest of its salt of the prefix cache; empty without one."""
+    return salt_digest(_salt_text_of(request))
+
+
 def _body_of(request: Generate) -> dict[str, Any]:
     assert request.front is not None
     options, text = request.options, "".join(map(character_of, request.prompt))
@@ -123,8 +133,8 @@ def _body_of(request: Generate) -> dict[str, Any]:
         names = [each.name for each in fields_of(options)]
         fields = {"priority": request.priority, "request_id": request.request_id}
     fields |= {name: getattr(options, name) for name in names if getattr(options, name) not in (None, (), {})}
-    if request.number % 3:
-        fields["cache_salt"] = f"salt {request.number % 3}"
+    if salt := _salt_text_of(request):
+        fields["cache_salt"] = salt
     is_list = request.front is Front.COMPLETIONS and request.number % 2
     body = _FRONTS[request.front.value]._body([*request.prompt] if is_list else text, fields)
     return body | ({"stream": True} if request.verb is Verb.STREAM else {})

@@ -1,0 +1,69 @@
+"""What keys pay for: the tokens of prompts, and those that were generated, each once."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from gateway.auth import quota
+from gateway.auth.quota import Account, TokenBucket
+from tests.sim.world.clients import Story
+from tests.sim.world.oracles import FalseAnswerError
+from tests.sim.world.traffic import Generate, Pin
+
+_REFUSED = ("RATE_LIMIT_EXCEEDED", "CONCURRENCY_LIMIT", "QUEUE_FULL", "DURABLE_LIMIT")
+_TOLERANCE = 1e-6
+
+
+@dataclass(slots=True)
+class Charges:
+    """What the buckets of keys gave, less what they got back."""
+
+    _taken: Counter[int] = field(default_factory=Counter[int])
+    _buckets: list[TokenBucket] = field(default_factory=list[TokenBucket])
+    """So that no other one has the identity of one that is gone."""
+
+    def check(self, accounts: Iterable[Account], stories: Iterable[Story]) -> None:
+        """Raises FalseAnswerError unless all accounts of one tenant, who made these requests, paid for what it got, and
+        for no more. To be called where nothing broke and nothing runs."""
+        paid = sum(self._taken[id(account._tokens)] for account in accounts if account._tokens is not None)
+        bounds = [_bounds(story) for story in stories]
+        least, most = (sum(each) for each in zip(*bounds, strict=True)) if bounds else (0.0, 0.0)
+        if not least - _TOLERANCE <= paid <= most + _TOLERANCE:
+            raise FalseAnswerError(f"a key pays for {paid} tokens, not {least} to {most}")
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside the block, all charges are noted."""
+        charge = quota._charge
+
+        def note(bucket: TokenBucket | None, amount: float, now: float) -> None:
+            if bucket is not None:
+                self._buckets.append(bucket) if id(bucket) not in self._taken else None
+                self._taken[id(bucket)] += amount  # type: ignore[assignment]
+            charge(bucket, amount, now)
+
+        with patch.object(quota, "_charge", note):
+            yield
+
+
+def _bounds(story: Story) -> tuple[float, float]:
+    """The least and the most that a request may cost."""
+    request = story.request
+    if story.error is not None and story.error.reason in _REFUSED:
+        return 0.0, 0.0
+    if isinstance(request, Pin):
+        return 0.0, len(request.prompt)
+    if not isinstance(request, Generate):
+        return 0.0, 0.0
+    options = request.options
+    width = options.best_of or 1 if options.beam_search is None else options.beam_search.beam_width
+    num_computed = max(width, request.num_returned)
+    # Two calls may read a token before the first one hears of the other.
+    num_calls = 1 if request.taken_over_after_s is None else 1 + request.num_takeovers
+    if story.has_ended and story.witness is not None:
+        num_said = sum(len(each.token_ids) for each in story.witness.last.expected.sequences)
+        cost = num_said * num_computed / request.num_returned
+        return len(request.prompt) + cost, len(request.prompt) + num_calls * cost
+    return 0.0, len(request.prompt) + num_calls * (options.max_tokens or 0) * num_computed
