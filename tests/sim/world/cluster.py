@@ -26,10 +26,10 @@ from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
 from scheduler_svc.core.moves import Lease, Leases
-from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import ClientId, Constraint, RequestKey
+from scheduler_svc.core.request import Adapter, ClientId, Constraint, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -627,7 +627,10 @@ class CheckedScheduler(Scheduler):
             first = min(waiting, key=lambda request: self._place_of[request.key])
             if self._place_of[first.key] < self._place_of[group.request.key]:
                 self._report(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
+        num_cached = group.cached_tokens
         super()._start(group, now)
+        if num_cached not in (None, group.cached_tokens):
+            self._report(AssertionError(f"{group.request.request_id} counts its own blocks as cached"))
 
     def _observe_fairness(self) -> None:
         if self._fairness is not None:
@@ -757,6 +760,8 @@ class CheckedScheduler(Scheduler):
             self._makes_slots = False
 
     def _preempt(self, group: SequenceGroup, now: float) -> None:
+        if self._makes_slots and self.batch.blocks.has_retired:
+            self._report(AssertionError(f"{group.request.request_id} makes room beside blocks of finished requests"))
         if self.config.policy is not PolicyKind.FAIR:
             if group is not self.running.last():
                 self._report(AssertionError(f"{group.request.request_id} makes room before those behind it"))
@@ -770,6 +775,15 @@ class CheckedScheduler(Scheduler):
             # What is in flight is drawn again.
             self._fairness.leaves(group)
 
+    def pin(
+        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
+    ) -> Pin:
+        made = super().pin(tenant, token_ids, now, time_to_live, adapter)
+        pinned = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
+        if len(pinned) > self.config.pin_quota * self.config.num_blocks:
+            self._report(AssertionError(f"{tenant} pins {len(pinned)} blocks of {self.config.num_blocks}"))
+        return made
+
     def expire_pins(self, now: float) -> None:
         before = list(self.pins)
         super().expire_pins(now)
@@ -778,7 +792,11 @@ class CheckedScheduler(Scheduler):
 
     def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
         before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]
+        ends = {pin.pin_id: pin.expires_at for pin in old.pins}
         failures = super().take_over(old, now)
+        # Blocks of another size give other ids.
+        if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
+            self._report(AssertionError(f"pins {longer} last longer than they were to"))
         failed = {failure.key for failure in failures}
         if lost := [key for key in before if key not in failed and self.group(key) is None]:
             self._report(AssertionError(f"{lost} are dropped without a word"))

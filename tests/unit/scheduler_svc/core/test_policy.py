@@ -58,6 +58,26 @@ def test_a_higher_priority_displaces_a_lower_one_that_runs_where_there_is_no_roo
     assert driver.scheduler.num_preemptions == 1
 
 
+def test_who_makes_just_enough_room_is_displaced():
+    driver = make_driver(PolicyKind.PRIORITY, num_blocks=10, block_size=4, max_num_seqs=4, watermark=0.5)
+    stays, leaves = make_request(0, prompt_len=5, priority=5), make_request(1, prompt_len=9, priority=-1)
+    driver.submit(stays, leaves)
+    driver.run_steps(1)
+    # It takes three blocks and leaves five: three more than are free.
+    driver.submit(make_request(2, prompt_len=9, priority=1))
+    driver.plan()
+    assert running(driver) == {0, 2}
+
+
+def test_a_request_that_can_only_run_alone_displaces_all():
+    driver = make_driver(PolicyKind.PRIORITY, num_blocks=6, block_size=4, max_num_seqs=4, watermark=0.5)
+    driver.submit(make_request(0, prompt_len=7, max_tokens=12))
+    driver.run_steps(1)
+    driver.submit(make_request(1, prompt_len=21, max_tokens=2, priority=1))
+    driver.plan()
+    assert running(driver) == {1}
+
+
 def test_under_memory_pressure_the_lowest_priority_gives_way():
     driver = make_driver(PolicyKind.PRIORITY, num_blocks=6, block_size=4, max_num_seqs=4)
     important = make_request(1, prompt_len=7, max_tokens=12, priority=3)

@@ -145,6 +145,24 @@ def test_a_constraint_that_is_compiled_late_takes_the_place_of_the_oldest(monkey
     assert driver.finished == {1, 3}
 
 
+def test_a_constraint_that_is_compiled_late_is_the_newest_that_workers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "NUM_KEPT", 2)
+    driver = make_driver()
+    driver.submit(constrained(1, b"late"))
+    driver.tell()
+    late = driver.told.popleft()
+    driver.scheduler.give_up_preparation(late.number, 5.0)
+    for handle, parameters in enumerate((b"late", b"other"), 2):
+        driver.submit(constrained(handle, parameters))
+        assert prepare(driver) == [parameters]
+    driver.scheduler.prepared(late.number)
+    # One more is in the place of the oldest.
+    driver.submit(constrained(4, b"newest"), constrained(5, b"late"))
+    assert prepare(driver) == [b"newest"]
+    driver.submit(constrained(6, b"other"))
+    assert prepare(driver) == [b"other"]
+
+
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mode: PreemptionMode) -> None:
     driver = make_driver(preemption_mode=mode, num_host_blocks=16)
