@@ -56,11 +56,13 @@ def parametrize_pairwise(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorat
     return pytest.mark.parametrize(names, cases, indirect=[] if first == "isa" else [first])
 
 
+def library_of(isa: str) -> Library:
+    return Library(emulated_library() if isa == EMULATED_AMX else None, isa)
+
+
 @functools.cache
 def make_implementation(name: str) -> Implementation:
-    if name == "reference":
-        return reference
-    return CpuKernels(Library(emulated_library() if name == EMULATED_AMX else None, name))
+    return reference if name == "reference" else CpuKernels(library_of(name))
 
 
 @contextmanager

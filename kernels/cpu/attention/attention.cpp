@@ -111,7 +111,7 @@ class AttentionWork : public Work {
  public:
   AttentionWork(const IsaKernels& kernels, const AttentionArgs& args, std::shared_ptr<const SharedPlan> shared)
       : Work(shared->plan.num_units(), shared->plan.elements < kWorthThreads ? shared->plan.num_units() : 1, 1,
-             scratch_of(kernels, args, shared->plan), 0),
+             scratch_of(kernels, args, shared->plan), 0, !shared->plan.prefills.empty()),  // the longest first
         kernels_(kernels),
         args_(args),
         shared_(std::move(shared)) {}

@@ -39,8 +39,7 @@ struct Groups {
 // which moves by `step` bytes.
 template <int kCache, class Lines>
 struct Stretch {
-  int64_t first;
-  int64_t count;
+  int64_t first, count;
   const char* ahead;
   Lines lines;
   int64_t step;
@@ -53,18 +52,17 @@ void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t first, i
   using X = typename Kind::X;
   const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(X));
   const X *x = x_of<Kind>(args, first), *x_of_second = x_of<Kind>(args, second);
-  auto* sums_of_second = sums + kTile * kPanel;
   if (stretch.first == 0)
     clear_sums();
   else
-    load_sums<kTwo>(sums, sums_of_second, kPanel);
+    load_sums<kTwo>(sums, kPanel);
   const char* ahead = stretch.ahead;
   const int64_t end = (stretch.first + stretch.count) * kLines<Kind>;
   for (int64_t k = stretch.first * kLines<Kind>; k < end; k += kLines<Kind>, ahead += stretch.step) {
     const char* block = static_cast<const char*>(blocks.next(Prefetch<kCache, Lines>{ahead, stretch.lines}));
     add_products<X, kTwo>(x + k, x_of_second + k, bytes, block, block + kMultipliedBytes / 2, 64);
   }
-  store_sums<kTwo>(sums, sums_of_second, kPanel);
+  store_sums<kTwo>(sums, kPanel);
 }
 
 // Multiplies four groups of tokens with one tile of each block of a panel. `ahead` is prefetched meanwhile.
@@ -201,14 +199,10 @@ class MatrixMultiplier {
     const int64_t tokens = end - begin;
     const Groups groups(begin, end, tokens > 4 * kTile ? 2 : tokens > 2 * kTile ? 4 : 1);
     const MatrixUnit unit(groups.lines);
-    if (groups.count > 4)
-      multiply_by_stretches<Kind>(args, first_panel, last_panel, groups);
-    else if (groups.count == 4)
-      multiply_halves<Kind>(args, first_panel, last_panel, groups);
-    else if (groups.count == 2)
-      multiply_whole<Kind, true>(args, first_panel, last_panel, groups);
-    else
-      multiply_whole<Kind, false>(args, first_panel, last_panel, groups);
+    if (groups.count > 4) return multiply_by_stretches<Kind>(args, first_panel, last_panel, groups);
+    if (groups.count == 4) return multiply_halves<Kind>(args, first_panel, last_panel, groups);
+    if (groups.count == 2) return multiply_whole<Kind, true>(args, first_panel, last_panel, groups);
+    multiply_whole<Kind, false>(args, first_panel, last_panel, groups);
   }
 
  private:
@@ -228,9 +222,8 @@ class MatrixMultiplier {
     }
   }
 
-  // Up to 64 tokens: four tiles hold their sums with one half of a panel's columns after the other, so that no sum
-  // leaves its tile before it is complete, and each tile of the weight is loaded once. The other half of the panel is
-  // prefetched meanwhile, then the first one of the next panel.
+  // Up to 64 tokens: four tiles hold their sums with first one half of a panel's columns, then the other, so that sums
+  // stay in tiles until they are complete, and each tile of the weight is loaded once. The next half is prefetched.
   template <class Kind>
   static void multiply_halves(const Pass& args, int64_t first_panel, int64_t last_panel, const Groups& groups) {
     alignas(64) typename Kind::Sum sums[4 * kTile * kPanel];
@@ -282,9 +275,8 @@ class MatrixMultiplier {
   }
 
   // Writes one panel of `count` groups from `first` on, from the sums of a tile of lines of each.
-  template <class Sum>
   static void finish_groups(const Pass& args, int64_t panel, const Groups& groups, int64_t first, int64_t count,
-                            const Sum* sums) {
+                            const auto* sums) {
     for (int64_t group = first; group < first + count; ++group, sums += kTile * kPanel)
       finish(args, panel, groups.first_of(group), groups.lines, sums);
   }

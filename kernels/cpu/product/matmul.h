@@ -100,14 +100,14 @@ class MatrixUnit {
   alignas(64) uint8_t before_[64];
 };
 
-// Sums of 16 columns and 16 more in tiles 0 and 1, and with kTwo those of a second group of lines in 2 and 3.
+// Sums of 16 lines and 32 columns in tiles 0 and 1, and with kTwo those of the next 16 lines in 2 and 3.
 template <bool kTwo, class Sum>
-inline void load_sums(const Sum* first, const Sum* second, int64_t stride) {
-  _tile_loadd(0, first, stride * 4);
-  _tile_loadd(1, first + 16, stride * 4);
+inline void load_sums(const Sum* c, int64_t stride) {
+  _tile_loadd(0, c, stride * 4);
+  _tile_loadd(1, c + 16, stride * 4);
   if constexpr (kTwo) {
-    _tile_loadd(2, second, stride * 4);
-    _tile_loadd(3, second + 16, stride * 4);
+    _tile_loadd(2, c + 16 * stride, stride * 4);
+    _tile_loadd(3, c + 16 * stride + 16, stride * 4);
   }
 }
 
@@ -119,17 +119,16 @@ inline void clear_sums() {
 }
 
 template <bool kTwo, class Sum>
-inline void store_sums(Sum* first, Sum* second, int64_t stride) {
-  _tile_stored(0, first, stride * 4);
-  _tile_stored(1, first + 16, stride * 4);
+inline void store_sums(Sum* c, int64_t stride) {
+  _tile_stored(0, c, stride * 4);
+  _tile_stored(1, c + 16, stride * 4);
   if constexpr (kTwo) {
-    _tile_stored(2, second, stride * 4);
-    _tile_stored(3, second + 16, stride * 4);
+    _tile_stored(2, c + 16 * stride, stride * 4);
+    _tile_stored(3, c + 16 * stride + 16, stride * 4);
   }
 }
 
-// Adds the products of tiles a and b, of numbers X, to tile c. The tiles must be literals: they are part of the
-// instruction.
+// Adds the products of tiles a and b, of numbers X, to tile c. Tiles must be literals: they are part of an instruction.
 #define QUIRE_MULTIPLY(X, c, a, b)         \
   if constexpr (std::is_same_v<X, int8_t>) \
     _tile_dpbssd(c, a, b);                 \
@@ -156,12 +155,12 @@ inline void add_products(const void* lines, const void* second_lines, int64_t a_
 template <bool kTwo>
 inline void multiply_tiles(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
   if (add)
-    load_sums<kTwo>(c.at, c.line(16), c.stride);
+    load_sums<kTwo>(c.at, c.stride);
   else
     clear_sums();
   for (int64_t at = 0; at < k; at += 16)
     add_products<BF16, kTwo>(a.at + at, a.line(16) + at, a.stride * 4, b.line(at), b.line(at) + 16, b.stride * 4);
-  store_sums<kTwo>(c.at, c.line(16), c.stride);
+  store_sums<kTwo>(c.at, c.stride);
 }
 
 template <>

@@ -3,7 +3,7 @@
 
 #include <sys/mman.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -35,11 +35,14 @@ inline std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_
   return column < kColumnsOfTile ? row : half + row;
 }
 
+// A thread writes, and so places, the panels that are its own when they are multiplied.
 template <class Function>
 void for_each_panel(const OpenMp& openmp, int64_t threads, int64_t panels, Function function) {
-  std::atomic<int64_t> next = 0;
+  Shares shares(threads);
+  shares.assign(panels, 1);
   run_on_threads(openmp, threads, [&] {
-    for (int64_t panel; (panel = next.fetch_add(1, std::memory_order_relaxed)) < panels;) function(panel);
+    int64_t thread = threads > 1 && openmp.num_threads() > 1 ? openmp.thread_num() : 0, distance = 0;
+    for (Units units; shares.take(thread, distance, 1, units);) function(units.begin);
   });
 }
 

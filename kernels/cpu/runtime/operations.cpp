@@ -47,7 +47,7 @@ template <class Give, class Take>
 class RoundWork : public Work {
  public:
   RoundWork(const SharedGroup& group, int64_t units, int64_t stripes, Give give, Take take)
-      : Work(2 * stripes, 2, std::numeric_limits<int64_t>::max(), 0, 0),
+      : Work(2 * stripes, 2, std::numeric_limits<int64_t>::max(), 0, 0, true),
         group_(group),
         units_(units),
         stripes_(stripes),

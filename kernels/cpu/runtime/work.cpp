@@ -64,13 +64,17 @@ void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
   const Memory memory = allocate(shared + own * threads);
   for (const auto& work : works) work->begin();
   Barrier barrier;
+  // In turn: while threads take units of a work, those of the next one are assigned.
+  Shares shares[2] = {Shares(threads), Shares(threads)};
+  if (!works.empty()) works[0]->assign(shares[0], 0, 1);
   run_on_threads(openmp, threads, [&] {
     // The runtime may give fewer threads than requested.
-    const int64_t team = threads > 1 ? openmp.num_threads() : 1;
-    const Scratch scratch{memory.get() + shared + (team > 1 ? own * openmp.thread_num() : 0), memory.get()};
+    const int64_t team = threads > 1 ? openmp.num_threads() : 1, thread = team > 1 ? openmp.thread_num() : 0;
+    const Scratch scratch{memory.get() + shared + own * thread, memory.get()};
     for (size_t i = 0; i < works.size(); ++i) {
       if (i > 0 && team > 1) barrier.wait(team);
-      works[i]->take_part(team, scratch);
+      if (i + 1 < works.size()) works[i + 1]->assign(shares[(i + 1) % 2], thread, team);
+      works[i]->take_part(shares[i % 2], thread, team, scratch);
     }
   });
 }

@@ -1,4 +1,4 @@
-// Work on torch's threads: an operation is divided into units, which the threads of one parallel region take in turn.
+// Work on torch's threads: an operation is divided into units. Each thread of a region has its own, then helps others.
 #pragma once
 
 #include <algorithm>
@@ -30,16 +30,61 @@ void run_on_threads(const OpenMp& openmp, int64_t threads, const Function& funct
   openmp.parallel(call, const_cast<Function*>(&function), static_cast<unsigned>(threads), 0);
 }
 
+struct Units {
+  int64_t begin, end;
+};
+
+// The units of a work, divided among threads: of as many units a thread has the same ones every time, so what they read
+// stays near to it. It takes them by a counter on a cache line of its own.
+class Shares {
+ public:
+  explicit Shares(int64_t threads) : of_threads_(threads) {}
+
+  // Gives threads their parts of `units`, in whole grains: every `step`-th one. To be called before any takes units.
+  void assign(int64_t units, int64_t grain, int64_t first = 0, int64_t step = 1) {
+    const int64_t threads = of_threads_.size(), grains = (units + grain - 1) / grain;
+    for (int64_t thread = first; thread < threads; thread += step) {
+      of_threads_[thread].next.store(grains * thread / threads * grain, std::memory_order_relaxed);
+      of_threads_[thread].end = std::min(grains * (thread + 1) / threads * grain, units);
+    }
+  }
+
+  // Takes at most `count` units of the thread at `distance`, at first 0, or of the next one that has any: the thread's
+  // own, then those of the nearest threads. False: none is left.
+  bool take(int64_t thread, int64_t& distance, int64_t count, Units& taken) {
+    for (const int64_t threads = of_threads_.size(); distance < 2 * threads; ++distance) {
+      const int64_t other = thread ^ distance;  // of the same 2 threads, then of the same 4, 8, ...
+      // A counter is read first: where no unit is left, its cache line stays with its thread.
+      if (other >= threads || of_threads_[other].next.load(std::memory_order_relaxed) >= of_threads_[other].end)
+        continue;
+      taken.begin = of_threads_[other].next.fetch_add(count, std::memory_order_relaxed);
+      taken.end = std::min(taken.begin + count, of_threads_[other].end);
+      if (taken.begin < taken.end) return true;
+    }
+    return false;
+  }
+
+ private:
+  struct alignas(64) OfThread {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<OfThread> of_threads_;
+};
+
 class Work {
  public:
   // `grain`: units below which a second thread costs more than it saves. `max_share`: units that a thread takes at
   // once, unless `grain` is more. `own_bytes`: scratch memory of each thread; `shared_bytes`: of all together.
-  Work(int64_t units, int64_t grain, int64_t max_share, int64_t own_bytes, int64_t shared_bytes)
+  // `is_in_order`: threads have no units of their own, and take them in order.
+  Work(int64_t units, int64_t grain, int64_t max_share, int64_t own_bytes, int64_t shared_bytes,
+       bool is_in_order = false)
       : own_bytes(own_bytes),
         shared_bytes(shared_bytes),
         units_(units),
         grain_(std::max<int64_t>(grain, 1)),
-        max_share_(max_share) {}
+        max_share_(max_share),
+        is_in_order_(is_in_order) {}
   virtual ~Work() = default;
   Work(const Work&) = delete;
   Work& operator=(const Work&) = delete;
@@ -49,11 +94,15 @@ class Work {
 
   bool pays_for_threads() const { return units_ >= 2 * grain_; }
 
+  void assign(Shares& shares, int64_t first, int64_t step) const {
+    shares.assign(units_, is_in_order_ ? std::max<int64_t>(units_, 1) : grain_, first, step);
+  }
+
   // Does units until none is left. Called once by every thread of `threads`.
-  void take_part(int64_t threads, const Scratch& scratch) {
-    const int64_t share = std::max(grain_, std::min(max_share_, units_ / (kTurns * threads)));
-    for (int64_t begin; (begin = next_.fetch_add(share, std::memory_order_relaxed)) < units_;)
-      run(begin, std::min(begin + share, units_), scratch);
+  void take_part(Shares& shares, int64_t thread, int64_t threads, const Scratch& scratch) const {
+    const int64_t count = std::max(grain_, std::min(max_share_, units_ / (kTurns * threads)));
+    int64_t distance = 0;
+    for (Units units; shares.take(thread, distance, count, units);) run(units.begin, units.end, scratch);
   }
 
   const int64_t own_bytes, shared_bytes;
@@ -66,7 +115,7 @@ class Work {
   static constexpr int64_t kTurns = 4;
 
   const int64_t units_, grain_, max_share_;
-  alignas(64) std::atomic<int64_t> next_{0};
+  const bool is_in_order_;
 };
 
 using Works = std::vector<std::unique_ptr<Work>>;

@@ -9,10 +9,16 @@ import torch
 
 from kernels import exchange
 from kernels.backends import recording_with
-from kernels.cpu.library import SLOT_BYTES, Library
+from kernels.cpu.library import SLOT_BYTES
 from kernels.exchange import SharedGroup, shared_bytes
 from kernels.recording import Recorder
-from tests.support.cpu_kernels import IMPLEMENTATION_PARAMS, ISAS, make_implementation, parametrize_pairwise
+from tests.support.cpu_kernels import (
+    IMPLEMENTATION_PARAMS,
+    ISAS,
+    library_of,
+    make_implementation,
+    parametrize_pairwise,
+)
 
 T = TypeVar("T")
 TIMEOUT_S = 60
@@ -110,7 +116,7 @@ def test_a_recording_sums_and_gathers_as_many_lines_as_a_run_has(isa: str) -> No
         def run() -> None:
             gathered.append(exchange.all_gather(exchange.all_reduce(x, group), group, 64))
 
-        recorder = Recorder(Library(isa=isa), most)
+        recorder = Recorder(library_of(isa), most)
         with recorder, recording_with(recorder.kernels):
             run()
         recording = recorder.recording(run)

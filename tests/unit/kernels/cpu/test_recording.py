@@ -14,7 +14,7 @@ from kernels.cpu.library import Library
 from kernels.packed_weight import Quantization
 from kernels.recording import NotRecordableError, Recorder, Recording
 from kernels.recording import record as make_recording
-from tests.support.cpu_kernels import ISA_PARAMS, ISAS, parametrize_pairwise, torch_threads
+from tests.support.cpu_kernels import ISA_PARAMS, ISAS, library_of, parametrize_pairwise, torch_threads
 
 MOST_TOKENS, MOST_ROWS, BLOCK = 40, 8, 4
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 96, 160, 6, 2, 16
@@ -76,7 +76,7 @@ class Layer:
 
 @pytest.fixture(params=ISA_PARAMS)
 def library(request: pytest.FixtureRequest) -> Library:
-    return Library(isa=request.param)
+    return library_of(request.param)
 
 
 def record(library: Library, layer: Layer) -> tuple[Recording, torch.Tensor]:
