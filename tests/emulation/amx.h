@@ -141,8 +141,7 @@ __attribute__((noinline)) inline void add_row(float* c, const unsigned char* a, 
   widen(a, of_a[0], of_a[1], 16);
   for (int at = 0; at < k; ++at)
     for (int which = 0; which < 2; ++which)
-      for (int n = 0; n < 16; ++n)
-        sums[which][n] = __builtin_fmaf(of_a[which][at], b[which][at][n], sums[which][n]);
+      for (int n = 0; n < 16; ++n) sums[which][n] = __builtin_fmaf(of_a[which][at], b[which][at][n], sums[which][n]);
   for (int n = 0; n < 16; ++n) c[n] += sums[0][n] + sums[1][n];
 }
 

@@ -2,8 +2,8 @@
 # run.sh PYTHON [pytest flags]: builds the CPU library with sanitizers and runs the tests of the CPU kernels on it.
 #
 # SANITIZERS: the builds, each with the sanitizers that go together. ISAS: the instruction sets; the default leaves out
-# those that share the code of others. The first report of a sanitizer ends the test process. Code for matrix units, which
-# are emulated: ISAS=amx_emulated CXXFLAGS="-march=native -include $PWD/tests/emulation/amx.h".
+# those that share the code of others. The first report of a sanitizer ends the test process. Code for emulated matrix
+# units: ISAS=amx_emulated CXXFLAGS="-march=native -include $PWD/tests/emulation/amx.h".
 set -euo pipefail
 python=$1
 shift
