@@ -41,8 +41,8 @@ class Replicas:
 
     - A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may still be there when
       the scheduler is back; then any connected replica takes it.
-    - Without a connected replica it waits, and fails with UNAVAILABLE after `connect_timeout_s` without any connection:
-      a scheduler that drains is about to have a successor.
+    - Without a replica that takes requests it waits, and fails with UNAVAILABLE after `connect_timeout_s`. As long as a
+      scheduler that drains runs requests of this gateway it waits on: that one is about to have a successor.
     - From a scheduler that is connected and not ready it moves after the same delay, if another replica is ready and no
       tokens come. It waits longer before each further move without a token in between: the request may be what kills
       the workers, and one scheduler must see that often enough to find out.
@@ -619,11 +619,19 @@ class Replicas:
             self.place(live)
 
     def _wait_for_scheduler(self, live: LiveRequest) -> None:
-        if not self.num_connected:
+        if not self._taking():
             self._set_timer(live, self._connect_timeout_s, self._give_up)
 
     def _give_up(self, live: LiveRequest) -> None:
-        live.fail(self._nobody(f"no scheduler could be reached for {self._connect_timeout_s:g} s"))
+        connected = [link for link in self.links.values() if link.is_connected]
+        if any(self._placed[link.address] for link in connected):
+            self._wait_for_scheduler(live)
+        elif connected:
+            addresses = ", ".join(link.address for link in connected)
+            message = f"no scheduler took requests for {self._connect_timeout_s:g} s: {addresses} drained"
+            live.fail(self._nobody(f"{message}; a start anew ends that"))
+        else:
+            live.fail(self._nobody(f"no scheduler could be reached for {self._connect_timeout_s:g} s"))
 
     def _nobody(self, message: str) -> Unavailable:
         """The error where no scheduler is connected; it says how far the first one is whose workers load."""

@@ -34,6 +34,7 @@ from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
 FAILOVER_DELAY_S = 0.02
+CONNECT_TIMEOUT_S = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ class Scheduler:
             takes_offers=False,
         )
         self.model = UNKNOWN_MODEL
-        self.cached = None
+        self.cached = self.loading = None
         self.num_deaths = 0
         self.submitted: list[int] = []
         self.released: list[int] = []
@@ -100,6 +101,10 @@ class Scheduler:
         self.is_connected = True
         self._replicas.on_connected(cast(SchedulerLink, self))
 
+    def drain(self) -> None:
+        self.is_draining, self.is_ready = True, False
+        self._replicas.on_readiness(cast(SchedulerLink, self))
+
     def lose_worker(self, until_back_s: float) -> None:
         self.num_deaths += 1
         self.is_ready = False
@@ -124,7 +129,7 @@ class Cluster:
             self.ledger,
             gateway_id="gateway",
             architecture="x",
-            connect_timeout_s=5,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
             model=UNKNOWN_MODEL,
             failover_delay_s=FAILOVER_DELAY_S,
             reconnect_grace_s=5,
@@ -440,3 +445,41 @@ async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_place
     assert live.replica == other.address
     with pytest.raises(Unavailable, match="is not connected"):
         cluster.replicas.resume(live, gone.address)
+
+
+async def test_where_all_drain_a_request_fails_once_nothing_runs_any_more():
+    """Each was to go to the other one when the word came that both drain."""
+    cluster = Cluster(2, lambda *_: None)
+    moved = cluster.place("moved")
+    first, second = sorted(cluster.schedulers, key=lambda each: each.address == moved.replica)
+    second.is_connected = False
+    running = cluster.place("running")
+    second.is_connected = True
+    first.drain()
+    second.drain()
+    second.tell(moved=[RequestMoved(moved.handle, None)])
+    assert moved.replica is None
+    await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
+    assert not moved.is_over
+    cluster.replicas.release(running)
+
+    async def read() -> None:
+        async for _ in moved.events():
+            pass
+
+    with pytest.raises(Unavailable, match="drained; a start anew") as failed:
+        await asyncio.wait_for(read(), 5)
+    assert failed.value.reason == "NO_SCHEDULER"
+
+
+async def test_a_request_that_waits_where_all_drain_goes_to_the_successor():
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    scheduler.drain()
+    live = cluster.place("late")
+    scheduler.lose_stream()
+    scheduler.is_draining, scheduler.is_ready = False, True
+    scheduler.regain_stream()
+    assert scheduler.submitted == [live.handle]
+    await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
+    assert not live.is_over
