@@ -69,8 +69,8 @@ class Room:
         promises: Leases[RequestKey],
         give_way: Callable[[], bool],
     ) -> None:
-        """`promises` has blocks that are kept for groups that wait. `give_way` frees blocks that are kept for others than
-        groups that run; False where there are none."""
+        """`promises` has blocks that are kept for groups that wait. `give_way` frees blocks that are kept for others
+        than groups that run; False where there are none."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running

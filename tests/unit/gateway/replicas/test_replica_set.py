@@ -101,10 +101,6 @@ class Scheduler:
         self.is_connected = True
         self._replicas.on_connected(cast(SchedulerLink, self))
 
-    def drain(self) -> None:
-        self.is_draining, self.is_ready = True, False
-        self._replicas.on_readiness(cast(SchedulerLink, self))
-
     def lose_worker(self, until_back_s: float) -> None:
         self.num_deaths += 1
         self.is_ready = False
