@@ -584,7 +584,7 @@ class CheckedScheduler(Scheduler):
             self._entering = group
             return victims(group, candidates, to_grow)
 
-        self._placement.requeue, self._room.victims = leave, note  # type: ignore[method-assign]
+        self._placement.requeue, self._room.victims = leave, note
 
     def _counter(self, tenant: str) -> int:
         """What the policy `fair` says that a tenant got."""
