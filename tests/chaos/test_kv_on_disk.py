@@ -4,16 +4,20 @@ damage is computed anew, and a disk that is full ends nothing but its own fillin
 import asyncio
 import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.client import GenerationOptions
+from quire.client import AsyncClient, GenerationOptions
+from quire.rpc.errors import QuireError
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.killing import kill
+from tests.support.ports import free_port
 from tests.support.scheduler_process import until
-from tests.support.serving import Served, serving
+from tests.support.serving import Served, forked_programs, serving
+from tests.support.two_replicas import two_replicas
 
 PROMPTS = [[20 + (7 * index + 3 * place) % 400 for place in range(200)] for index in range(3)]
 NUM_CACHED = 200 // 16 * 16
@@ -149,6 +153,40 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
         assert [each.sequences[0].token_ids for each in again] == outputs
         assert [each.usage.cached_tokens for each in again] == [0, 0, 0]
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_prompts_go_to_the_replica_that_has_them_on_disk(tmp_path: Path) -> None:
+    """And no more in its pool, though another one is as near to them."""
+    environs = {f"worker-{number}": {"QUIRE_KV_DISK": str(tmp_path / f"kv-{number}")} for number in range(2)}
+    prompts = [[20 + (7 * index + 3 * place) % 400 for place in range(200)] for index in range(8)]
+    short = GenerationOptions(temperature=0.0, max_tokens=1)
+    async with two_replicas(tmp_path, "--num-gpu-blocks=128", environs=environs) as replicas:
+
+        async def sent(name: str, *numbers: int, others: int = 0) -> list[int]:
+            """By a gateway of these replicas, which knows them all by the third prompt; what was cached of each."""
+            replicas.start_gateway(forked_programs(), port := free_port(), name, numbers, "cache")
+            async with AsyncClient(f"127.0.0.1:{port}") as client:
+
+                async def serves() -> bool:
+                    with suppress(QuireError):
+                        return bool(await client.list_models())
+                    return False
+
+                await until(serves)
+                cached = [(await client.generate(prompt, short)).usage.cached_tokens for prompt in prompts]
+                await until(are_on_disk)
+                for number in range(others):
+                    await client.generate([500 + number] * 200, short)
+                return cached
+
+        async def are_on_disk() -> bool:
+            return (await replicas.metrics(1))["quire_scheduler_disk_blocks"] >= len(prompts) * NUM_CACHED // 16
+
+        # Others take the pool when all are on disk.
+        await sent("gateway-1", 1, others=12)
+        assert (await sent("gateway-2", 0, 1))[2:] == [NUM_CACHED] * (len(prompts) - 2)
+        assert (await replicas.metrics(1))['quire_scheduler_moved_blocks_total{outcome="fetched",source="disk"}'] > 0
 
 
 async def until_on_disk(served: Served, at_least: int) -> None:

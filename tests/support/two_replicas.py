@@ -61,11 +61,19 @@ class TwoReplicas:
             [*command, listen, *common, *flags], process_group=0, env=os.environ | (environ or {})
         )
 
-    def start_gateway(self, programs: Programs, port: int) -> None:
-        schedulers = ",".join(self.socket(f"scheduler-{number}") for number in range(2))
+    def start_gateway(
+        self,
+        programs: Programs,
+        port: int,
+        name: str = "gateway",
+        numbers: tuple[int, ...] = (0, 1),
+        routing: str = "round-robin",
+    ) -> None:
+        """One of the replicas with these numbers."""
+        schedulers = ",".join(self.socket(f"scheduler-{number}") for number in numbers)
         flags = [f"--schedulers={schedulers}", f"--model={_MODEL}", f"--grpc-port={port}", f"--http-port={free_port()}"]
-        self.processes["gateway"] = subprocess.Popen(
-            [*programs.gateway, *flags, "--routing=round-robin", "--long-prompt=64"], process_group=0
+        self.processes[name] = subprocess.Popen(
+            [*programs.gateway, *flags, f"--routing={routing}", "--long-prompt=64"], process_group=0
         )
 
     def signal(self, name: str, number: int) -> None:
