@@ -6,6 +6,7 @@ It is built when it is first needed, about half a minute of one processor, and a
 import ctypes
 import fcntl
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,9 @@ class Counts(ctypes.Structure):
 
 @functools.cache
 def emulated_library() -> Path:
-    """Builds the library."""
+    """Builds the library, unless there is another build to test, one with sanitizers."""
+    if "QUIRE_TEST_CPU_LIBRARY" in os.environ:
+        return Path(os.environ["QUIRE_TEST_CPU_LIBRARY"])
     _BUILD.mkdir(parents=True, exist_ok=True)
     with (_BUILD / "lock").open("w") as lock:  # other test processes build it too
         fcntl.flock(lock, fcntl.LOCK_EX)
