@@ -19,6 +19,7 @@ from typing import BinaryIO, Self
 
 from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.routes import ENDPOINTS
+from gateway.api.batches.runner import ANSWER_BEGIN
 from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
 from gateway.auth.caller import DEFAULT_TENANT
 from gateway.request.counting import EntryLimits
@@ -104,33 +105,42 @@ class _Output:
         self._file: BinaryIO | None = None
 
     def resume(self, source: Path, lines: Sequence[Line]) -> None:
-        """Counts the answers of earlier runs, and cuts off a last line that is not whole.
+        """Counts the answers of earlier runs, and cuts off a last line that is the beginning of one.
 
         Raises:
-            ConfigurationError: the file has something else than answers to the first of these requests.
+            ConfigurationError: the file cannot be written, or has something else than answers to the first of these
+                requests, which stays as it is.
         """
-        if self._path is None or not self._path.is_file():
+        if self._path is None or self._path.is_fifo() or self._path.is_char_device():
             return
+        try:
+            with self._path.open("ab"):
+                pass
+            if self._path.samefile(source):
+                raise ConfigurationError(f"--output {self._path} is the file of the requests; name another one")
+            os.truncate(self._path, self._count_answers(self._path, source, lines))
+        except OSError as error:
+            raise ConfigurationError(f"--output {self._path} cannot be used: {error.strerror}") from error
+
+    def _count_answers(self, path: Path, source: Path, lines: Sequence[Line]) -> int:
+        """How many bytes of the file whole answers take. Raises as `resume` does."""
         end = 0
-        with self._path.open("rb") as file:
+        with path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and text[: len(ANSWER_BEGIN)] == ANSWER_BEGIN[: len(text)]:
                     break
                 expected = lines[number - 1].custom_id if number <= len(lines) else None
-                try:
-                    custom_id = json.loads(text)["custom_id"]
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    custom_id = None
+                custom_id = _custom_id_of(text)
                 if custom_id is None or custom_id != expected:
                     has = "no answer" if custom_id is None else f"the answer to {custom_id!r:.80}"
                     asked = "no further request" if expected is None else f"the request {expected!r:.80}"
                     raise ConfigurationError(
-                        f"line {number:,} of {self._path} is {has}, where {source} has {asked}; the file is of another "
+                        f"line {number:,} of {path} is {has}, where {source} has {asked}; the file is of another "
                         "batch: remove it, or name another --output"
                     )
                 self._count(text)
                 end += len(text)
-        os.truncate(self._path, end)
+        return end
 
     def __enter__(self) -> Self:
         self._file = sys.stdout.buffer if self._path is None else self._path.open("ab")
@@ -160,6 +170,15 @@ class _Output:
     def __str__(self) -> str:
         num_good = self.num_written - self._num_failed
         return f"{num_good:,} of {self.num_written:,} requests answered, {self._num_failed:,} failed"
+
+
+def _custom_id_of(text: bytes) -> str | None:
+    """That of an answer; None if the line is not one."""
+    try:
+        answer = json.loads(text)
+        return answer["custom_id"] if text.startswith(ANSWER_BEGIN) and "response" in answer else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _is_good(text: bytes) -> bool:

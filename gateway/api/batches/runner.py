@@ -38,6 +38,9 @@ _LOOK_S = 0.25
 _RETRY_S = 1.0
 _TAKEN_AT_ONCE = 4
 _LINES_AT_ONCE = 64
+_ANSWER_ID = "batch_req_"
+ANSWER_BEGIN = f'{{"id":"{_ANSWER_ID}'.encode()
+"""What each line of results begins with."""
 _RETRIED = (429, 503, 504)
 ReadCall = Callable[[str, bytes], Awaitable[Call]]
 _logger = logging.getLogger(__name__)
@@ -229,7 +232,7 @@ def _is_retried(answer: ErrorAnswer) -> bool:
 def _answered(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
     """A line of the results. `body` is JSON without line ends. As in all answers, characters that some readers take for
     the end of a line are escaped."""
-    head: dict[str, Any] = {"id": f"batch_req_{entropy.random_hex(12)}", "custom_id": custom_id}
+    head: dict[str, Any] = {"id": f"{_ANSWER_ID}{entropy.random_hex(12)}", "custom_id": custom_id}
     response = as_json({"status_code": status, "request_id": request_id})
     return as_json(head)[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
 
@@ -237,7 +240,7 @@ def _answered(custom_id: str, status: int, request_id: str, body: bytes) -> byte
 def _expired(custom_id: str) -> bytes:
     error = {"code": "batch_expired", "message": "the batch expired before this request was answered"}
     return as_json(
-        {"id": f"batch_req_{entropy.random_hex(12)}", "custom_id": custom_id, "response": None, "error": error}
+        {"id": f"{_ANSWER_ID}{entropy.random_hex(12)}", "custom_id": custom_id, "response": None, "error": error}
     )
 
 
