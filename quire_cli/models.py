@@ -150,7 +150,10 @@ def _kv_bytes(config: Mapping[str, Any]) -> int | None:
         first("num_hidden_layers", "n_layer"),
         first("hidden_size", "n_embd"),
     )
-    if "kv_lora_rank" in config or not all(isinstance(each, int) for each in (heads, layers, width)):
+    size, kv_heads = first("head_dim"), first("num_key_value_heads") or heads
+    if size is None and isinstance(width, int) and isinstance(heads, int):
+        size = width // heads
+    # The file may say anything.
+    if "kv_lora_rank" in config or not all(isinstance(each, int) and each > 0 for each in (layers, kv_heads, size)):
         return None
-    size, kv_heads = config.get("head_dim") or width // heads, config.get("num_key_value_heads") or heads
-    return 2 * layers * kv_heads * size * _FLOAT_BYTES.get(first("dtype", "torch_dtype"), 2) * _KV_TOKENS
+    return 2 * layers * kv_heads * size * _FLOAT_BYTES.get(str(first("dtype", "torch_dtype")), 2) * _KV_TOKENS

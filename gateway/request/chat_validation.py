@@ -77,7 +77,7 @@ def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field:
         if message.tool_call_id is not None and message.tool_call_id not in known:
             violations.add(
                 f"{path}.tool_call_id",
-                f'is "{shortened(message.tool_call_id)}"; no message before it has a call of that id',
+                f'names the call "{shortened(message.tool_call_id)}", which no message before it has',
             )
 
 

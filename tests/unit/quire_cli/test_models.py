@@ -91,3 +91,20 @@ def test_a_damaged_directory_is_named(cache: Path, tmp_path: Path, capsys: pytes
         problem = json.loads(capsys.readouterr().out)[1]["problem"]
         assert (problem is None) == content.endswith(b"{}")
         assert problem is None or problem.endswith("model.safetensors: damaged or truncated safetensors file")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"head_dim": "x"}, {"num_key_value_heads": [1]}, {"dtype": ["a"], "torch_dtype": ["a"]}, {"hidden_size": {}}],
+)
+def test_an_odd_configuration_hides_no_other_model(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: dict[str, object]
+) -> None:
+    for name in ("a", "b"):
+        make_model(tmp_path / name, "llama-gqa-untied-32")
+    file = tmp_path / "a" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    assert main(["models", "--json", str(tmp_path)]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["model"] for each in listed][1:] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert listed[2]["kv_bytes"]
