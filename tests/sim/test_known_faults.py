@@ -54,6 +54,10 @@ def test_the_table_has_each_fault() -> None:
         ("hash-of-other-block-size", 24),
         ("continued-without-prompt", 106),
         ("sealed-behind-write", 209),
+        ("drafts-not-charged", 4),
+        ("salt-not-sent", 8),
+        ("generated-not-charged", 36),
+        ("resumed-as-new", 123),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:
