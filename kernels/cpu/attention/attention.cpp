@@ -20,7 +20,36 @@ struct Row {
         first_seen(static_cast<int32_t>(std::max<int64_t>(0, length - num_queries + 1 - args.sliding_window))) {}
 
   // Chunks begin at multiples of kChunk, wherever the window does.
-  int64_t num_chunks() const { return (length - 1) / kChunk - first_seen / kChunk + 1; }
+  int64_t first_chunk() const { return first_seen / kChunk; }
+  int64_t last_chunk() const { return (length - 1) / kChunk; }
+  int64_t num_chunks() const { return last_chunk() - first_chunk() + 1; }
+};
+
+// Whether two rows of one token are a sequence: the first one, then a token more over the same blocks.
+bool continues(const AttentionArgs& args, const Row& row, const Row& next) {
+  if (next.num_queries != 1 || next.length != row.length + 1) return false;
+  const int32_t* table = args.block_tables + row.index * args.table_stride;
+  return std::equal(table, table + (row.length - 1) / args.block_size + 1, table + args.table_stride);
+}
+
+// Rows of one token each that are decoded together: a sequence, as where guesses are verified, in the same chunks.
+struct Decode {
+  Row first, last;
+
+  Decode(const AttentionArgs& args, const Row& row) : first(row), last(row) {
+    while (num_rows() < kMaxDecoded && last.index + 1 < args.num_rows) {
+      const Row next(args, last.index + 1);
+      if (next.first_chunk() != first.first_chunk() || next.last_chunk() != first.last_chunk()) return;
+      if (!continues(args, last, next)) return;
+      last = next;
+    }
+  }
+
+  int32_t num_rows() const { return last.index - first.index + 1; }
+  Unit unit(int64_t head_begin, int64_t head_end, int64_t begin, int64_t end, float* states) const {
+    return {first.index, num_rows(), static_cast<int32_t>(head_begin), static_cast<int32_t>(head_end),
+            static_cast<int32_t>(begin), static_cast<int32_t>(end), states};
+  }
 };
 
 void plan_prefill(const AttentionArgs& args, const Row& row, AttentionPlan& plan) {
@@ -28,7 +57,7 @@ void plan_prefill(const AttentionArgs& args, const Row& row, AttentionPlan& plan
   for (int32_t begin = 0; begin < row.num_queries; begin += step) {
     const int32_t end = std::min(begin + step, row.num_queries);
     for (int32_t head = 0; head < args.num_kv_heads; ++head)
-      plan.prefills.push_back({row.index, head, head + 1, begin, end, nullptr});
+      plan.prefills.push_back({row.index, 1, head, head + 1, begin, end, nullptr});
   }
 }
 
@@ -41,56 +70,55 @@ int64_t heads_of_unit(const AttentionArgs& args, int64_t num_chunks) {
 }
 
 // A context of one chunk. If it has few tokens, a unit takes more heads.
-void plan_short_decode(const AttentionArgs& args, const Row& row, int64_t heads, AttentionPlan& plan) {
-  const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads);
-  const int32_t step = static_cast<int32_t>(std::max<int64_t>(heads, kChunk / (row.length - row.first_seen)));
-  for (int32_t head = 0; head < num_heads; head += step)
-    plan.decodes.push_back({row.index, head, std::min(head + step, num_heads), row.first_seen, row.length, nullptr});
+void plan_short_decode(const AttentionArgs& args, const Decode& decode, int64_t heads, AttentionPlan& plan) {
+  const int64_t begin = decode.first.first_seen, end = decode.last.length;
+  const int64_t step = std::max<int64_t>(heads, kChunk / ((end - begin) * decode.num_rows()));
+  for (int64_t head = 0; head < args.num_kv_heads; head += step)
+    plan.decodes.push_back(decode.unit(head, std::min(head + step, args.num_kv_heads), begin, end, nullptr));
 }
 
-// States are [chunks, Hq]. Returns those after the row's.
-float* plan_long_decode(const AttentionArgs& args, const Row& row, int64_t heads, float* states, AttentionPlan& plan) {
+// States are [chunks, rows, Hq]. Returns those after the rows'.
+float* plan_long_decode(const AttentionArgs& args, const Decode& decode, int64_t heads, float* states,
+                        AttentionPlan& plan) {
   const int64_t states_of_head = args.num_heads / args.num_kv_heads * state_size(args);
-  const int64_t states_of_chunk = args.num_heads * state_size(args);
+  const int64_t states_of_chunk = decode.num_rows() * args.num_heads * state_size(args);
+  const int64_t num_chunks = decode.first.num_chunks(), length = decode.last.length;
   for (int64_t head = 0; head < args.num_kv_heads; head += heads) {
-    const int32_t first = static_cast<int32_t>(head);
-    const int32_t last = static_cast<int32_t>(std::min(head + heads, args.num_kv_heads));
     float* states_of_unit = states + head * states_of_head;
-    plan.merges.push_back({static_cast<int32_t>(row.num_chunks()), states_of_unit});
-    for (int64_t begin = row.first_seen; begin < row.length; begin = (begin / kChunk + 1) * kChunk) {
-      const int64_t end = std::min<int64_t>((begin / kChunk + 1) * kChunk, row.length);
-      plan.chunks.push_back(
-          {row.index, first, last, static_cast<int32_t>(begin), static_cast<int32_t>(end), states_of_unit});
+    plan.merges.push_back({static_cast<int32_t>(num_chunks), states_of_unit});
+    for (int64_t begin = decode.first.first_seen; begin < length; begin = (begin / kChunk + 1) * kChunk) {
+      const int64_t end = std::min<int64_t>((begin / kChunk + 1) * kChunk, length);
+      plan.chunks.push_back(decode.unit(head, std::min(head + heads, args.num_kv_heads), begin, end, states_of_unit));
       plan.merge_of.push_back(static_cast<int32_t>(plan.merges.size()) - 1);
       states_of_unit += states_of_chunk;
     }
   }
-  return states + row.num_chunks() * states_of_chunk;
+  return states + num_chunks * states_of_chunk;
 }
 
 // Requires that check_rows is kOk. Throws std::bad_alloc.
 AttentionPlan plan_attention(const AttentionArgs& args) {
   AttentionPlan plan;
+  std::vector<Decode> decodes;
   int64_t num_states = 0, num_chunks = 0;
   for (int64_t index = 0; index < args.num_rows; ++index) {
     const Row row(args, index);
-    if (row.num_queries != 1) continue;
+    plan.elements += int64_t{row.length - row.first_seen} * row.num_queries * args.num_kv_heads * args.head_dim * 2;
+    if (row.num_queries > 1) plan_prefill(args, row, plan);
+    if (row.num_queries != 1 || (!decodes.empty() && index <= decodes.back().last.index)) continue;
+    const Decode& decode = decodes.emplace_back(args, row);
+    plan.max_decoded = std::max(plan.max_decoded, decode.num_rows());
     num_chunks += row.num_chunks();
-    if (row.num_chunks() > 1) num_states += row.num_chunks() * args.num_heads;
+    if (row.num_chunks() > 1) num_states += row.num_chunks() * decode.num_rows() * args.num_heads;
   }
   const int64_t heads = heads_of_unit(args, num_chunks);
   plan.states.reset(new float[num_states * state_size(args)]);
   float* states = plan.states.get();
-  for (int64_t index = 0; index < args.num_rows; ++index) {
-    const Row row(args, index);
-    plan.elements += int64_t{row.length - row.first_seen} * row.num_queries * args.num_kv_heads * args.head_dim * 2;
-    if (row.num_queries > 1)
-      plan_prefill(args, row, plan);
-    else if (row.num_queries == 1 && row.num_chunks() > 1)
-      states = plan_long_decode(args, row, heads, states, plan);
-    else if (row.num_queries == 1)
-      plan_short_decode(args, row, heads, plan);
-  }
+  for (const Decode& decode : decodes)
+    if (decode.first.num_chunks() > 1)
+      states = plan_long_decode(args, decode, heads, states, plan);
+    else
+      plan_short_decode(args, decode, heads, plan);
   auto context = [&](const Unit& unit) {
     return args.seq_lens[unit.row] - args.query_start_loc[unit.row + 1] + args.query_start_loc[unit.row] + unit.end;
   };
@@ -104,7 +132,7 @@ constexpr int64_t kWorthThreads = 1 << 16;
 
 int64_t scratch_of(const IsaKernels& kernels, const AttentionArgs& args, const AttentionPlan& plan) {
   const int64_t prefill = plan.prefills.empty() ? 0 : kernels.prefill_scratch.of[args.dtype](args);
-  return std::max(prefill, kernels.decode_scratch.of[args.dtype](args));
+  return std::max(prefill, kernels.decode_scratch.of[args.dtype](args, plan.max_decoded));
 }
 
 class AttentionWork : public Work {

@@ -11,7 +11,7 @@
 
 namespace quire {
 
-// Heads of a row whose context is decoded in several chunks. The thread that decodes the last chunk merges them all.
+// Heads of rows whose context is decoded in several chunks. The thread that decodes the last chunk merges them all.
 struct Merge {
   int32_t chunks;
   float* states;  // of these heads, in the first chunk
@@ -19,12 +19,13 @@ struct Merge {
 
 struct AttentionPlan {
   std::vector<Unit> prefills;  // those with the longest context first
-  std::vector<Unit> decodes;   // units that cover the whole context of their row and heads
+  std::vector<Unit> decodes;   // units that cover the whole context of their rows and heads
   std::vector<Unit> chunks;    // chunks[i] belongs to merges[merge_of[i]]
   std::vector<int32_t> merge_of;
   std::vector<Merge> merges;
   std::unique_ptr<float[]> states;
-  int64_t elements = 0;  // of keys and values that are read, approximately
+  int32_t max_decoded = 1;  // rows of a unit that decodes
+  int64_t elements = 0;     // of keys and values that are multiplied, approximately
 
   int64_t num_units() const { return static_cast<int64_t>(prefills.size() + decodes.size() + chunks.size()); }
 };

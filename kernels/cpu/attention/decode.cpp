@@ -1,6 +1,9 @@
 // Attention of one new token a row, straight from the pool: each key and value is read once for all query heads of its
-// head, while the next ones are prefetched. The tiles of one block lie side by side, so all heads of a unit take turns
-// at every block: memory is read in long stretches, wherever the blocks are.
+// head, and for all rows of the unit, while the next ones are prefetched. The tiles of one block lie side by side, so
+// all heads of a unit take turns at every block: memory is read in long stretches, wherever the blocks are.
+//
+// A row's result is the same to the bit whatever other rows the unit has: the numbers of each query are computed and
+// summed in one order, and those of tokens that it does not see are left out.
 #include "attention/context.h"
 #include "runtime/isa.h"
 
@@ -35,34 +38,40 @@ struct Dot<BF16> {
 };
 #endif
 
-// Tokens between two corrections of the softmax.
+// Tokens between two corrections of the softmax. Spans begin at multiples of this.
 constexpr int kSpan = 32;
 constexpr int kTokensAtOnce = 4;
+static_assert(kChunk % kSpan == 0);
+
+// The end of the span that has `token`, at most `end`.
+inline int64_t span_end(int64_t token, int64_t end) {
+  const int64_t next = (token / kSpan + 1) * kSpan;
+  return next < end ? next : end;
+}
 
 // Scores of a head in a span, with room for what is read and written at once behind the last.
 constexpr int kScores = kSpan + kWidth;
 
-// Tokens of a row's context that lie in one block.
+// Tokens of a sequence that lie in one block.
 template <class Stored>
 struct Piece {
   const Stored* keys;  // of the first of them and head 0
   int count;
 };
 
-// Some tokens of a row, block by block.
-template <class Stored, int kCapacity>
+// The tokens of a unit in one span, block by block.
+template <class Stored>
 struct Pieces {
-  int count = 0;  // of tokens
-  int num_pieces = 0;
-  Piece<Stored> pieces[kCapacity];
+  int num_pieces;
+  Piece<Stored> pieces[kSpan];
 
-  // The next tokens from `token` up to `end`, at most kCapacity.
-  void fill(const AttentionArgs& args, int64_t row, int64_t token, int64_t end) {
-    const int32_t* table = args.block_tables + row * args.table_stride;
+  // Those from `token` on.
+  void fill(const AttentionArgs& args, const Unit& unit, int64_t token) {
+    // The last row has the blocks of all.
+    const int32_t* table = args.block_tables + (unit.row + unit.num_rows - 1) * args.table_stride;
     const int64_t line = line_size<Stored>(args), block = args.num_kv_heads * args.block_size * line;
     int64_t column = token / args.block_size, first = token - column * args.block_size;
-    int64_t left = end - token < kCapacity ? end - token : kCapacity;
-    count = left > 0 ? static_cast<int>(left) : 0;
+    int64_t left = span_end(token, unit.end) - token;
     for (num_pieces = 0; left > 0; ++column, first = 0) {
       const int64_t tokens = args.block_size - first < left ? args.block_size - first : left;
       const Stored* keys = static_cast<const Stored*>(args.kv_cache) + table[column] * block + first * line;
@@ -99,7 +108,7 @@ class PrefetchQueue {
  public:
   // Prefetches the first parts.
   PrefetchQueue(const AttentionArgs& args, const Unit& unit) : args_(args), unit_(unit), token_(unit.begin) {
-    pieces_.fill(args, unit.row, token_, unit.end);
+    pieces_.fill(args, unit, token_);
     for (int64_t bytes = 0; bytes < kPrefetchDistance && token_ < unit_.end;) {
       PrefetchLines part = next();
       bytes += part.end - part.next;
@@ -127,19 +136,19 @@ class PrefetchQueue {
     if (++piece_ < pieces_.num_pieces) return;
     piece_ = 0;
     values_ = !values_;
-    if (!values_) pieces_.fill(args_, unit_.row, token_ += kSpan, unit_.end);
+    if (!values_) pieces_.fill(args_, unit_, token_ = span_end(token_, unit_.end));
   }
 
   const AttentionArgs& args_;
   const Unit& unit_;
   int64_t token_;
-  Pieces<Stored, kSpan> pieces_;
+  Pieces<Stored> pieces_;
   bool values_ = false;
   int piece_ = 0;
   int64_t head_ = 0;
 };
 
-// The query heads of some key/value heads, over a pool of T: scratch memory of one thread.
+// Query heads that share key/value heads, of one row or several, over a pool of T: scratch memory of one thread.
 template <class T>
 struct HeadGroup {
   int64_t heads;
@@ -152,11 +161,8 @@ struct HeadGroup {
   float* max_scores;              // [heads]
   Softmax* softmax;               // [heads]
 
-  HeadGroup(const AttentionArgs& args, int64_t num_kv_heads, Arena& arena)
-      : heads(args.num_heads / args.num_kv_heads * num_kv_heads),
-        head_dim(args.head_dim),
-        line(line_size<T>(args)),
-        stride(padded(head_dim)) {
+  HeadGroup(const AttentionArgs& args, int64_t num_heads, Arena& arena)
+      : heads(num_heads), head_dim(args.head_dim), line(line_size<T>(args)), stride(padded(head_dim)) {
     query = arena.take<typename Dot<T>::Query>(heads * stride);
     sums = arena.take<float>(heads * stride);
     weights = arena.take<float>(heads * kScores);
@@ -164,15 +170,9 @@ struct HeadGroup {
     softmax = arena.take<Softmax>(heads);
   }
 
-  // With queries of Element; `begins_row` where no other group has the same queries on earlier tokens.
-  template <class Element>
-  void start(const AttentionArgs& args, int64_t token, int64_t first_head, bool begins_row) {
+  void clear() {
     std::memset(query, 0, heads * stride * sizeof(*query));
     std::memset(sums, 0, heads * stride * sizeof(float));
-    for (int64_t h = 0; h < heads; ++h) {
-      copy_query(query + h * stride, query_of<Element>(args, token, first_head + h), head_dim);
-      softmax[h] = begins_row ? first_softmax(args, first_head + h) : Softmax();
-    }
   }
 
   // The `count` heads from `first` on.
@@ -284,22 +284,6 @@ void scale_sums(HeadGroup<T>& group, int64_t h, float factor) {
   for (int64_t d = 0; d < group.stride; d += kWidth) store(sums + d, load(sums + d) * set1(factor));
 }
 
-// In three passes, since in each of them the processor can work on several heads at once.
-template <class T>
-void weigh_heads(const AttentionArgs& args, HeadGroup<T>& group, int64_t first_head, int count, int64_t distance) {
-  for (int64_t h = 0; h < group.heads; ++h)
-    group.max_scores[h] =
-        score(group.weights + h * kScores, kSpan, 0, count, ScoreRule(args, first_head + h), distance);
-  for (int64_t h = 0; h < group.heads; ++h) {
-    const float factor = group.softmax[h].raise(group.max_scores[h]);
-    if (factor != 1.0f) scale_sums(group, h, factor);
-  }
-  for (int64_t h = 0; h < group.heads; ++h) {
-    float* weights = group.weights + h * kScores;
-    group.softmax[h].sum += weigh(weights, weights, kSpan, group.softmax[h].base());
-  }
-}
-
 // Values of `count` tokens, one after the other.
 template <class T>
 void add_weighted_values(HeadGroup<T>& group, const T* values, int count, int column, PrefetchLines& ahead) {
@@ -314,29 +298,16 @@ void add_weighted_values(HeadGroup<T>& group, const T* values, int count, int co
   });
 }
 
-// Leaves the result in the output or, where it is a part of the context only, as states.
-template <class T, class Stored>
-void finish(const AttentionArgs& args, const Unit& unit, const HeadGroup<Stored>& group, int64_t token,
-            int64_t first_head) {
-  for (int64_t h = 0; h < group.heads; ++h) {
-    const float* sums = group.sums + h * group.stride;
-    if (unit.states == nullptr) {
-      write_output(output_of<T>(args, token, first_head + h), sums, group.softmax[h].sum, group.head_dim);
-      continue;
-    }
-    float* state = unit.states + h * state_size(args);
-    state[0] = group.softmax[h].max_score;
-    state[1] = group.softmax[h].sum;
-    std::memcpy(state + 2, sums, group.head_dim * sizeof(float));
+// Some tokens of a context: from `begin` to before `end`; none where these are not in order.
+struct Range {
+  int64_t begin, end;
+
+  Range within(const Range& other) const {
+    return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
   }
-}
+};
 
-// Whether the unit has the first token that is seen: of all units of a row and head, one takes the sink in.
-bool begins_row(const AttentionArgs& args, const Unit& unit, int64_t position) {
-  return unit.begin == 0 || unit.begin == position + 1 - args.sliding_window;
-}
-
-// The key/value heads of a unit, over a pool of Stored.
+// The rows and key/value heads of a unit, over a pool of Stored.
 template <class Stored>
 class UnitHeads {
  public:
@@ -344,11 +315,12 @@ class UnitHeads {
       : args_(args),
         unit_(unit),
         group_size_(args.num_heads / args.num_kv_heads),
-        heads_(args, unit.head_end - unit.head_begin, arena) {}
+        first_head_(unit.head_begin * group_size_),
+        heads_(args, (unit.head_end - unit.head_begin) * unit.num_rows * group_size_, arena) {}
 
-  static int64_t scratch_bytes(const AttentionArgs& args) {
+  static int64_t scratch_bytes(const AttentionArgs& args, int64_t num_rows) {
     Arena arena(nullptr);
-    const Unit all{0, 0, static_cast<int32_t>(args.num_kv_heads), 0, 0, nullptr};
+    const Unit all{0, static_cast<int32_t>(num_rows), 0, static_cast<int32_t>(args.num_kv_heads), 0, 0, nullptr};
     UnitHeads heads(args, all, arena);
     return arena.used();
   }
@@ -356,48 +328,133 @@ class UnitHeads {
   // With queries of Element, to an output of the same.
   template <class Element>
   void attend() {
-    const int64_t token = args_.query_start_loc[unit_.row], position = args_.seq_lens[unit_.row] - 1;
-    const int64_t first_head = unit_.head_begin * group_size_;
-    heads_.template start<Element>(args_, token, first_head, begins_row(args_, unit_, position));
+    for (int64_t row = 0; row < unit_.num_rows; ++row) {
+      const int64_t end = args_.seq_lens[unit_.row + row], begin = end - args_.sliding_window;
+      seen_[row] = {begin > 0 ? begin : 0, end};
+    }
+    start<Element>();
     PrefetchQueue<Stored> ahead(args_, unit_);
-    for (int64_t at = unit_.begin; at < unit_.end; at += kSpan) {
-      Pieces<Stored, kSpan> span;
-      span.fill(args_, unit_.row, at, unit_.end);
-      for_parts(span, false, ahead,
-                [&](HeadGroup<Stored>& group, const Stored* keys, int count, int column, PrefetchLines& lines) {
-                  multiply_keys(group, keys, count, column, lines);
-                  scale_tokens(group, keys, count, column);
+    for (int64_t at = unit_.begin; at < unit_.end; at = span_end(at, unit_.end)) {
+      Pieces<Stored> span;
+      span.fill(args_, unit_, at);
+      for_parts(span, at, false, ahead,
+                [&](HeadGroup<Stored>& group, const Stored* keys, int count, int64_t token, PrefetchLines& lines) {
+                  multiply_keys(group, keys, count, column_of(token), lines);
+                  scale_tokens(group, keys, count, column_of(token));
                 });
-      weigh_heads(args_, heads_, first_head, span.count, at - position);
-      for_parts(span, true, ahead,
-                [&](HeadGroup<Stored>& group, const Stored* values, int count, int column, PrefetchLines& lines) {
-                  scale_tokens(group, values, count, column);
-                  add_weighted_values(group, values, count, column, lines);
+      weigh_heads(at - column_of(at));
+      for_parts(span, at, true, ahead,
+                [&](HeadGroup<Stored>& group, const Stored* values, int count, int64_t token, PrefetchLines& lines) {
+                  scale_tokens(group, values, count, column_of(token));
+                  add_seen_values(group, values, count, token, lines);
                 });
     }
-    finish<Element>(args_, unit_, heads_, token, first_head);
+    finish<Element>();
   }
 
  private:
-  // Calls function(group, tokens, count, column, ahead) for the keys or values of each block and head, as memory has
-  // them.
+  static int column_of(int64_t token) { return static_cast<int>(token % kSpan); }
+
+  // Calls function(h, row, head) for all queries: h among `heads_`, the row of the unit and the query head.
   template <class Function>
-  void for_parts(const Pieces<Stored, kSpan>& span, bool values, PrefetchQueue<Stored>& ahead, Function function) {
-    for (int i = 0, column = 0; i < span.num_pieces; column += span.pieces[i++].count) {
+  void for_queries(Function function) {
+    int64_t h = 0;
+    for (int64_t head = first_head_; head < unit_.head_end * group_size_; head += group_size_)
+      for (int64_t row = 0; row < unit_.num_rows; ++row)
+        for (int64_t i = 0; i < group_size_; ++i, ++h) function(h, row, head + i);
+  }
+
+  template <class Element>
+  void start() {
+    heads_.clear();
+    for_queries([&](int64_t h, int64_t row, int64_t head) {
+      const Element* query = query_of<Element>(args_, args_.query_start_loc[unit_.row + row], head);
+      copy_query(heads_.query + h * heads_.stride, query, heads_.head_dim);
+      // Of all units of a row and head, the one with the first token that is seen takes the sink in.
+      heads_.softmax[h] = seen_[row].begin >= unit_.begin ? first_softmax(args_, head) : Softmax();
+    });
+  }
+
+  // Calls function(group, tokens, count, first token, ahead) for the keys or values of each block and head, as memory
+  // has them.
+  template <class Function>
+  void for_parts(const Pieces<Stored>& span, int64_t token, bool values, PrefetchQueue<Stored>& ahead,
+                 Function function) {
+    const int64_t size = unit_.num_rows * group_size_;
+    for (int i = 0; i < span.num_pieces; token += span.pieces[i++].count) {
       for (int64_t head = unit_.head_begin; head < unit_.head_end; ++head) {
         const Piece<Stored>& piece = span.pieces[i];
-        HeadGroup<Stored> group = heads_.part((head - unit_.head_begin) * group_size_, group_size_);
+        HeadGroup<Stored> group = heads_.part((head - unit_.head_begin) * size, size);
         PrefetchLines lines = ahead.next();
-        function(group, tokens_of(args_, piece, head, values), piece.count, column, lines);
+        function(group, tokens_of(args_, piece, head, values), piece.count, token, lines);
         lines.fetch_all();
       }
     }
   }
 
+  // Weights of the span from `begin` on. In three passes, since in each of them the processor can work on several heads
+  // at once.
+  void weigh_heads(int64_t begin) {
+    for_queries([&](int64_t h, int64_t row, int64_t head) {
+      const Range range = seen_[row].within({begin, begin + kSpan});
+      const int first = static_cast<int>(range.begin - begin), last = static_cast<int>(range.end - begin);
+      heads_.max_scores[h] = score(heads_.weights + h * kScores, kSpan, first, last, ScoreRule(args_, head),
+                                   begin - seen_[row].end + 1);
+    });
+    for (int64_t h = 0; h < heads_.heads; ++h) {
+      const float factor = heads_.softmax[h].raise(heads_.max_scores[h]);
+      if (factor != 1.0f) scale_sums(heads_, h, factor);
+    }
+    for (int64_t h = 0; h < heads_.heads; ++h) {
+      float* weights = heads_.weights + h * kScores;
+      heads_.softmax[h].sum += weigh(weights, weights, kSpan, heads_.softmax[h].base());
+    }
+  }
+
+  // Adds values of `count` tokens from `token` on, to the queries that see them: a weight of 0 would not do, since a
+  // value may be no number.
+  void add_seen_values(HeadGroup<Stored>& group, const Stored* values, int count, int64_t token,
+                       PrefetchLines& ahead) {
+    // Rows see tokens in order: what the first and the last one see is seen by all.
+    Range common = seen_[0].within(seen_[unit_.num_rows - 1]).within({token, token + count});
+    if (common.begin > common.end) common = {token, token};
+    const Range parts[] = {{token, common.begin}, common, {common.end, token + count}};
+    for (const Range& part : parts) {
+      if (part.begin == part.end) continue;
+      const int64_t at_once = &part == parts + 1 ? unit_.num_rows : 1;
+      for (int64_t row = 0; row < unit_.num_rows; row += at_once) {
+        const Range range = seen_[row].within(part);
+        if (range.begin >= range.end) continue;
+        HeadGroup<Stored> rows = group.part(row * group_size_, at_once * group_size_);
+        const Stored* first = values + (range.begin - token) * group.line;
+        add_weighted_values(rows, first, static_cast<int>(range.end - range.begin), column_of(range.begin), ahead);
+      }
+    }
+  }
+
+  // Leaves the results in the output or, where they are a part of the context only, as states.
+  template <class Element>
+  void finish() {
+    for_queries([&](int64_t h, int64_t row, int64_t head) {
+      const float *sums = heads_.sums + h * heads_.stride, sum = heads_.softmax[h].sum;
+      if (unit_.states == nullptr) {
+        write_output(output_of<Element>(args_, args_.query_start_loc[unit_.row + row], head), sums, sum,
+                     heads_.head_dim);
+        return;
+      }
+      float* state = unit_.states + (row * args_.num_heads + head - first_head_) * state_size(args_);
+      state[0] = heads_.softmax[h].max_score;
+      state[1] = sum;
+      std::memcpy(state + 2, sums, heads_.head_dim * sizeof(float));
+    });
+  }
+
   const AttentionArgs& args_;
   const Unit& unit_;
   const int64_t group_size_;
+  const int64_t first_head_;
   HeadGroup<Stored> heads_;
+  Range seen_[kMaxDecoded];  // by each row, of the whole context
 };
 
 // Over a pool of T, or of int8 lines.
@@ -411,8 +468,9 @@ void decode(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
 }
 
 template <class T>
-int64_t scratch_of(const AttentionArgs& args) {
-  return args.int8_line_bytes > 0 ? UnitHeads<int8_t>::scratch_bytes(args) : UnitHeads<T>::scratch_bytes(args);
+int64_t scratch_of(const AttentionArgs& args, int64_t num_rows) {
+  return args.int8_line_bytes > 0 ? UnitHeads<int8_t>::scratch_bytes(args, num_rows)
+                                  : UnitHeads<T>::scratch_bytes(args, num_rows);
 }
 
 // The states of one head: that of the first chunk takes the others in, which lie `stride` floats apart. Returns the
@@ -434,9 +492,13 @@ float merge_head(float* total, int64_t chunks, int64_t stride, int64_t head_dim)
 template <class T>
 void merge(const AttentionArgs& args, const Unit& unit, float* states, int64_t chunks) {
   const int64_t group_size = args.num_heads / args.num_kv_heads, size = state_size(args);
-  for (int64_t head = unit.head_begin * group_size; head < unit.head_end * group_size; ++head, states += size) {
-    const float sum = merge_head(states, chunks, args.num_heads * size, args.head_dim);
-    write_output(output_of<T>(args, args.query_start_loc[unit.row], head), states + 2, sum, args.head_dim);
+  const int64_t of_row = args.num_heads * size, first_head = unit.head_begin * group_size;
+  for (int64_t row = 0; row < unit.num_rows; ++row, states += of_row) {
+    float* total = states;
+    for (int64_t head = first_head; head < unit.head_end * group_size; ++head, total += size) {
+      const float sum = merge_head(total, chunks, unit.num_rows * of_row, args.head_dim);
+      write_output(output_of<T>(args, args.query_start_loc[unit.row + row], head), total + 2, sum, args.head_dim);
+    }
   }
 }
 

@@ -13,6 +13,8 @@ namespace quire {
 // Tokens of a context that one unit of decoding reads. A row's result is always combined from units of this length, so
 // it depends neither on the other rows of the batch nor on the number of threads.
 inline constexpr int64_t kChunk = 256;
+// Rows that a unit decodes, at most: its scratch memory grows with them.
+inline constexpr int32_t kMaxDecoded = 8;
 // Query rows (tokens times heads that share keys) that prefill computes at once, and keys that it reads at once.
 inline constexpr int64_t kQueryRows = 128;
 inline constexpr int64_t kKeyTile = 64;
@@ -27,12 +29,13 @@ inline constexpr int64_t kWordsOfBlock = 16;
 // A piece of attention that one thread computes.
 struct Unit {
   int32_t row;
+  int32_t num_rows;    // decode: rows that are one sequence, from `row` on; their chunks are the same
   int32_t head_begin;  // of the key/value heads
   int32_t head_end;
   int32_t begin;  // decode: first and last token of the context; prefill: first and last new token of the row
   int32_t end;
-  // Partial results of a decode over several chunks, one state for each query head: [maximum, sum, D weighted sums].
-  // Null where the unit covers its whole row and writes the output.
+  // Partial results of a decode over several chunks, [num_rows, Hq], for each query head a state: [maximum, sum, D
+  // weighted sums]. Null where the unit covers its whole rows and writes the output.
   float* states;
 };
 
@@ -107,12 +110,12 @@ struct ByDtype {
 };
 
 struct IsaKernels {
-  ByDtype<int64_t (*)(const AttentionArgs&)> decode_scratch;  // bytes
+  ByDtype<int64_t (*)(const AttentionArgs&, int64_t num_rows)> decode_scratch;  // bytes of a unit's
   ByDtype<int64_t (*)(const AttentionArgs&)> prefill_scratch;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> decode;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> prefill;
-  // Output of the unit's row and heads, from the states of all its chunks, [chunks, Hq]. Overwrites those of the first
-  // chunk.
+  // Output of the unit's rows and heads, from the states of all its chunks, [chunks, num_rows, Hq]. Overwrites those of
+  // the first chunk.
   ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
   // Lines begin to end of the operation.
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.backends import Implementation
+from kernels.int8 import quantized_lines
 from kernels.reference import ScoreRule
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, alone_rows, exact_attention, make_batch
@@ -101,6 +102,78 @@ def test_results_depend_on_neither_neighbours_nor_threads(dtype: torch.dtype, is
     for threads in (1, 2, 3):
         with torch_threads(threads):
             assert torch.equal(attend(kernels, batch, rule), torch.cat(alone))
+
+
+def make_decodes(
+    sequences: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+) -> Batch:
+    """Sequences of (context of the first row, rows): the rows of one have a token more each, over the same blocks."""
+    whole = make_batch(
+        [(rows, length + rows - 1) for length, rows in sequences],
+        heads=heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=torch.float32 if dtype == torch.int8 else dtype,
+    )
+    cache, rows = whole.kv_cache, torch.tensor([rows for _, rows in sequences])
+    if dtype == torch.int8:
+        lines = quantized_lines(cache.transpose(2, 3).reshape(-1, heads[1], head_dim))
+        cache = lines.view(*cache.shape[:2], block_size, heads[1], -1).transpose(2, 3).contiguous()
+    return Batch(
+        whole.query if dtype != torch.int8 else whole.query.bfloat16(),
+        cache,
+        whole.block_tables.repeat_interleave(rows, 0),
+        torch.arange(int(rows.sum()) + 1, dtype=torch.int32),
+        torch.cat([length + torch.arange(rows) for length, rows in sequences]).int(),
+    )
+
+
+@given(
+    sequences=st.lists(
+        st.tuples(st.integers(1, 80) | st.integers(240, 260) | st.integers(490, 700), st.integers(1, 11)),
+        min_size=1,
+        max_size=3,
+    ),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 7]),
+    head_dim=st.sampled_from([6, 33, 64, 80]),
+    block_size=st.sampled_from([1, 3, 16, 32]),
+    dtype=st.sampled_from([*DTYPES, torch.int8]),
+    window=st.none() | st.integers(1, 40) | st.integers(200, 300),
+    soft_cap=st.none() | st.just(5.0),
+    alibi=st.booleans(),
+    has_sinks=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_rows_of_one_sequence_are_rounded_as_each_alone(
+    sequences, num_kv_heads, group, head_dim, block_size, dtype, window, soft_cap, alibi, has_sinks, threads, isa
+) -> None:
+    num_heads = num_kv_heads * group
+    batch = make_decodes(sequences, (num_heads, num_kv_heads), head_dim, block_size, dtype)
+    slopes = 2.0 ** -torch.arange(1, num_heads + 1) if alibi else None
+    sinks = torch.linspace(-2, 5, num_heads) if has_sinks else None
+    kernels, rule = make_implementation(isa), ScoreRule(head_dim**-0.5, window, soft_cap, slopes, sinks)
+    alone = torch.cat([attend(kernels, part, rule) for part in alone_rows(batch)])
+    assert not alone.isnan().any()
+    with torch_threads(threads):
+        assert torch.equal(attend(kernels, batch, rule), alone)
+
+
+def test_a_token_that_is_no_number_spoils_no_row_before_it(isa: str) -> None:
+    kernels, rule = make_implementation(isa), ScoreRule(0.125)
+    batch = make_decodes([(29, 6)], (4, 2), 64, 16, torch.float32)
+    expected = attend(kernels, batch, rule)
+    batch.kv_cache[:, batch.block_tables[0, 2].long(), :, 0] = float("nan")
+    actual = attend(kernels, batch, rule)
+    assert torch.equal(actual[:4], expected[:4])
+    assert actual[4:].isnan().all()
+
+
+def test_rows_over_other_blocks_are_no_sequence(isa: str) -> None:
+    kernels, rule = make_implementation(isa), ScoreRule(0.125)
+    batch = make_batch([(1, length) for length in range(30, 38)], block_size=16)
+    alone = torch.cat([attend(kernels, part, rule) for part in alone_rows(batch)])
+    assert torch.equal(attend(kernels, batch, rule), alone)
 
 
 @pytest.mark.parametrize("window", [None, 33, 130])
