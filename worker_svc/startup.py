@@ -604,30 +604,35 @@ def _measure_passes(
     where a step has one row at most."""
     block, block_size = _free_block(pool), pool.geometry.block_size
 
-    def decodes(num_rows: int, length: int) -> AdmittedStep:
+    def decodes(*lengths: int) -> AdmittedStep:
         """Each row computes the last of so many tokens."""
-        return _prefill_step([length] * num_rows, [1] * num_rows, block_size, block, sampling=_PLAIN_SAMPLING)
+        return _prefill_step(list(lengths), [1] * len(lengths), block_size, block, sampling=_PLAIN_SAMPLING)
 
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
     counts = [1]
     while 2 * counts[-1] <= max_rows:
         if 2 * counts[-1] > _ROWS_MEASURED:
-            (micros_of_last,) = _least_micros(runner, [decodes(counts[-1], 1)], ranks, measured_s=0.0)
+            (micros_of_last,) = _least_micros(runner, [decodes(*[1] * counts[-1])], ranks, measured_s=0.0)
             if micros_of_last > _LONG_PASS_US:
                 break
         counts.append(2 * counts[-1])
     if len(counts) == 1:
         return None
     few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
-    steps = [*(decodes(count, 1) for count in counts), decodes(few, length)]
-    *micros, long = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)
-    context_us = max(long - micros[counts.index(few)], 0) / (few * max(length - 1, 1))
-    costs = PassCosts.of_measured([each / 1e6 for each in micros], context_us / 1e6)
+    # The last step is one sequence with drafts: its rows have a token more each.
+    drafted = [max(length - behind, 1) for behind in reversed(range(few))]
+    steps = [*(decodes(*[1] * count) for count in counts), decodes(*[length] * few), decodes(*drafted)]
+    *micros, long, long_drafted = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)
+    without = micros[counts.index(few)]
+    context_us = max(long - without, 0) / (few * max(length - 1, 1))
+    draft_context_us = max(long_drafted - without - context_us * length, 0) / ((few - 1) * length)
+    costs = PassCosts.of_measured([each / 1e6 for each in micros], context_us / 1e6, draft_context_us / 1e6)
     _logger.info(
-        "decodes of %s rows take %s ms, and %.2f us more for each token of context",
+        "decodes of %s rows take %s ms, and %.2f us more for each token of context, of a draft %.2f",
         ", ".join(map(str, counts)),
         ", ".join(f"{1e3 * each:.2f}" for each in costs.seconds),
         context_us,
+        draft_context_us,
     )
     return costs
 

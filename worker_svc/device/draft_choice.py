@@ -172,8 +172,10 @@ class PayingDrafts:
         places = np.arange(1, int(guesses.num_tokens.max()) + 1)
         gains = np.where(places <= guesses.num_tokens[:, None], p[:, None] ** places, 0.0)
         order = np.argsort(-gains, axis=None, kind="stable")[: int(guesses.num_tokens.sum())]
-        reads = self._times.context_s * guesses.lengths
-        costs = self._times.with_drafts(num_rows, np.arange(len(order) + 1), len(rows)) + num_rows * reads.mean()
+        measured = self._times.costs
+        reads = measured.draft_context_s * guesses.lengths
+        costs = self._times.with_drafts(num_rows, np.arange(len(order) + 1), len(rows))
+        costs += num_rows * measured.context_s * guesses.lengths.mean()
         costs[1:] += np.cumsum(reads[order // len(places)])
         if model_costs is not None:
             num_passes = np.maximum.accumulate(order % len(places)) + 1

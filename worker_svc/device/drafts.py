@@ -1,5 +1,6 @@
 """Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
-table, so that each is computed as a plain decode computes it, to the bit.
+table, so that each is computed as a plain decode computes it, to the bit. The CPU library recognizes the rows of a
+sequence by their tables and lengths, where they follow each other in the batch, and reads keys and values once for all.
 
 At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
 to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that

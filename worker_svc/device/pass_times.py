@@ -24,21 +24,23 @@ _GUESSING_S, _GUESSING_ROW_S = 150e-6, 8e-6
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """How long a pass takes: `seconds` with `num_rows`, which rise, and so much more for each token of context."""
+    """How long a pass takes: `seconds` with `num_rows`, which rise, and so much more for each token of context, of a
+    row and of each of its drafts."""
 
     num_rows: Sequence[int] = (1, 64)
     seconds: Sequence[float] = (1.0, 4.0)
     context_s: float = 0.0
+    draft_context_s: float = 0.0
 
     @classmethod
-    def of_measured(cls, seconds: Sequence[float], context_s: float) -> "PassCosts":
+    def of_measured(cls, seconds: Sequence[float], context_s: float = 0.0, draft_context_s: float = 0.0) -> "PassCosts":
         """Of passes of 1, 2, 4 and so on rows, of which other processes may have disturbed some: fewer rows take no
         longer, twice as many rows take at most twice as long, and no row costs nothing."""
         plausible = [*np.minimum.accumulate(seconds[::-1])[::-1].tolist()]
         for index in range(1, len(plausible)):
             before, more = plausible[index - 1], _LEAST_OF_ROW * plausible[0] * 2 ** (index - 1)
             plausible[index] = min(max(plausible[index], before + more), 2 * before)
-        return cls([2**index for index in range(len(plausible))], plausible, context_s)
+        return cls([2**index for index in range(len(plausible))], plausible, context_s, draft_context_s)
 
     def of(self, num_rows: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """Without contexts. Beyond what was measured each row costs as much as the last ones did."""
@@ -71,9 +73,10 @@ class PassTimes:
         self._num_known, self._num_without = np.zeros((2, _NUM_SIZES), np.int64)
 
     @property
-    def context_s(self) -> float:
-        """As `PassCosts.context_s`."""
-        return 0.0 if self._costs is None else self._costs.context_s
+    def costs(self) -> PassCosts:
+        """What was measured at the start."""
+        assert self._costs is not None, "costs"
+        return self._costs
 
     def took(self, num_rows: int, seconds: float, num_drafts: NDArray[np.integer] = _NONE, *, is_first: bool) -> None:
         """A pass of a step took so long, with so many rows, and drafts of some of them."""

@@ -45,12 +45,13 @@ def test_where_a_draft_costs_as_much_as_a_token_there_is_none(costs: PassCosts, 
     assert not choice.choose(guesses_of(list(range(num_rows)), FOLLOWED, length=length), num_rows).any()
 
 
-def test_long_contexts_are_read_for_each_draft() -> None:
-    costs = PassCosts(FEW_ROWS_ARE_CHEAP.num_rows, FEW_ROWS_ARE_CHEAP.seconds, context_s=0.1)
-    short, long = (
-        PayingDrafts(1, PassTimes(costs)).choose(guesses_of([0], PAIR, length=each), 1)[0] for each in (1, 1000)
-    )
-    assert short > long == 0
+def test_drafts_of_long_contexts_cost_what_reading_these_costs() -> None:
+    def num_drafts(context_s: float, draft_context_s: float, length: int) -> int:
+        costs = PassCosts(FEW_ROWS_ARE_CHEAP.num_rows, FEW_ROWS_ARE_CHEAP.seconds, context_s, draft_context_s)
+        return int(PayingDrafts(1, PassTimes(costs)).choose(guesses_of([0], PAIR, length=length), 1)[0])
+
+    assert num_drafts(0.1, 0.1, 1) > num_drafts(0.1, 0.1, 1000) == 0
+    assert num_drafts(0.1, 0.001, 1000) > num_drafts(0.0, 0.0, 1000)
 
 
 def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
