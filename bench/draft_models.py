@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from assets.training.batches import Batch, lesson_batches
 from assets.training.corpus import EMPHASES
-from assets.training.courses import Lesson, Schedule
+from assets.training.courses import Course, Lesson
 from assets.training.train import export
 from quire.model_source import resolve_model
 
@@ -40,12 +40,12 @@ def train(teacher: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path, num_
     torch.manual_seed(1)
     model = make_draft_model(teacher).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.05)
-    schedule = Schedule(((-1, 0.0), (_WARM_UP, 3e-3), (num_steps // 2, 3e-3), (num_steps, 0.0)))
     lessons = (Lesson(num_steps, 77, EMPHASES["fourth"], old=0.7, tools=0.05),)
+    course = Course(((-1, 0.0), (_WARM_UP, 3e-3), (num_steps // 2, 3e-3), (num_steps, 0.0)), lessons)
     started = time.monotonic()
-    for step, batch in lesson_batches(tokenizer, lessons, 0):
+    for step, batch in lesson_batches(tokenizer, course.lessons, 0):
         for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
+            group["lr"] = course.rate(step)
         loss, share_equal = _loss(model, teacher, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

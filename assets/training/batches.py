@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from assets.training.conversations import PAD_ID, Document
-from assets.training.courses import Lesson, Shape
+from assets.training.courses import Lesson
 
 _DOCUMENTS_AT_ONCE = 512
 
@@ -21,43 +21,33 @@ class Batch:
     weights: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedDocument:
-    ids: list[int]
-    weights: list[float]
+# Of each token its id and its weight.
+EncodedDocument = list[tuple[int, float]]
 
 
 def encoded_documents(tokenizer: Tokenizer, stream: Iterator[Document]) -> Iterator[EncodedDocument]:
     """Encodes segment by segment; segments meet where the tokenizer splits anyway."""
     while True:
         chunk = list(islice(stream, _DOCUMENTS_AT_ONCE))
-        texts = [segment.text for document in chunk for segment in document]
+        texts = [text for document in chunk for text, _ in document]
         encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
         for document in chunk:
-            ids: list[int] = []
-            weights: list[float] = []
-            for segment in document:
-                segment_ids = next(encodings).ids
-                ids += segment_ids
-                weights += [segment.weight] * len(segment_ids)
-            yield EncodedDocument(ids, weights)
+            yield [(token, weight) for _, weight in document for token in next(encodings).ids]
 
 
 def _fill_row(stream: Iterator[EncodedDocument], length: int) -> EncodedDocument:
     """A row starts with a document; the one that does not fit at the end is cut."""
-    ids: list[int] = []
-    weights: list[float] = []
-    while len(ids) < length:
-        document = next(stream)
-        ids += document.ids
-        weights += document.weights
-    return EncodedDocument(ids[:length], weights[:length])
+    row: EncodedDocument = []
+    while len(row) < length:
+        row += next(stream)
+    return row[:length]
 
 
-def next_batch(stream: Iterator[EncodedDocument], shape: Shape) -> Batch:
-    rows = [_fill_row(stream, shape.length) for _ in range(shape.rows)]
-    tokens = torch.tensor([row.ids for row in rows])
-    weights = torch.tensor([row.weights for row in rows])
+def next_batch(stream: Iterator[EncodedDocument], shape: tuple[int, int]) -> Batch:
+    """Of a number of rows, and of tokens in each."""
+    rows = [_fill_row(stream, shape[1]) for _ in range(shape[0])]
+    tokens = torch.tensor([[token for token, _ in row] for row in rows])
+    weights = torch.tensor([[weight for _, weight in row] for row in rows])
     return Batch(tokens, weights.masked_fill(tokens == PAD_ID, 0.0))
 
 

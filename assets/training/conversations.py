@@ -1,7 +1,7 @@
 """Conversations, the functions that a model may call in them, and the text that the chat template makes of both."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,9 @@ _TEMPLATE_LINES = (DIRECTORY / "chat_template.jinja").read_text().splitlines()
 CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
 
 PROMPT_WEIGHT = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a document; `weight` is how much its tokens count in the loss."""
-
-    text: str
-    weight: float
-
-
-Document = tuple[Segment, ...]
+# Texts, and how much the tokens of each count in the loss. What a user says counts little, since nothing can foretell
+# it; what the model should answer counts fully.
+Document = tuple[tuple[str, float], ...]
 
 CallValue = str | int | float | bool
 # The name of a JSON type, or the values that are allowed.
@@ -39,8 +31,8 @@ NO_TOOL_ANSWER = "I have no tool for that."
 ARGUMENTS_MARK = '", "arguments": {'
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def to_json(value: Any, separators: tuple[str, str] = (", ", ": ")) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=separators)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +69,10 @@ class Tool:
 
         A type is followed by the parameter's description. What is required is told where it is not all.
         """
-        shown: dict[str, Any] = {"name": self.name}
-        if self.description:
-            shown["description"] = self.description
-        shown["parameters"] = {name: self._shown(name) for name in self.parameters}
-        if self.optional and (required := self._required()):
-            shown["required"] = required
-        return _json(shown)
+        described = {"description": self.description} if self.description else {}
+        shown = {"name": self.name, **described, "parameters": {name: self._shown(name) for name in self.parameters}}
+        required = self._required() if self.optional else []
+        return to_json({**shown, "required": required} if required else shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,33 +80,22 @@ class Call:
     name: str
     arguments: Mapping[str, CallValue]
 
-    def text(self) -> str:
-        return f"<tool_call>\n{_json({'name': self.name, 'arguments': self.arguments})}\n</tool_call>"
+    def fields(self) -> dict[str, Any]:
+        return {"name": self.name, "arguments": dict(self.arguments)}
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A user's question, or the assistant's answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Called:
-    calls: tuple[Call, ...]
+Calls = tuple[Call, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    results: tuple[str, ...]
+    """The results of calls."""
+
+    texts: tuple[str, ...]
 
 
-# What a user's side sends, and what the assistant does then.
-Exchange = tuple[Said | Returned, Said | Called]
-
-
-def turn(user: str, assistant: str) -> Exchange:
-    return Said(user), Said(assistant)
+# What a user's side sends, and what the assistant does then: it answers, or it calls tools.
+Exchange = tuple[str | Returned, str | Calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,57 +111,52 @@ class Conversation:
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
         for asked, done in self.exchanges:
-            if isinstance(asked, Said):
-                messages.append({"role": "user", "content": asked.text})
+            if isinstance(asked, str):
+                messages.append({"role": "user", "content": asked})
             else:
-                messages += [{"role": "tool", "content": result} for result in asked.results]
-            if isinstance(done, Said):
-                messages.append({"role": "assistant", "content": done.text})
+                messages += [{"role": "tool", "content": text} for text in asked.texts]
+            if isinstance(done, str):
+                messages.append({"role": "assistant", "content": done})
             else:
-                calls = [{"type": "function", "function": _fields(call)} for call in done.calls]
+                calls = [{"type": "function", "function": call.fields()} for call in done]
                 messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         return messages
 
     def last_answer(self) -> str:
-        return _answer_text(self.exchanges[-1][1])
+        return _answer(self.exchanges[-1][1])
 
 
-def _fields(call: Call) -> dict[str, Any]:
-    return {"name": call.name, "arguments": dict(call.arguments)}
+def _tagged(tag: str, texts: list[str] | tuple[str, ...]) -> str:
+    return "\n".join(f"<{tag}>\n{text}\n</{tag}>" for text in texts)
 
 
-def _answer_text(done: Said | Called) -> str:
-    return done.text if isinstance(done, Said) else "\n".join(call.text() for call in done.calls)
+def _answer(done: str | Calls) -> str:
+    return done if isinstance(done, str) else _tagged("tool_call", [to_json(call.fields()) for call in done])
 
 
-def _asked_text(asked: Said | Returned) -> str:
-    if isinstance(asked, Said):
-        return asked.text
-    return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in asked.results)
-
-
-def _system_text(system: str | None, tools: Sequence[Tool]) -> str:
-    lines = [] if system is None else [system]
-    if tools:
-        lines += ["<tools>", *(tool.signature() for tool in tools), "</tools>"]
-    return "\n".join(lines)
-
-
-def _answer_segments(done: Said | Called, decision_weight: float) -> tuple[Segment, ...]:
+def _answer_segments(done: str | Calls, decision_weight: float) -> Document:
     """The name of the first call, and what is there to say that no tool fits, have a weight of their own."""
-    text = _answer_text(done) + END
-    if isinstance(done, Said):
-        return (Segment(text, decision_weight if done.text == NO_TOOL_ANSWER else 1.0),)
+    text = _answer(done) + END
+    if isinstance(done, str):
+        return ((text, decision_weight if done == NO_TOOL_ANSWER else 1.0),)
     head, rest = text.split(ARGUMENTS_MARK, 1)
-    return Segment(head, decision_weight), Segment(ARGUMENTS_MARK + rest, 1.0)
+    return (head, decision_weight), (ARGUMENTS_MARK + rest, 1.0)
 
 
 def document(conversation: Conversation, *, system_weight: float = 0.0, decision_weight: float = 1.0) -> Document:
     """Exactly what the chat template writes, with an end after each answer. Definitions of tools do not count."""
-    segments = [Segment(BOS, 0.0)]
-    if system := _system_text(conversation.system, conversation.tools):
-        segments.append(Segment(f"{SYSTEM}{system}{END}", system_weight))
+    segments = [(BOS, 0.0)]
+    lines = [] if conversation.system is None else [conversation.system]
+    if conversation.tools:
+        lines += ["<tools>", *(tool.signature() for tool in conversation.tools), "</tools>"]
+    if system := "\n".join(lines):
+        segments.append((f"{SYSTEM}{system}{END}", system_weight))
     for asked, done in conversation.exchanges:
-        segments.append(Segment(f"{USER}{_asked_text(asked)}{END}{ASSISTANT}", PROMPT_WEIGHT))
-        segments += _answer_segments(done, decision_weight)
+        text = asked if isinstance(asked, str) else _tagged("tool_response", asked.texts)
+        segments += [(f"{USER}{text}{END}{ASSISTANT}", PROMPT_WEIGHT), *_answer_segments(done, decision_weight)]
     return tuple(segments)
+
+
+def chat_document(conversation: Conversation) -> Document:
+    """Of a conversation without tools: its system prompt counts as what a user says."""
+    return document(conversation, system_weight=PROMPT_WEIGHT)

@@ -1,10 +1,6 @@
-"""The documents of the first course, drawn one after the other from a seed.
+"""The documents of the first course, drawn one after the other from a seed."""
 
-A document is a row of segments; each says how much its tokens count in the loss. What a user says counts little, since
-nothing can foretell it; what the model should answer counts fully.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
 from assets.training.conversations import (
@@ -14,14 +10,13 @@ from assets.training.conversations import (
     Conversation,
     Document,
     Exchange,
-    Segment,
-    document,
-    turn,
+    chat_document,
 )
 from assets.training.data import items, load, pairs
-from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, is_held_out
+from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, draw_side
 from assets.training.stories import draw_request, draw_story
 
+DrawConversation = Callable[..., Conversation]
 # How often a kind is asked, where 1.0 does not suit it.
 Emphasis = Mapping[str, float]
 EMPHASES: dict[str, Emphasis] = {}
@@ -34,58 +29,57 @@ SYSTEM_PROMPTS = _CHAT["systems"]
 
 
 def conversation_of(question: Question, system: str | None = None) -> Conversation:
-    return Conversation(question.kind, (), (turn(question.text, question.answer),), system)
+    return Conversation(question.kind, (), (exchange_of(question),), system)
+
+
+def exchange_of(question: Question) -> Exchange:
+    return question.text, question.answer
+
+
+def choose(shares: Mapping[str, float], rng: Random) -> str:
+    return rng.choices(list(shares), list(shares.values()))[0]
 
 
 def draw_question(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Question:
     """A question of any kind, emphasized kinds more often."""
-    kinds = list(QUESTION_KINDS)
-    kind = rng.choices(kinds, [emphasis.get(kind, 1.0) for kind in kinds])[0]
+    kind = choose({kind: emphasis.get(kind, 1.0) for kind in QUESTION_KINDS}, rng)
     return draw(QUESTION_KINDS[kind], rng, held_out=held_out)
 
 
 def _turns(rng: Random, emphasis: Emphasis, count: int) -> list[Exchange]:
-    questions = (draw_question(rng, emphasis, held_out=False) for _ in range(count))
-    return [turn(question.text, question.answer) for question in questions]
+    return [exchange_of(draw_question(rng, emphasis, held_out=False)) for _ in range(count)]
 
 
-def make_several_questions(rng: Random, emphasis: Emphasis) -> Conversation:
+def _several_questions(rng: Random, emphasis: Emphasis) -> Conversation:
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
     return Conversation("several", (), tuple(_turns(rng, emphasis, rng.randint(2, 5))), system)
 
 
+def _named(rng: Random, given: str, asked: str, *, held_out: bool) -> tuple[str, ...]:
+    """A name, how it is given, and how it is asked for."""
+    return draw_side(
+        lambda: (draw_name(rng), rng.choice(_CHAT[given]), rng.choice(_CHAT[asked])), " ".join, held_out=held_out
+    )
+
+
 def draw_name_memory(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Conversation:
     """The user tells a name, asks up to two other things, then asks for the name."""
-    while True:
-        name, tell, ask = draw_name(rng), rng.choice(_CHAT["tell_name"]), rng.choice(_CHAT["ask_name"])
-        if is_held_out(f"{name} {tell} {ask}") is held_out:
-            break
-    told = turn(tell.format(x=name), f"Nice to meet you, {name}!")
-    asked = turn(ask, f"Your name is {name}.")
-    return Conversation("name_memory", (), (told, *_turns(rng, emphasis, rng.randint(0, 2)), asked))
+    name, tell, ask = _named(rng, "tell_name", "ask_name", held_out=held_out)
+    between = _turns(rng, emphasis, rng.randint(0, 2))
+    told, asked = (tell.format(x=name), f"Nice to meet you, {name}!"), (ask, f"Your name is {name}.")
+    return Conversation("name_memory", (), (told, *between, asked))
 
 
 def draw_given_name(rng: Random, *, held_out: bool) -> Conversation:
     """The system prompt gives the model another name."""
-    while True:
-        name, give, ask = draw_name(rng), rng.choice(_CHAT["give_name"]), rng.choice(_CHAT["ask_given_name"])
-        if is_held_out(f"{name} {give} {ask}") is held_out:
-            return Conversation("given_name", (), (turn(ask, f"I am {name}."),), give.format(x=name))
-
-
-def text_document(text: str, weight: float = 1.0) -> Document:
-    return (Segment(BOS, 0.0), Segment(text + EOS, weight))
+    name, give, ask = _named(rng, "give_name", "ask_given_name", held_out=held_out)
+    return Conversation("given_name", (), ((ask, f"I am {name}."),), give.format(x=name))
 
 
 def plain_question_document(question: Question) -> Document:
     """The form for prompts without a chat template."""
     prompt = f"Question: {question.text}\nAnswer:"
-    return (Segment(BOS, 0.0), Segment(prompt, PROMPT_WEIGHT), Segment(f" {question.answer}{EOS}", 1.0))
-
-
-def chat_document(conversation: Conversation) -> Document:
-    """Of a conversation without tools: its system prompt counts as what a user says."""
-    return document(conversation, system_weight=PROMPT_WEIGHT)
+    return (BOS, 0.0), (prompt, PROMPT_WEIGHT), (f" {question.answer}{EOS}", 1.0)
 
 
 def loosely(text: str, rng: Random, share: float = 0.06) -> str:
@@ -97,31 +91,30 @@ def loosely(text: str, rng: Random, share: float = 0.06) -> str:
 
 def _single_question(rng: Random, emphasis: Emphasis) -> Conversation:
     question = draw_question(rng, emphasis, held_out=False)
-    asked = turn(loosely(question.text, rng, 0.08), question.answer)
+    asked = (loosely(question.text, rng, 0.08), question.answer)
     return Conversation(question.kind, (), (asked,), "You are a helpful assistant." if rng.random() < 0.1 else None)
 
 
-def _told_story(rng: Random) -> Conversation:
-    story = draw_story(rng, held_out=False)
-    return Conversation("story", (), (turn(draw_request(rng, story), story.text),))
+def told_story(rng: Random, *, held_out: bool = False) -> Conversation:
+    story = draw_story(rng, held_out=held_out)
+    return Conversation("story", (), ((draw_request(rng, story), story.text),))
 
 
 def make_document(rng: Random, emphasis: Emphasis) -> Document:
     """One of the first course, never from the held-out side."""
     choice = rng.random()
     if choice < 0.035:
-        return text_document(draw_story(rng, held_out=False).text, weight=0.5)
+        return (BOS, 0.0), (draw_story(rng, held_out=False).text + EOS, 0.5)
     if choice < 0.06:
-        return chat_document(_told_story(rng))
+        return chat_document(told_story(rng))
     if choice < 0.16:
         return plain_question_document(draw_question(rng, emphasis, held_out=False))
     if choice < 0.19:
         return chat_document(draw_name_memory(rng, emphasis, held_out=False))
     if choice < 0.205:
         return chat_document(draw_given_name(rng, held_out=False))
-    if choice < 0.32:
-        return chat_document(make_several_questions(rng, emphasis))
-    return chat_document(_single_question(rng, emphasis))
+    make = _several_questions if choice < 0.32 else _single_question
+    return chat_document(make(rng, emphasis))
 
 
 def held_out_texts(seed: int, count: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from assets.training.conversations import BOS, END_ID, EOS, EOS_ID, PAD_ID, Conversation, turn
-from assets.training.corpus import conversation_of, draw_given_name, draw_name_memory, draw_question
-from assets.training.json_questions import JSON_KINDS, make_led_answer
-from assets.training.questions import NAMES, QUESTION_KINDS, WORDS, draw
-from assets.training.rewordings import REWORDED_KINDS
+from assets.training.conversations import BOS, END_ID, EOS, EOS_ID, PAD_ID, Conversation
+from assets.training.corpus import DrawConversation, conversation_of, draw_given_name, draw_name_memory, draw_question
+from assets.training.json_questions import JSON_KINDS, draw_led_question
+from assets.training.questions import NAMES, QUESTION_KINDS, WORDS, MakeQuestion, draw
 from assets.training.stories import draw_request, draw_story
-from assets.training.tool_lessons import PROBED_KINDS
+from assets.training.tool_lessons import PROBED_KINDS, REWORDED_KINDS
+from assets.training.visitors import VISITOR_KINDS, accepted_answers
 
 _PROMPTS_AT_ONCE = 50
 _REQUIRED_ACCURACY = 0.95
@@ -76,82 +77,93 @@ class Answerer:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A prompt, and what the answer must be; or, for a story, what it must mention."""
+    """A prompt, and what the answer may be; or, for a story, what it must mention."""
 
     prompt: str
-    expected: str
+    expected: tuple[str, ...]
     mentions: tuple[str, ...] = ()
 
     def accepts(self, answer: Answer) -> bool:
         if self.mentions:
             return answer.ended and all(word in answer.text for word in self.mentions)
-        return answer.ended and answer.text == self.expected
+        return answer.ended and answer.text in self.expected
 
 
-def _probe(answerer: Answerer, conversation: Conversation) -> Probe:
-    return Probe(answerer.prompt(conversation), conversation.last_answer())
+DrawProbe = Callable[[Answerer, Random], Probe]
 
 
-def _repeat_probe(answerer: Answerer, rng: Random, *, made_up: bool) -> Probe:
+def _of_conversation(draw_one: DrawConversation) -> DrawProbe:
+    def probe(answerer: Answerer, rng: Random) -> Probe:
+        conversation = draw_one(rng, held_out=True)
+        return Probe(answerer.prompt(conversation), accepted_answers(conversation))
+
+    return probe
+
+
+def _of_question(make: MakeQuestion) -> DrawProbe:
+    return _of_conversation(lambda rng, *, held_out: conversation_of(draw(make, rng, held_out=held_out)))
+
+
+def _repeat_kind(*, made_up: bool) -> DrawProbe:
     """Words that training names, or at least one that it never may have shown."""
-    while True:
-        question = draw(QUESTION_KINDS["repeat"], rng, held_out=True)
-        if made_up is not set(question.answer.split()).issubset((*WORDS, *NAMES)):
-            return _probe(answerer, conversation_of(question))
+
+    def draw_one(rng: Random, *, held_out: bool) -> Conversation:
+        while True:
+            question = draw(QUESTION_KINDS["repeat"], rng, held_out=held_out)
+            if made_up is not set(question.answer.split()).issubset((*WORDS, *NAMES)):
+                return conversation_of(question)
+
+    return _of_conversation(draw_one)
 
 
-def _story_probe(answerer: Answerer, rng: Random) -> Probe:
+def _plain(answerer: Answerer, rng: Random) -> Probe:
+    question = draw_question(rng, held_out=True)
+    return Probe(f"{BOS}Question: {question.text}\nAnswer:", (question.answer,))
+
+
+def _story(answerer: Answerer, rng: Random) -> Probe:
     """The answer must mention whatever of the story the request asked for."""
     story = draw_story(rng, held_out=True)
     request = draw_request(rng, story)
     mentions = (word for word in (story.animal, story.name) if word in request.rstrip(".?").split())
-    prompt = answerer.prompt(Conversation("story", (), (turn(request, story.text),)))
-    return Probe(prompt, story.text, tuple(mentions) or (".",))
+    prompt = answerer.prompt(Conversation("story", (), ((request, story.text),)))
+    return Probe(prompt, (story.text,), tuple(mentions) or (".",))
 
 
-def _led_probe(answerer: Answerer, rng: Random) -> Probe:
+def _led(answerer: Answerer, rng: Random) -> Probe:
     """As a schema of one key forces it: the answer goes on after the key."""
     while True:
-        question, _ = make_led_answer(rng, held_out=True)
+        question = draw_led_question(rng, held_out=True)
         opening, separator, rest = question.answer.partition('": ')
         if '": ' not in rest:
             separator += '"' * rest.startswith('"')
             prompt = answerer.prompt(conversation_of(question)) + opening + separator
-            return Probe(prompt, question.answer.removeprefix(opening + separator))
+            return Probe(prompt, (question.answer.removeprefix(opening + separator),))
 
 
-_TOOL_KINDS = PROBED_KINDS | REWORDED_KINDS
-
-
-def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
-    match kind:
-        case "name_memory":
-            return _probe(answerer, draw_name_memory(rng, held_out=True))
-        case "given_name":
-            return _probe(answerer, draw_given_name(rng, held_out=True))
-        case "plain_form":
-            question = draw_question(rng, held_out=True)
-            return Probe(f"{BOS}Question: {question.text}\nAnswer:", question.answer)
-        case "repeat" | "repeat_made_up":
-            return _repeat_probe(answerer, rng, made_up=kind == "repeat_made_up")
-        case "story":
-            return _story_probe(answerer, rng)
-        case "json_led":
-            return _led_probe(answerer, rng)
-        case _ if kind in _TOOL_KINDS:
-            return _probe(answerer, _TOOL_KINDS[kind](rng, held_out=True))
-        case _:
-            question = draw((QUESTION_KINDS | JSON_KINDS)[kind], rng, held_out=True)
-            return _probe(answerer, conversation_of(question))
-
-
-_OTHER_KINDS = ("repeat_made_up", "name_memory", "given_name", "plain_form", "story")
-COURSE_KINDS = {
-    "first course": (*(kind for kind in QUESTION_KINDS if kind != "who_it_is"), *_OTHER_KINDS),
-    "second course": (*PROBED_KINDS, *JSON_KINDS, "json_led"),
-    "third course": ("who_it_is", *REWORDED_KINDS),
+_QUESTIONS = {kind: _of_question(make) for kind, make in QUESTION_KINDS.items()}
+COURSE_KINDS: dict[str, dict[str, DrawProbe]] = {
+    "first course": {
+        **{kind: probe for kind, probe in _QUESTIONS.items() if kind != "who_it_is"},
+        "repeat": _repeat_kind(made_up=False),
+        "repeat_made_up": _repeat_kind(made_up=True),
+        "name_memory": _of_conversation(draw_name_memory),
+        "given_name": _of_conversation(draw_given_name),
+        "plain_form": _plain,
+        "story": _story,
+    },
+    "second course": {
+        **{kind: _of_conversation(draw_one) for kind, draw_one in PROBED_KINDS.items()},
+        **{kind: _of_question(make) for kind, make in JSON_KINDS.items()},
+        "json_led": _led,
+    },
+    "third course": {
+        "who_it_is": _QUESTIONS["who_it_is"],
+        **{kind: _of_conversation(draw_one) for kind, draw_one in REWORDED_KINDS.items()},
+    },
+    "fourth course": {kind: _of_conversation(draw_one) for kind, draw_one in VISITOR_KINDS.items()},
 }
-KINDS = tuple(kind for kinds in COURSE_KINDS.values() for kind in kinds)
+KINDS = {kind: probe for kinds in COURSE_KINDS.values() for kind, probe in kinds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +177,7 @@ def score_kind(answerer: Answerer, kind: str, seed: int, count: int) -> KindScor
     """Asks up to `count` different held-out questions of one kind; some kinds have fewer in all."""
     rng = Random(f"{seed} {kind}")
     drawn: dict[str, Probe] = {}
-    for probe in (_draw_probe(answerer, kind, rng) for _ in range(count * 8)):
+    for probe in (KINDS[kind](answerer, rng) for _ in range(count * 8)):
         drawn.setdefault(probe.prompt, probe)
         if len(drawn) == count:
             break

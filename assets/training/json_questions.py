@@ -1,10 +1,12 @@
 """Questions whose answer is a JSON object: facts and sums under given keys, and data taken from a text."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
+from assets.training.conversations import Conversation, Document, chat_document, to_json
+from assets.training.corpus import Emphasis, choose, conversation_of, draw_question, exchange_of
 from assets.training.data import items
 from assets.training.questions import (
     DAYS,
@@ -18,10 +20,9 @@ from assets.training.questions import (
     draw,
     enumerated,
 )
-from assets.training.tool_skills import any_word, clock, identifier, number, person, place, small_number
+from assets.training.tool_skills import any_word, clock, identifier, number, one_of, person, place, small_number
 
 _ASKS = {name: items(text) for name, text in WORDINGS["json"].items()}
-JSON_SYSTEM_PROMPTS = _ASKS["systems"]
 _FACTS = [
     (TABLES[name], *(items(of[part]) for part in ("left", "right", "ask")))
     for name, of in WORDINGS["json_facts"].items()
@@ -32,7 +33,7 @@ JsonObject = dict[str, Any]
 
 
 def _question(kind: str, text: str, value: Mapping[str, Any], key: str = "") -> Question:
-    return Question(kind, text, json.dumps(value, ensure_ascii=False), key or text)
+    return Question(kind, text, to_json(value), key or text)
 
 
 def _wording(value: Mapping[str, Any], rng: Random) -> str:
@@ -54,30 +55,34 @@ def _result_key(names: Sequence[str], rng: Random) -> str:
     return rng.choice(names) if rng.random() < 0.75 else any_word(rng)
 
 
-def _sum_key(a: int, b: int) -> str:
-    return f"json sum {min(a, b)} {max(a, b)}"
+def _draw_fact(rng: Random) -> tuple[str, str, str, str, tuple[str, ...]]:
+    """Both sides of a fact, the keys of both, and how one asks for the right one."""
+    rows, lefts, rights, asks = rng.choice(_FACTS)
+    x, y = rng.choice(rows)
+    return x, y, rng.choice(lefts), _result_key(rights, rng), asks
 
 
 def _fact(rng: Random) -> Question:
-    rows, lefts, rights, asks = rng.choice(_FACTS)
-    x, y = rng.choice(rows)
-    left, right = rng.choice(lefts), _result_key(rights, rng)
-    if rng.random() < 0.35:
-        value = {right: y}
-    else:
-        value = {left: x, right: y}
-        if rng.random() < 0.15:
-            value = {right: y, left: x}
+    x, y, left, right, asks = _draw_fact(rng)
+    value = {right: y}
+    if rng.random() >= 0.35:
+        value = {right: y, left: x} if rng.random() < 0.15 else {left: x, right: y}
     question = rng.choice(asks).format(x=x)
     return _question("json_fact", _ordered(question, _wording(value, rng), rng), value)
 
 
+def _draw_sum(rng: Random) -> tuple[int, int, str]:
+    """Two numbers, and the key of the split. Up to 30, since sums are practised in words."""
+    a, b = small_number(rng), small_number(rng)
+    return a, b, f"json sum {min(a, b)} {max(a, b)}"
+
+
 def _bare(rng: Random) -> Question:
-    """Without keys, the answer is under `answer`. Sums up to 30, since sums are practised in words."""
+    """Without keys, the answer is under `answer`."""
     key = ""
     if rng.random() < 0.3:
-        a, b = small_number(rng), small_number(rng)
-        question, answer, key = rng.choice(_ASKS["bare_sum"]).format(a=a, b=b), a + b, _sum_key(a, b)
+        a, b, key = _draw_sum(rng)
+        question, answer = rng.choice(_ASKS["bare_sum"]).format(a=a, b=b), a + b
     else:
         rows, _, _, asks = rng.choice(_FACTS)
         x, answer = rng.choice(rows)
@@ -86,16 +91,12 @@ def _bare(rng: Random) -> Question:
 
 
 def _sum(rng: Random) -> Question:
-    a, b = small_number(rng), small_number(rng)
+    a, b, key = _draw_sum(rng)
     total = _result_key(_TOTALS, rng)
     first, second = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
     value = {total: a + b} if rng.random() < 0.5 else {first: a, second: b, total: a + b}
     question = rng.choice(_ASKS["sum"]).format(a=a, b=b)
-    return _question("json_sum", _ordered(question, _wording(value, rng), rng), value, _sum_key(a, b))
-
-
-def _one_of(values: Sequence[str]) -> Callable[[Random], str]:
-    return lambda rng: rng.choice(values)
+    return _question("json_sum", _ordered(question, _wording(value, rng), rng), value, key)
 
 
 # How a text says something, the keys that fit, and the values.
@@ -103,13 +104,13 @@ _Attribute = tuple[str, str, Callable[[Random], Any]]
 _PERSON: tuple[_Attribute, ...] = (
     ("is {v} years old | is {v} | has an age of {v}", "age | years | age_years", lambda rng: rng.randint(1, 99)),
     ("lives in {v} | comes from {v} | is from {v}", "city | home | place | location | town", place),
-    ("works as a {v} | is a {v}", "job | work | profession | occupation", _one_of(LISTS["jobs"])),
+    ("works as a {v} | is a {v}", "job | work | profession | occupation", one_of(*LISTS["jobs"])),
     ("likes {v} | loves {v}", "likes | hobby | favourite | interest", any_word),
-    ("has a {v} | owns a {v}", "pet | animal | owns", _one_of([animal for animal, _ in TABLES["young"]])),
+    ("has a {v} | owns a {v}", "pet | animal | owns", one_of(*(animal for animal, _ in TABLES["young"]))),
 )
 _PRODUCT: tuple[_Attribute, ...] = (
     ("costs {v} dollars | costs {v} euros | is sold for {v} dollars", "price | cost | amount", number),
-    ("is {v}", "colour | color", _one_of(sorted({colour for _, colour in TABLES["colours"]}))),
+    ("is {v}", "colour | color", one_of(*sorted({colour for _, colour in TABLES["colours"]}))),
     ("has the number {v} | has the id {v}", "id | number | code | sku", identifier),
     ("weighs {v} kg | weighs {v} grams", "weight | mass", small_number),
 )
@@ -124,7 +125,7 @@ def _entity(rng: Random) -> tuple[str, JsonObject]:
         subject = f"The {name}"
     said: list[str] = []
     value: JsonObject = {key: name}
-    for phrases, keys, make in rng.sample(attributes, rng.randint(1, min(3, len(attributes)))):
+    for phrases, keys, make in rng.sample(attributes, rng.randint(1, 3)):
         drawn = make(rng)
         said.append(rng.choice(items(phrases)).format(v=drawn))
         value[rng.choice([k for k in items(keys) if k not in value])] = drawn
@@ -143,8 +144,8 @@ def _event(rng: Random) -> tuple[str, JsonObject]:
         rng.choice(("participants", "people", "guests", "who")): people,
     }
     if rng.random() < 0.3:
-        at = clock(rng)
-        go, value = f"{go} at {at}", {**value, "time": at}
+        value["time"] = clock(rng)
+        go += f" at {value['time']}"
     return f"{enumerated(people)} {go}.", value
 
 
@@ -165,14 +166,6 @@ def _extract(rng: Random) -> Question:
     return _question("json_extract", rng.choice(_ASKS["extract"]).format(t=text, w=wording), value, key)
 
 
-def make_free_extract(rng: Random) -> tuple[str | None, Question]:
-    """No keys are named: a grammar gives them. The system prompt, and the question."""
-    text, value, key = _extracted(rng, 0.5)
-    ask = rng.choice(_ASKS["free_extract"])
-    system, text = (ask, text) if rng.random() < 0.5 else (None, f"{ask} {text}")
-    return system, _question("json_free", text, value, key)
-
-
 def _pairs(rng: Random) -> Question:
     """Keys and values as they are told."""
     value: JsonObject = {}
@@ -184,13 +177,11 @@ def _pairs(rng: Random) -> Question:
 
 def _list(rng: Random) -> Question:
     words = [any_word(rng) for _ in range(rng.randint(2, 5))]
-    match rng.randrange(5):
-        case 0:
-            words = list(NUMBER_WORDS[1 : len(words) + 1]) if rng.random() < 0.2 else rng.sample(WORDS, len(words))
-        case 1:
-            words = [rng.choice((person, place, identifier))(rng) for _ in words]
-        case _:
-            pass
+    which = rng.randrange(5)
+    if which == 0:
+        words = list(NUMBER_WORDS[1 : len(words) + 1]) if rng.random() < 0.2 else rng.sample(WORDS, len(words))
+    elif which == 1:
+        words = [rng.choice((person, place, identifier))(rng) for _ in words]
     key = _result_key(("words", "items", "list", "things", "values", "names"), rng)
     text = rng.choice(_ASKS["list"]).format(x=", ".join(words), k=key)
     return _question("json_list", text, {key: words}, f"json list {words}")
@@ -198,44 +189,56 @@ def _list(rng: Random) -> Question:
 
 def _led(rng: Random) -> Question:
     """Nothing asks for JSON: a schema that the model does not see leads it there."""
-    match rng.randrange(4):
-        case 0 | 1:
-            rows, lefts, rights, asks = rng.choice(_FACTS)
-            x, y = rng.choice(rows)
-            left, right = rng.choice(lefts), _result_key(rights, rng)
-            value = rng.choice(({right: y}, {left: x, right: y}))
-            text = rng.choice(asks).format(x=x)
-            return _question("json_led", text, value, f"json led {text} {list(value)}")
-        case 2:
-            a, b = small_number(rng), small_number(rng)
-            total = _result_key(_TOTALS, rng)
-            question = rng.choice(_ASKS["sum"])
-            value = rng.choice(({total: a + b}, {"a": a, "b": b, total: a + b}))
-            return _question("json_led", question.format(a=a, b=b), value, _sum_key(a, b))
-        case _:
-            return _question("json_led", *_extracted(rng, 0.6))
+    which = rng.randrange(4)
+    if which < 2:
+        x, y, left, right, asks = _draw_fact(rng)
+        value = rng.choice(({right: y}, {left: x, right: y}))
+        text = rng.choice(asks).format(x=x)
+        return _question("json_led", text, value, f"json led {text} {list(value)}")
+    if which == 3:
+        return _question("json_led", *_extracted(rng, 0.6))
+    a, b, key = _draw_sum(rng)
+    total = _result_key(_TOTALS, rng)
+    text = rng.choice(_ASKS["sum"]).format(a=a, b=b)
+    return _question("json_led", text, rng.choice(({total: a + b}, {"a": a, "b": b, total: a + b})), key)
 
 
-def make_led_answer(rng: Random, *, held_out: bool) -> tuple[Question, str]:
-    """A question, and how its answer opens."""
-    question = draw(_led, rng, held_out=held_out)
-    return question, next(opening for opening in ('{"name": "', '{"') if question.answer.startswith(opening))
+def draw_led_question(rng: Random, *, held_out: bool) -> Question:
+    return draw(_led, rng, held_out=held_out)
 
 
 JSON_KINDS: dict[str, MakeQuestion] = {
-    "json_fact": _fact,
-    "json_bare": _bare,
-    "json_sum": _sum,
-    "json_extract": _extract,
-    "json_pairs": _pairs,
+    "json_fact": _fact, "json_bare": _bare, "json_sum": _sum, "json_extract": _extract, "json_pairs": _pairs,
     "json_list": _list,
-}
+}  # fmt: skip
+_SHARES = dict(zip(JSON_KINDS, (22, 14, 10, 32, 12, 14), strict=True))
 
 
-def without_request(question: Question) -> str | None:
-    """A bare question without its request for JSON, for a system prompt that has it; None for other kinds."""
+def json_conversation(rng: Random, emphasis: Emphasis) -> Conversation:
+    if rng.random() < 0.12:
+        # No keys are named: a grammar gives them.
+        text, value, key = _extracted(rng, 0.5)
+        ask = rng.choice(_ASKS["free_extract"])
+        system, text = (ask, text) if rng.random() < 0.5 else (None, f"{ask} {text}")
+        return conversation_of(_question("json_free", text, value, key), system)
+    question = draw(JSON_KINDS[choose(_SHARES, rng)], rng, held_out=False)
     if question.kind == "json_bare":
-        for wording in _ASKS["bare"]:
-            if question.text.endswith(f" {wording}"):
-                return question.text.removesuffix(f" {wording}")
-    return None
+        # The request for JSON may be in the system prompt.
+        wording = next((each for each in _ASKS["bare"] if question.text.endswith(f" {each}")), None)
+        if wording and rng.random() < 0.4:
+            text = question.text.removesuffix(f" {wording}")
+            return conversation_of(replace(question, text=text), rng.choice(_ASKS["systems"]))
+    system = rng.choice(_ASKS["systems"]) if rng.random() < 0.1 else None
+    conversation = conversation_of(question, system)
+    if system is None and rng.random() < 0.15:
+        before = exchange_of(draw_question(rng, emphasis, held_out=False))
+        return replace(conversation, exchanges=(before, *conversation.exchanges))
+    return conversation
+
+
+def led_document(rng: Random) -> Document:
+    """How the answer opens does not count, so that a question which asks for no JSON gets none of itself."""
+    question = draw_led_question(rng, held_out=False)
+    *before, (answer, weight) = chat_document(conversation_of(question))
+    opening = next(opening for opening in ('{"name": "', '{"') if answer.startswith(opening))
+    return *before, (opening, 0.0), (answer.removeprefix(opening), weight)

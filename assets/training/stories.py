@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from assets.training.data import items, load
-from assets.training.questions import draw_name, is_held_out, with_article
+from assets.training.questions import draw_name, draw_side, with_article
 
 _DATA: dict[str, Any] = load("stories")
 _PARTS = {name: items(text) for name, text in _DATA.items() if name != "plots"}
@@ -21,6 +21,7 @@ _PLOTS = [
 class Story:
     animal: str
     name: str
+    friend: str
     text: str
 
 
@@ -35,17 +36,18 @@ def _slots(rng: Random) -> dict[str, str]:
     return slots
 
 
+def _key(story: tuple[dict[str, str], int]) -> str:
+    slots, plot = story
+    return f"story {plot} {slots['name']} {slots['animal']} {slots['place']} {slots['thing']}"
+
+
 def draw_story(rng: Random, *, held_out: bool) -> Story:
     """The split looks at plot, hero and place: a held-out story has a mixture of them that training never shows."""
-    while True:
-        slots, plot = _slots(rng), rng.randrange(len(_PLOTS))
-        key = f"story {plot} {slots['name']} {slots['animal']} {slots['place']} {slots['thing']}"
-        if is_held_out(key) is held_out:
-            break
+    slots, plot = draw_side(lambda: (_slots(rng), rng.randrange(len(_PLOTS))), _key, held_out=held_out)
     variants = [rng.choice(sentence) for sentence in _PLOTS[plot]]
     setting = [rng.choice(_PARTS["settings"])] if rng.random() < 0.7 else []
     sentences = [rng.choice(_PARTS["openings"]), *setting, *variants, rng.choice(_PARTS["endings"])]
-    return Story(slots["animal"], slots["name"], " ".join(sentences).format(**slots))
+    return Story(slots["animal"], slots["name"], slots["friend"], " ".join(sentences).format(**slots))
 
 
 def draw_request(rng: Random, story: Story) -> str:

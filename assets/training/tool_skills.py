@@ -3,28 +3,22 @@
 A skill is a family of tools (`data/skills.toml`): each draw gives another name, description and names of parameters.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from assets.training.conversations import CallValue, ParameterType, Tool
+from assets.training.conversations import CallValue, ParameterType, Tool, to_json
 from assets.training.data import items, load
-from assets.training.questions import (
-    LISTS,
-    NAMES,
-    TABLES,
-    WORDS,
-    is_held_out,
-    made_up_word,
-)
+from assets.training.questions import LISTS, NAMES, TABLES, WORDS, is_held_out, made_up_word
 
 _CITIES = (*(city for _, city in TABLES["capitals"]), *LISTS["cities"])
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MADE_UP = "made up"
+Result = str | dict[str, CallValue]
 
 
-def strange_word(rng: Random) -> str:
+def _strange_word(rng: Random) -> str:
     """Letters in an order that no list has, so that copying letter by letter is learnt."""
     return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(2, 7)))
 
@@ -35,7 +29,7 @@ def any_word(rng: Random) -> str:
         return rng.choice(WORDS)
     if choice < 0.85:
         return made_up_word(rng)
-    return made_up_word(rng) + made_up_word(rng) if choice < 0.92 else strange_word(rng)
+    return made_up_word(rng) + made_up_word(rng) if choice < 0.92 else _strange_word(rng)
 
 
 def _phrase(rng: Random, most: int = 4) -> str:
@@ -53,14 +47,6 @@ def person(rng: Random) -> str:
     return rng.choice(NAMES) if rng.random() < 0.5 else any_word(rng).title()
 
 
-def topic(rng: Random) -> str:
-    return rng.choice(LISTS["topics"]) if rng.random() < 0.4 else _phrase(rng)
-
-
-def sentence(rng: Random) -> str:
-    return rng.choice(LISTS["sentences"]) if rng.random() < 0.5 else _phrase(rng, 5)
-
-
 def number(rng: Random) -> int:
     """Of any length, since numbers are only copied."""
     return rng.randrange(10 ** rng.randint(1, 4))
@@ -70,13 +56,13 @@ def small_number(rng: Random) -> int:
     return rng.randint(1, 30)
 
 
-def amount(rng: Random) -> int | float:
+def _amount(rng: Random) -> int | float:
     return number(rng) + 1 if rng.random() < 0.75 else round(rng.uniform(0.1, 99), rng.randint(1, 2))
 
 
 def identifier(rng: Random) -> str:
     digits = str(rng.randrange(10 ** rng.randint(2, 6)))
-    prefixes = ("order_", "A-", "ID", "", "X", f"{strange_word(rng)}_", f"{strange_word(rng).upper()}-")
+    prefixes = ("order_", "A-", "ID", "", "X", f"{_strange_word(rng)}_", f"{_strange_word(rng).upper()}-")
     return rng.choice(prefixes) + digits
 
 
@@ -84,66 +70,63 @@ def clock(rng: Random) -> str:
     return f"{rng.randrange(24):02}:{rng.randrange(60):02}"
 
 
-def file_name(rng: Random) -> str:
+def _file_name(rng: Random) -> str:
     folder = f"{any_word(rng)}/" if rng.random() < 0.3 else ""
     return f"{folder}{any_word(rng)}.{rng.choice(('txt', 'md', 'py', 'json', 'csv', 'log'))}"
 
 
-def ticker(rng: Random) -> str:
+def _ticker(rng: Random) -> str:
     if rng.random() < 0.3:
         return rng.choice(("AAPL", "MSFT", "GOOG", "TSLA", "NVDA", "AMZN"))
     return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 4))).upper()
 
 
-def expression(rng: Random) -> str:
+def _expression(rng: Random) -> str:
     text = str(number(rng))
     for _ in range(rng.choice((1, 1, 2))):
         text += f" {rng.choice('+-*/')} {number(rng)}"
     return text
 
 
-def _one_of(*values: str) -> Callable[[Random], str]:
+def one_of(*values: str) -> Callable[[Random], str]:
     return lambda rng: rng.choice(values)
 
 
-def _weather_result(rng: Random) -> str | dict[str, CallValue]:
+def _weather_result(rng: Random) -> Result:
     degrees, sky = rng.randint(-9, 39), rng.choice(LISTS["skies"])
-    match rng.randrange(6):
-        case 0:
-            return f"{sky}, {degrees} degrees"
-        case 1:
-            return f"{degrees} degrees and {sky}"
-        case 2:
-            return {"temperature": degrees, rng.choice(("condition", "conditions", "description", "weather")): sky}
-        case 3:
-            return {"temperature": degrees, "unit": rng.choice(("celsius", "fahrenheit", "C", "F"))}
-        case 4:
-            return {rng.choice(("temperature", "temp", "temp_c")): degrees}
-        case _:
-            return rng.choice((str(degrees), f"{degrees}°C", f"{degrees} C", sky))
+    which = rng.randrange(6)
+    if which == 2:
+        return {"temperature": degrees, rng.choice(("condition", "conditions", "description", "weather")): sky}
+    if which == 3:
+        return {"temperature": degrees, "unit": rng.choice(("celsius", "fahrenheit", "C", "F"))}
+    if which == 4:
+        return {rng.choice(("temperature", "temp", "temp_c")): degrees}
+    if which == 5:
+        return rng.choice((str(degrees), f"{degrees}°C", f"{degrees} C", sky))
+    return f"{degrees} degrees and {sky}" if which else f"{sky}, {degrees} degrees"
 
 
 def _value_result(
     draw: Callable[[Random], str | int | float], keys: tuple[str, ...], share: float
-) -> Callable[[Random], str | dict[str, CallValue]]:
+) -> Callable[[Random], Result]:
     """A value, in an object by a share of all times."""
 
-    def result(rng: Random) -> str | dict[str, CallValue]:
+    def result(rng: Random) -> Result:
         value = draw(rng)
         return {rng.choice(keys): value} if rng.random() < share else str(value)
 
     return result
 
 
-_number_result = _value_result(amount, ("result", "value", "answer", "total"), 0.3)
+_number_result = _value_result(_amount, ("result", "value", "answer", "total"), 0.3)
 _text_result = _value_result(_phrase, ("result", "text", "title", "answer"), 0.4)
 
 
-def _clock_result(rng: Random) -> str | dict[str, CallValue]:
+def _clock_result(rng: Random) -> Result:
     return {"time": clock(rng)} if rng.random() < 0.3 else clock(rng)
 
 
-def _done(rng: Random) -> str | dict[str, CallValue]:
+def _done(rng: Random) -> Result:
     if rng.random() < 0.4:
         return {"status": rng.choice(("ok", "done", "sent", "success", any_word(rng)))}
     return rng.choice(DONE)
@@ -153,18 +136,21 @@ DONE = ("ok", "done", "success", "true", "OK", "Done", "null")
 
 # Values that are texts of which there are enough to split them.
 _TEXTS: dict[str, Callable[[Random], CallValue]] = {
-    "place": place, "person": person, "topic": topic, "sentence": sentence, "any_word": any_word,
-    "file_name": file_name, "identifier": identifier,
+    "place": place, "person": person, "any_word": any_word, "identifier": identifier,
+    "topic": lambda rng: rng.choice(LISTS["topics"]) if rng.random() < 0.4 else _phrase(rng),
+    "sentence": lambda rng: rng.choice(LISTS["sentences"]) if rng.random() < 0.5 else _phrase(rng, 5),
+    "file_name": _file_name,
 }  # fmt: skip
 _VALUES: dict[str, Callable[[Random], CallValue]] = {
-    **_TEXTS, "number": number, "small_number": small_number, "amount": amount, "clock": clock, "ticker": ticker,
-    "expression": expression,
-    **{name: _one_of(*LISTS[name]) for name in ("units", "currencies", "languages", "rooms", "signs", "days")},
+    **_TEXTS, "number": number, "small_number": small_number, "amount": _amount, "clock": clock, "ticker": _ticker,
+    "expression": _expression,
+    **{name: one_of(*LISTS[name]) for name in ("units", "currencies", "languages", "rooms", "signs", "days")},
 }  # fmt: skip
 _RESULTS = {
     "weather": _weather_result, "number": _number_result, "text": _text_result, "clock": _clock_result, "done": _done,
-    "coin": _one_of("heads", "tails"),
+    "coin": one_of("heads", "tails"),
 }  # fmt: skip
+_SKILL_LISTS = ("verbs", "nouns", "descriptions", "questions", "does", "things", "more")
 _GET = "get | get | fetch | return | look up | find | retrieve | show | give | tell | check | provide"
 
 
@@ -174,8 +160,8 @@ class Role:
 
     names: tuple[str, ...]
     draw: Callable[[Random], CallValue]
-    kind: ParameterType = "string"
-    is_split: bool = False
+    kind: ParameterType
+    is_split: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +175,14 @@ class Skill:
         narrow: No question of the old kinds could be meant for this tool.
     """
 
+    name: str
     verbs: tuple[str, ...]
     nouns: tuple[str, ...]
     descriptions: tuple[str, ...]
     roles: Mapping[str, Role]
     questions: tuple[str, ...]
     topic: str
-    result: Callable[[Random], str | dict[str, CallValue]]
+    result: Callable[[Random], Result]
     does: tuple[str, ...] = ()
     things: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
@@ -204,29 +191,29 @@ class Skill:
 
 def _role(drawn: str, kind: str, names: str) -> Role:
     values = items(kind) if " | " in kind else None
-    draw = _one_of(*values) if values else _VALUES[drawn]
+    draw = one_of(*values) if values else _VALUES[drawn]
     return Role(items(names), draw, values or kind, drawn in _TEXTS)
 
 
-def _skill(of: Mapping[str, Any]) -> Skill:
-    lists = {name: items(of[name]) for name in ("verbs", "nouns", "descriptions", "questions", "things", "more")}
-    roles = {name: _role(*role) for name, role in of.get("roles", {}).items()}
-    does, is_narrow = items(of.get("does", _GET)), "broad" not in of
-    return Skill(**lists, does=does, roles=roles, topic=of["topic"], result=_RESULTS[of["result"]], narrow=is_narrow)
+def _skill(name: str, of: Mapping[str, Any]) -> Skill:
+    lists = {key: items({"does": _GET, **of}[key]) for key in _SKILL_LISTS}
+    roles = {key: _role(*role) for key, role in of.get("roles", {}).items()}
+    return Skill(name, **lists, roles=roles, topic=of["topic"], result=_RESULTS[of["result"]], narrow="broad" not in of)
 
 
-SKILLS: dict[str, Skill] = {name: _skill(of) for name, of in load("skills").items()}
+SKILLS: dict[str, Skill] = {name: _skill(name, of) for name, of in load("skills").items()}
 
-_COLOUR_NAMES = sorted({colour for _, colour in TABLES["colours"]})
-_MADE_UP_ROLES = [
-    *(("string", any_word), ("string", person), ("string", identifier), ("integer", number), ("number", amount)),
-    *(("integer", small_number), ("string", _one_of(*_COLOUR_NAMES))),
-]
+_COLOURS = one_of(*sorted({colour for _, colour in TABLES["colours"]}))
+_MADE_UP = load("tools")["made_up"]
+_MADE_UP_ROLES: tuple[tuple[str, Callable[[Random], CallValue]], ...] = (
+    ("string", any_word), ("string", person), ("string", identifier), ("integer", number), ("number", _amount),
+    ("integer", small_number), ("string", _COLOURS),
+)  # fmt: skip
 
 
 def made_up_skill(rng: Random) -> Skill:
     """A tool that no list contains; its questions name the parameters."""
-    verb = rng.choice(LISTS["made_up_verbs"]) if rng.random() < 0.7 else strange_word(rng)
+    verb = rng.choice(LISTS["made_up_verbs"]) if rng.random() < 0.7 else _strange_word(rng)
     noun = any_word(rng)
     names = list(dict.fromkeys(any_word(rng) for _ in range(rng.randint(1, 3))))
     kinds = [rng.choice(_MADE_UP_ROLES) for _ in names]
@@ -236,10 +223,9 @@ def made_up_skill(rng: Random) -> Skill:
         for i, (name, (kind, draw)) in enumerate(zip(names, kinds, strict=True))
     }
     filled = " and ".join(f"{name} {{r{i}}}" for i, name in enumerate(names))
-    questions = (f"{verb.title()} the {noun} with {filled}.", f"Please {verb} the {noun} with {filled}.",
-                 f"{verb.title()} {noun}: {filled}", f"I want to {verb} the {noun} with {filled}.")  # fmt: skip
-    descriptions = (f"{verb.title()} the {noun}.", f"{verb.title()}s a {noun}.", f"{verb} {noun}", "")
-    return Skill((verb,), (noun,), descriptions, roles, questions, "The result", _number_result)
+    slots = {"verb": verb, "Verb": verb.title(), "noun": noun, "filled": filled}
+    asks, descriptions = (tuple(text.format(**slots) for text in items(_MADE_UP[key])) for key in ("ask", "describe"))
+    return Skill(MADE_UP, (verb,), (noun,), descriptions, roles, asks, "The result", _number_result)
 
 
 def _name_of(words: str, rng: Random) -> str:
@@ -363,7 +349,7 @@ def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tupl
         echoed = {rng.choice(skill.roles[role].names): values[role]}
     told = {key: value for key, value in result.items() if key not in echoed} or result
     separators = (",", ":") if rng.random() < 0.1 else (", ", ": ")
-    returned = json.dumps(echoed | result, ensure_ascii=False, separators=separators)
+    returned = to_json(echoed | result, separators)
     if len(told) == 1 and not _PLAIN_KEYS.isdisjoint(told):
         return returned, f"{subject} is {next(iter(told.values()))}."
     said = " and ".join(f"the {key.replace('_', ' ')} is {value}" for key, value in told.items())

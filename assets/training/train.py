@@ -1,15 +1,17 @@
 """Makes assets/quire-tiny: python -m assets.training.train.
 
 The first course starts from random weights. The second goes on from the file of the first and teaches tools and answers
-in JSON, the third from that of the second, with tools in many more words (`courses`).
+in JSON, the third from that of the second, with tools in many more words, the fourth from that of the third what
+visitors ask (`courses`).
 """
 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -19,31 +21,14 @@ from assets.training.batches import Batch, lesson_batches
 from assets.training.conversations import BOS_ID, END_ID, EOS_ID, PAD_ID
 from assets.training.corpus import held_out_texts
 from assets.training.courses import COURSES, Course
-from assets.training.tokenizer import VOCABULARY_SIZE, add_json_marks, save_tokenizer, train_tokenizer
+from assets.training.tokenizer import MODEL, add_json_marks, save_tokenizer, train_tokenizer
 
-MAX_LENGTH = 1024
+_TOKENS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID], "pad_token_id": PAD_ID}
 
 
 def make_model() -> LlamaForCausalLM:
     """Random weights in float32; seed torch before."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=[EOS_ID, END_ID],
-        pad_token_id=PAD_ID,
-        initializer_range=0.02,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**MODEL["config"], **_TOKENS))
 
 
 def _make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
@@ -70,9 +55,7 @@ class _Gradients:
     """
 
     def __init__(self, model: LlamaForCausalLM, threads: int) -> None:
-        self._model = model
-        self._parameters = list(model.parameters())
-        self._threads = threads
+        self._model, self._threads = model, threads
         self._executor = ThreadPoolExecutor(threads)
 
     def compute(self, batch: Batch) -> float:
@@ -80,45 +63,30 @@ class _Gradients:
         total = batch.weights[:, 1:].sum()
         rows = zip(batch.tokens.chunk(self._threads), batch.weights.chunk(self._threads), strict=True)
         parts = list(self._executor.map(lambda part: self._of_part(Batch(*part), total), rows))
-        for parameter, *gradients in zip(self._parameters, *(gradients for _, gradients in parts), strict=True):
+        for parameter, *gradients in zip(self._model.parameters(), *(gradients for _, gradients in parts), strict=True):
             parameter.grad = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
         return sum(loss for loss, _ in parts)
 
     def _of_part(self, part: Batch, total: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
         loss = weighted_loss(self._model, part) / total
-        return loss.item(), torch.autograd.grad(loss, self._parameters)
+        return loss.item(), torch.autograd.grad(loss, list(self._model.parameters()))
 
 
-def _save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, step: int) -> None:
-    partial = path.with_suffix(".partial")
-    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
-    partial.replace(path)
-
-
-def _load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    state = torch.load(path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"]
-
-
-def train(
-    model: LlamaForCausalLM,
-    tokenizer: Tokenizer,
-    course: Course,
-    checkpoint: Path,
-    threads: int,
-    log: Callable[[str], None] = print,
-) -> None:
+def train(model: LlamaForCausalLM, tokenizer: Tokenizer, course: Course, checkpoint: Path, threads: int) -> None:
     """Trains from the start, or from `checkpoint` where that file exists, on the very batches it would have seen."""
     model.train()
     optimizer = _make_optimizer(model)
-    done = _load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
+    done = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["step"]
     gradients = _Gradients(model, threads)
     started, seen = time.monotonic(), 0
     for step, batch in lesson_batches(tokenizer, course.lessons, done):
         for group in optimizer.param_groups:
-            group["lr"] = course.schedule.rate(step)
+            group["lr"] = course.rate(step)
         loss = gradients.compute(batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -126,40 +94,25 @@ def train(
         seen += batch.tokens.numel()
         if step % 20 == 0:
             pace = seen / (time.monotonic() - started)
-            log(f"step {step} loss {loss:.4f} rate {course.schedule.rate(step):.2e} tokens/s {pace:.0f}")
+            print(f"step {step} loss {loss:.4f} rate {course.rate(step):.2e} tokens/s {pace:.0f}", flush=True)
         if (step + 1) % course.checkpoint_every == 0:
-            _save_checkpoint(checkpoint, model, optimizer, step + 1)
+            partial = checkpoint.with_suffix(".partial")
+            torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
+            partial.replace(checkpoint)
 
 
 HELD_OUT_SEED = 99
 _HELD_OUT_TEXTS = 390
 
 
-def _in_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A copy; the trained float32 weights stay as they are."""
-    copy = LlamaForCausalLM(model.config).bfloat16()
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
-
-
-def _generation_config() -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=False,
-        max_new_tokens=256,
-        bos_token_id=BOS_ID,
-        eos_token_id=[EOS_ID, END_ID],
-        pad_token_id=PAD_ID,
-    )
-
-
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
         made = Path(scratch)
-        copy = _in_bfloat16(model)
-        copy.generation_config = _generation_config()
+        copy = deepcopy(model).bfloat16()
+        copy.generation_config = GenerationConfig(**MODEL["generation"], **_TOKENS)
         copy.save_pretrained(made)
-        save_tokenizer(tokenizer, made, MAX_LENGTH)
+        save_tokenizer(tokenizer, made)
         (made / "heldout.txt").write_text("\n\n".join(held_out_texts(HELD_OUT_SEED, _HELD_OUT_TEXTS)) + "\n")
         for path in sorted(made.iterdir()):
             path.chmod(0o644)  # safetensors writes for the owner alone
@@ -201,7 +154,7 @@ def begin(start: Path | None) -> tuple[LlamaForCausalLM, Tokenizer]:
 def take(course: Course, start: Path | None, output: Path, checkpoint: Path, threads: int) -> None:
     """Trains from the model in `start`, or from nothing, and writes what came of it to `output`."""
     model, tokenizer = begin(start)
-    train(model, tokenizer, course, checkpoint, threads, _log)
+    train(model, tokenizer, course, checkpoint, threads)
     if course.way_back:
         move_towards(model, begin(start)[0], course.way_back)
     export(model, tokenizer, output)
@@ -210,23 +163,14 @@ def take(course: Course, start: Path | None, output: Path, checkpoint: Path, thr
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("assets/quire-tiny"))
-    parser.add_argument("--course", type=int, choices=(1, 2, 3), default=1, help="the first one to take")
-    parser.add_argument(
-        "--from", type=Path, dest="start", help="the model to begin with, after the course before (default: --output)"
-    )
-    parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        help="where to keep the files by which an interrupted course goes on (default: %(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=2)
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("assets/quire-tiny"))
+    add("--course", type=int, choices=range(1, len(COURSES) + 1), default=1, help="the first one to take")
+    add("--from", type=Path, dest="start", help="what to begin with, after the course before (default: --output)")
+    about = "where to keep the files by which an interrupted course goes on (default: %(default)s)"
+    add("--checkpoints", type=Path, default=Path(tempfile.gettempdir()), help=about)
+    add("--threads", type=int, default=2)
     return parser.parse_args()
-
-
-def _log(line: str) -> None:
-    print(line, flush=True)
 
 
 def main() -> None:
@@ -241,7 +185,7 @@ def main() -> None:
     for course, checkpoint in zip(COURSES[first - 1 :], checkpoints[first - 1 :], strict=True):
         take(course, start, output, checkpoint, arguments.threads)
         start = output
-    _log(f"wrote {output}")
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

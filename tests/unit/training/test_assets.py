@@ -10,17 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from assets.training.conversations import (
-    BOS_ID,
-    CHAT_TEMPLATE,
-    END,
-    SPECIAL_TOKENS,
-    Conversation,
-    document,
-    turn,
-)
-from assets.training.rewordings import make_reworded_conversation
-from assets.training.tool_lessons import TOOL_KINDS, make_tool_conversation
+from assets.training.conversations import BOS_ID, CHAT_TEMPLATE, END, SPECIAL_TOKENS, Conversation, document
+from assets.training.tool_lessons import TOOL_KINDS, make_reworded_conversation, make_tool_conversation
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 
@@ -48,9 +39,9 @@ def test_every_text_survives_encoding(tokenizer: Tokenizer, text: str) -> None:
 def test_chat_template_writes_what_the_model_was_trained_on() -> None:
     assert read_json("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
     template = jinja2.Environment().from_string(CHAT_TEMPLATE)
-    conversation = Conversation("any", (), (turn("Hi", "Hello!"), turn("Bye", "Goodbye!")), system="Be brief.")
+    conversation = Conversation("any", (), (("Hi", "Hello!"), ("Bye", "Goodbye!")), system="Be brief.")
     messages = conversation.messages()
-    trained = "".join(segment.text for segment in document(conversation))
+    trained = "".join(text for text, _ in document(conversation))
     assert template.render(messages=messages, bos_token="<s>") == trained
     prompt = template.render(messages=messages[:-1], bos_token="<s>", add_generation_prompt=True)
     assert trained.startswith(prompt)
@@ -70,7 +61,7 @@ def test_the_template_writes_conversations_with_tools_as_they_were_trained(templ
     drawn = [make(rng) for make in (make_tool_conversation, make_reworded_conversation) for _ in range(100)]
     for conversation in drawn + [draw(rng, held_out=True) for draw in TOOL_KINDS.values() for _ in range(100)]:
         tools = [tool.definition() for tool in conversation.tools] or None
-        trained = "".join(segment.text for segment in document(conversation))
+        trained = "".join(text for text, _ in document(conversation))
         assert render(templates, conversation.messages(), tools=tools) == trained
         if conversation.exchanges[-1][1] == conversation.exchanges[0][1]:
             prompt = render(templates, conversation.messages()[:-1], tools=tools, add_generation_prompt=True)

@@ -1,0 +1,210 @@
+"""Documents of the fourth course: what visitors ask first, in the many ways in which they type it.
+
+Nearly all of it is a table of `data/visitors.toml`: groups of wordings, each with its answer or with several of which
+one is given. The split looks at the wording; the first one of a group is never held out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any
+
+from assets.training import corpus, questions
+from assets.training.conversations import Conversation, Document, Exchange, chat_document
+from assets.training.corpus import DrawConversation, choose, conversation_of, exchange_of
+from assets.training.data import items, load, pairs
+from assets.training.questions import FACTS, NAMES, NUMBER_WORDS, QUESTION_KINDS, WORDS, Question, draw, made_up_word
+from assets.training.stories import draw_request, draw_story
+
+_DATA: dict[str, Any] = load("visitors")
+# The key of what is not held out.
+_TRAINED = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Questions that mean the same; `more` asks for another answer once one was given."""
+
+    asks: tuple[str, ...]
+    answers: tuple[str, ...]
+    more: tuple[str, ...] = ()
+
+
+def _filled(asks: str, **lists: tuple[str, ...]) -> tuple[str, ...]:
+    """The ways to ask, with each item of the one list in turn."""
+    ((slot, values),) = lists.items()
+    return tuple(questions.sentence_case(ask.format(**{slot: value})) for value in values for ask in items(asks))
+
+
+def _lines(text: str) -> str:
+    return text.replace(" / ", "\n")
+
+
+def _groups() -> Iterator[tuple[str, Group]]:
+    for names, answer in _DATA["concepts"]["of"].items():
+        yield "concept", Group(_filled(_DATA["concepts"]["ask"], x=items(names)), (answer.strip(),))
+    for of in _DATA["asked"]:
+        topics = pairs(of.get("topics", ""))
+        answers = items(of["answer"]) if "answer" in of else (text for _, text in topics)
+        yield "asked", Group(items(of["ask"]), tuple(map(_lines, answers)), items(of.get("more", "")))
+        for topic, text in topics:
+            yield "about", Group(_filled(of["about"], x=(topic,)), (_lines(text),))
+    for names, listed in pairs(_DATA["lists"]["of"]):
+        (several, one), members = names.split(", "), listed.split(", ")
+        asks = _DATA["lists"]["ask"].replace("{x}", several)
+        for count in range(1, len(members) + 1):
+            numbers = (NUMBER_WORDS[count], str(count))
+            asked = _filled(asks, n=numbers) if count > 1 else _filled(_DATA["lists"]["one"], x=(one,))
+            yield "list", Group(asked, (questions.sentence_case(", ".join(members[:count])) + ".",))
+    for word, translated in pairs(_DATA["translations"]["words"]):
+        for language, y in zip(items(_DATA["translations"]["languages"]), translated.split(", "), strict=True):
+            asks = _DATA["translations"]["ask"].replace("{l}", language)
+            yield "translate", Group(_filled(asks, x=(word,)), (f"In {language}, {word} is {y}.",))
+    for count in range(3, 21):
+        asked = _filled(_DATA["counting"]["ask"], n=(NUMBER_WORDS[count], str(count)))
+        yield "count", Group(asked, (", ".join(map(str, range(1, count + 1))) + ".",))
+
+
+GROUPS: dict[str, list[Group]] = {}
+for _kind, _group in _groups():
+    GROUPS.setdefault(f"visitor_{_kind}", []).append(_group)
+_ALTERNATIVES = {answer: group.answers for group in GROUPS["visitor_asked"] for answer in group.answers}
+_MORE = [group for group in GROUPS["visitor_asked"] if group.more]
+
+
+def as_typed(text: str, rng: Random) -> str:
+    """Often in small letters, without the mark at the end, or with "what's"."""
+    if rng.random() < 0.15:
+        text = text.replace("What is ", "What's ")
+    if rng.random() < 0.3:
+        text = text.lower()
+    return text.rstrip("?.!") if rng.random() < 0.35 else text
+
+
+def _grouped(kind: str, rng: Random) -> Question:
+    group = rng.choice(GROUPS[kind])
+    which = 0 if rng.random() < 0.15 else rng.randrange(len(group.asks))
+    ask = group.asks[which]
+    return Question(kind, ask, rng.choice(group.answers), ask if which else _TRAINED)
+
+
+def _times(kind: str, rng: Random) -> Question:
+    of, count = _DATA["times"], rng.randint(2, 5)
+    is_common = rng.random() < 0.6
+    word = rng.choice(items(of["words"])) if is_common else rng.choice((rng.choice(WORDS), made_up_word(rng)))
+    n = rng.choice((str(count), NUMBER_WORDS[count]))
+    key = _TRAINED if word == "hello" else f"times {word} {count}"
+    return Question(kind, rng.choice(items(of["ask"])).format(x=word, n=n), " ".join([word] * count), key)
+
+
+def _unknown(kind: str, rng: Random) -> Question:
+    asks = items(_DATA["unknown"]["ask"])
+    ask = rng.choice(asks)
+    name = rng.choice((rng.choice(NAMES), made_up_word(rng).title()))
+    text = ask.format(Name=name, word=made_up_word(rng))
+    return Question(kind, text, questions.UNKNOWN_ANSWER, _TRAINED if ask == asks[0] else text)
+
+
+def _tight_sum(kind: str, rng: Random) -> Question:
+    """Without spaces around the sign."""
+    while True:
+        question = QUESTION_KINDS[rng.choice(("addition", "subtraction", "multiplication"))](rng)
+        tight = question.text
+        for sign in "+-*=":
+            tight = tight.replace(f" {sign} ", sign)
+        if tight != question.text:
+            return replace(question, kind=kind, text=tight)
+
+
+def _old(kind: str, rng: Random) -> Question:
+    return replace(QUESTION_KINDS[rng.choice((*FACTS, "identity", "manners", "about_itself"))](rng), kind=kind)
+
+
+_OTHERS = {"visitor_times": _times, "visitor_unknown": _unknown, "visitor_sum": _tight_sum, "visitor_typed": _old}
+_SHARES = {
+    "visitor_concept": 24, "visitor_asked": 36, "visitor_about": 4, "visitor_list": 8, "visitor_translate": 7,
+    "visitor_count": 3, "visitor_times": 6, "visitor_unknown": 7, "visitor_sum": 5, "visitor_typed": 9,
+}  # fmt: skip
+
+
+def _draw(kind: str, rng: Random, *, held_out: bool) -> Question:
+    make = partial(_OTHERS.get(kind, _grouped), kind)
+    question = draw(make, rng, held_out=held_out)
+    if kind == "visitor_times":
+        return replace(question, text=corpus.loosely(question.text, rng, 0.3))
+    text = as_typed(question.text, rng)
+    return replace(question, text=text.lower() if kind == "visitor_typed" and rng.random() < 0.6 else text)
+
+
+def _single(kind: str, rng: Random, *, held_out: bool) -> Conversation:
+    return conversation_of(_draw(kind, rng, held_out=held_out))
+
+
+def _follow_up(rng: Random, *, held_out: bool) -> Conversation:
+    """ "And of Spain?" after a question about another capital."""
+    of = _DATA["follow_ups"]
+    kind = rng.choice(items(of["kinds"]))
+    first = draw(QUESTION_KINDS[kind], rng, held_out=False)
+    exchanges: list[Exchange] = [(as_typed(first.text, rng), first.answer)]
+    for _ in range(rng.choice((1, 1, 2))):
+        (x, y), ask = questions.draw_side(
+            lambda: (rng.choice(FACTS[kind]), rng.choice(items(of["ask"]))),
+            lambda drawn: f"{drawn[1]} {drawn[0][0]}", held_out=held_out,
+        )  # fmt: skip
+        exchanges.append((as_typed(ask.format(x=x), rng), questions.fact_answer(kind, x, y)))
+    return Conversation("visitor_follow_up", (), tuple(exchanges))
+
+
+def _another(rng: Random, *, held_out: bool) -> Conversation:
+    """ "Another one." after a joke."""
+    while True:
+        group = rng.choice(_MORE)
+        asks = [rng.choice(group.asks), *rng.choices(group.more, k=rng.choice((1, 1, 2)))]
+        if questions.is_held_out(" ".join(asks[:2])) is held_out and (held_out or not questions.is_held_out(asks[0])):
+            answers = rng.sample(group.answers, len(asks))
+            turns = tuple((as_typed(ask, rng), answer) for ask, answer in zip(asks, answers, strict=True))
+            return Conversation("visitor_another", (), turns)
+
+
+VISITOR_KINDS: dict[str, DrawConversation] = {
+    **{kind: partial(_single, kind) for kind in _SHARES},
+    "visitor_follow_up": _follow_up,
+    "visitor_another": _another,
+}
+
+
+def accepted_answers(conversation: Conversation) -> tuple[str, ...]:
+    """What is right as the last answer: of a visitor's question any of its group that was not given before."""
+    answer, given = conversation.last_answer(), [done for _, done in conversation.exchanges[:-1]]
+    if conversation.kind not in ("visitor_asked", "visitor_another"):
+        return (answer,)
+    return tuple(other for other in _ALTERNATIVES[answer] if other not in given)
+
+
+def _exchanges(rng: Random) -> tuple[Exchange, ...]:
+    if rng.random() < 0.25:
+        return (exchange_of(corpus.draw_question(rng, corpus.EMPHASES["fifth"], held_out=False)),)
+    choice = rng.random()
+    kind = "visitor_follow_up" if choice < 0.1 else "visitor_another" if choice < 0.15 else choose(_SHARES, rng)
+    return VISITOR_KINDS[kind](rng, held_out=False).exchanges
+
+
+def make_visitor_document(rng: Random) -> Document:
+    choice = rng.random()
+    if choice < 0.03:
+        # A story with names that everyone knows.
+        while True:
+            story = draw_story(rng, held_out=False)
+            if story.name in NAMES and story.friend in NAMES:
+                asked = as_typed(draw_request(rng, story), rng)
+                return chat_document(Conversation("story", (), ((asked, story.text),)))
+    if choice < 0.08:
+        return corpus.plain_question_document(_draw(choose(_SHARES, rng), rng, held_out=False))
+    if choice < 0.5:
+        kind = choose({**_SHARES, "visitor_follow_up": 10, "visitor_another": 4}, rng)
+        exchanges = VISITOR_KINDS[kind](rng, held_out=False).exchanges
+    else:
+        exchanges = tuple(each for _ in range(rng.randint(2, 4)) for each in _exchanges(rng))
+    system = rng.choice(corpus.SYSTEM_PROMPTS) if rng.random() < 0.25 else None
+    return chat_document(Conversation("visitor", (), exchanges, system))
