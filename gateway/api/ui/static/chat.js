@@ -21,7 +21,7 @@ const EXAMPLE_TOOL = [{
 }];
 
 const SUGGESTIONS = [
-  "What is the capital of France?", "Tell me a story about a fox.", "What is 17 plus 25?", "Who are you?",
+  "What is PagedAttention?", "What is the capital of France?", "Tell me a story about a fox.", "Write a haiku.",
 ];
 // What is kept over a reload, in this tab alone.
 const KEPT = "quire-chat";
