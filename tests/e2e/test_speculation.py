@@ -153,8 +153,9 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
     vocab_size = off.worker.info.model.vocab_size
     prompt = np.random.default_rng(5).integers(20, vocab_size, 20).tolist()
     greedy = {"temperature": 0.0}
-    schema = '{"type": "object", "properties": {"temperature_in_celsius": {"type": "integer"}}, "required": ['
-    schema += '"temperature_in_celsius"], "additionalProperties": false}'
+    # It does not end within the tokens of the request.
+    schema = '{"type": "object", "properties": {"temperature_in_celsius": {"type": "string", "minLength": 500}}, '
+    schema += '"required": ["temperature_in_celsius"], "additionalProperties": false}'
     constrained = greedy | {"constraint": Constraint(json_schema=schema, no_white_space=True)}
 
     text = off.run([make_request(0, prompt, sampling=greedy)])[0, 0].token_ids

@@ -242,14 +242,11 @@ def test_blocks_that_sequences_begin_with_in_the_pool_stay_on_disk_their_beginni
     tier.stop()
 
 
-@pytest.mark.parametrize(
-    ("device", "num_ranks", "message"), [("cuda", 1, "this one is on cuda with 1"), ("cpu", 2, "is on cpu with 2")]
-)
-def test_only_a_worker_on_cpu_with_one_rank_has_a_tier(device: str, num_ranks: int, message: str, path: Path) -> None:
-    model: Any = SimpleNamespace(device=torch.device(device), ranks=Ranks(0, num_ranks))
+def test_a_worker_on_a_gpu_has_no_tier(path: Path) -> None:
+    model: Any = SimpleNamespace(device=torch.device("cuda"), ranks=Ranks(0, 1))
     settings = WorkerSettings(model="m", listen="127.0.0.1:1", kv_disk=path.parent)
     unused: Any = None
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match="this one is on cuda; leave it out"):
         _open_disk_tier(model, settings, unused, unused, unused)
     assert not path.parent.exists()
 
