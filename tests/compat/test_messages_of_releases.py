@@ -351,7 +351,8 @@ async def calls_of_today() -> list[Call]:
 
 @pytest.mark.extended
 async def test_a_release_reads_what_the_services_of_today_write(release: Release, calls_of_today: list[Call]) -> None:
-    """Without their descriptors: no field, method or kind of message that it lacks, and the same answers."""
+    """Without their descriptors: no field, method or kind of message that it lacks, and answers to the same
+    requests, whose text is that of another quire-tiny."""
     today = Release(release.directory, release.contracts, calls_of_today)
     kinds: list[set[tuple[str, ...]]] = []
     for calls in (release.calls, today.calls):
@@ -364,7 +365,8 @@ async def test_a_release_reads_what_the_services_of_today_write(release: Release
                 chosen = (message.WhichOneof(oneof.name) or "" for oneof in message.DESCRIPTOR.oneofs)
                 kinds[-1].add((call.method, "request" if is_request else "response", *chosen))
     assert kinds[1] == kinds[0]
-    assert today.answers == release.answers
+    counts = [{request_id: len(answer) for request_id, answer in each.answers.items()} for each in (today, release)]
+    assert counts[0] == counts[1]
     submitted = [{then.request_id: len(then.prompt_token_ids) for then, _ in each.submits} for each in (today, release)]
     assert submitted[0] == submitted[1]
     assert {call.method: call.status for call in today.calls} == {call.method: call.status for call in release.calls}
