@@ -79,7 +79,10 @@ def main(arguments: argparse.Namespace) -> None:
         throughput = {name: _series(load.of(name), _FIGURES[0], figures[name]) for name in servers}
         ratios[load.name] = {name: median_ratio(throughput[first], throughput[name]) for name in others}
         series += throughput.values()
-        series += [_series(load.of(name), figure, figures[name]) for figure in _FIGURES[1:] for name in servers]
+        # Answers of one token have no time between tokens.
+        has_gaps = all(each.itl is not None for reports in figures.values() for each in reports)
+        others_of_load = [each for each in _FIGURES[1:] if has_gaps or each is not _BETWEEN_TOKENS]
+        series += [_series(load.of(name), figure, figures[name]) for figure in others_of_load for name in servers]
     print(*series, sep="\n")
     for load in sorted(loads, key=lambda load: min(ratios[load.name].values(), default=0.0)):
         of_load = ", ".join(f"{ratio:.2f} to {name}" for name, ratio in ratios[load.name].items())
@@ -92,10 +95,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 _Figure = tuple[str, str, Callable[[Report], float]]
 
+_BETWEEN_TOKENS: _Figure = ("inter-token latency, p50", "ms", lambda each: 1e3 * _known(each.itl).p50)
 _FIGURES: tuple[_Figure, ...] = (
     ("output tokens", "tok/s", lambda each: each.output_tokens_per_s),
     ("first token, mean", "s", lambda each: _known(each.ttft).mean),
-    ("inter-token latency, p50", "ms", lambda each: 1e3 * _known(each.itl).p50),
+    _BETWEEN_TOKENS,
     ("cached prompt tokens", "", lambda each: each.cached_tokens or 0),
 )
 
