@@ -77,7 +77,6 @@ class AsyncStream:
             except StopAsyncIteration:
                 if self._is_closed or self.completed is not None:
                     break
-                # A task that is cancelled while it waits for an event cancels the call.
                 await self._go_on_after(Unavailable("the stream ended before its last event"))
                 continue
             except QuireError as error:

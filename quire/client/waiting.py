@@ -77,7 +77,7 @@ def call(method: Callable[..., Any], request: Any, timeout_s: float | None) -> A
 
 async def async_next_response(streaming: Any) -> Any:
     """The next response of a stream, StopAsyncIteration after the last; a failure of the call as QuireError, Cancelled
-    where the call was cancelled on this side."""
+    where the call was cancelled on this side. A task that is cancelled while it waits cancels the call."""
     try:
         return await anext(aiter(streaming))
     except grpc.RpcError as error:
@@ -85,6 +85,8 @@ async def async_next_response(streaming: Any) -> Any:
     except asyncio.CancelledError:
         # grpc.aio raises it also where the call was cancelled or the channel was closed while this task waited.
         if _is_task_cancelled():
+            # grpc.aio does so by itself unless the call's headers have come in the same turn of the event loop.
+            streaming.cancel()
             raise
         raise client_closed() from None
 

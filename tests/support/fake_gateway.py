@@ -112,12 +112,14 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         words = f"{prompt}!".split(" ")
         for offset, word in enumerate(words):
             text = word if offset == len(words) - 1 else f"{word} "
-            yield {"chunk": generation_pb2.TokenChunk(offset=offset, token_ids=[offset], text=text)}
-            if word.startswith("endless"):
-                try:
+            # Who leaves may do so while the chunk is still being written.
+            try:
+                yield {"chunk": generation_pb2.TokenChunk(offset=offset, token_ids=[offset], text=text)}
+                if word.startswith("endless"):
                     await asyncio.Event().wait()
-                finally:
-                    self.left.set()
+            except (asyncio.CancelledError, GeneratorExit):
+                self.left.set()
+                raise
         reason = common_pb2.FINISH_REASON_LENGTH
         yield {"finished": generation_pb2.SequenceFinished(num_tokens=len(words), finish_reason=reason)}
         yield {"completed": generation_pb2.RequestCompleted(request_id="fake", model="fake", usage=_usage())}

@@ -4,8 +4,9 @@ responses, Anthropic's messages, and the Open Inference Protocol of KServe.
 Parameters have the names of the gRPC contract; a front has those of `takes`.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,6 +32,15 @@ _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
 _OF_CHATS = frozenset({"tools", "tool_choice", "schema"})
 # Others are the name of a tool.
 _CHOICES = frozenset({"required", "none", "auto"})
+
+
+@contextlib.contextmanager
+def _cancelling(call: Any) -> Iterator[Any]:
+    """Where a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
+    try:
+        yield call
+    finally:
+        call.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +183,9 @@ class GrpcGenerate(_OfGrpc):
         method = type(request).__name__.removesuffix("Request")
         call = getattr(self._gateway.generation, method)(request, timeout=60, metadata=metadata)
         if method.endswith("Stream"):
-            async for response in call:
-                self._add_event(answer, response)
+            with _cancelling(call):
+                async for response in call:
+                    self._add_event(answer, response)
             return
         response = await call
         (sequence,) = response.sequences
@@ -273,8 +284,9 @@ class KServe(_OfGrpc):
             open_inference_pb2.ModelStreamInferResponse.FromString,
         )
         as_status = (*metadata, ("triton_grpc_error", "true"))
-        async for response in call(iter([request]), timeout=60, metadata=as_status):
-            self._add(answer, response.infer_response)
+        with _cancelling(call(iter([request]), timeout=60, metadata=as_status)) as responses:
+            async for response in responses:
+                self._add(answer, response.infer_response)
 
     def _request(self, text: Any, fields: dict[str, Any], *, streams: bool) -> Any:
         fields = _as_vllm(fields)

@@ -97,6 +97,18 @@ async def test_leaving_a_stream_early_cancels_the_call(client: EitherClient, gen
     assert await client.read(stream) == []
 
 
+async def test_a_task_that_is_cancelled_as_the_headers_come_cancels_the_call(
+    address: str, generation: FakeGeneration
+) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.generate_stream("endless")
+        stream._call._preparation.add_done_callback(lambda _: reading.cancel())
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        await asyncio.wait_for(generation.left.wait(), 30)
+
+
 async def test_closing_the_client_cancels_all_its_calls_and_who_waits_is_told(
     client: EitherClient, generation: FakeGeneration
 ) -> None:
