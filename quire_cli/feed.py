@@ -123,7 +123,7 @@ class ReplicaNumbers:
     problem: str | None = None
     steps: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
-    samples: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     """The load over the last ten minutes, by the names of the feed's history, oldest first."""
     _first_tokens: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
     _before: tuple[float, Mapping[str, Any]] | None = None
@@ -144,9 +144,21 @@ class ReplicaNumbers:
             self.rates = {name: (numbers[name] - before[1][name]) / seconds for name in _COUNTERS}
             self._before = now, numbers
             if not self.samples or now - self.samples[-1]["at"] >= _SAMPLE_S:
-                queues = {name: numbers[f"{name}_requests"] for name in ("running", "waiting")}
-                rates = {"computed": self.rates["computed_tokens"], "used": self.kv_use}
-                self.samples.append({"at": now, **queues, **rates})
+                self.samples.append(self._sample(now, numbers, self.rates))
+
+    def _sample(self, now: float, numbers: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str, Any]:
+        """By the names of the feed's history."""
+        queues = {name: numbers[f"{name}_requests"] for name in ("running", "waiting", "swapped")}
+        return {
+            "at": now,
+            **queues,
+            "rows": numbers["running_sequences"],
+            "generated": rates["generated_tokens"],
+            "computed": rates["computed_tokens"],
+            "preemptions": rates["preemptions"],
+            "used": self.kv_use,
+            "ttft50": self.time_to_first_token_ms(0.5),
+        }
 
     def time_to_first_token_ms(self, share: float) -> float | None:
         """A percentile of the requests that ended in the last minute; None where there is none."""

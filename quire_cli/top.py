@@ -23,7 +23,8 @@ from quire_cli.feed import Deployment, FeedFlags, ReplicaNumbers, line_of, milli
 PROGRAM = "quire top"
 _RETRY_S = 1.0
 _BAR = 20
-_STEP_ROWS, _WAITING_ROWS = 6, 6
+_STEP_ROWS, _WAITING_ROWS, _MIN_ROWS = 6, 6, 2
+_TABLE_HEAD = 5
 _TABLE_WIDTH = 64
 """Columns of a terminal that tables need; in a smaller one there are sentences."""
 _HEAD_HEIGHT = 8
@@ -37,14 +38,21 @@ _OMITTED_FIRST = (_BAR_COLUMN, "rows", "swapped", "preempted", "first token")
 
 
 _BARS = "▁▂▃▄▅▆▇█"
-_LABEL, _VALUE, _MAX_CHART = 10, 14, 120
+_LABEL, _VALUE, _MAX_CHART = 13, 14, 120
 _CHARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("computed", "tokens/s", lambda value: f"{value:,.0f}"),
-    ("running", "running", lambda value: f"{value:,.0f}"),
-    ("waiting", "waiting", lambda value: f"{value:,.0f}"),
-    ("used", "KV", lambda value: f"{value:.0%}"),
+    ("generated", "tokens/s", "{:,.0f}".format),
+    ("computed", "computed/s", "{:,.0f}".format),
+    ("ttft50", "first token", milliseconds),
+    ("running", "running", "{:,.0f}".format),
+    ("waiting", "waiting", "{:,.0f}".format),
+    ("swapped", "swapped", "{:,.0f}".format),
+    ("rows", "rows", "{:,.0f}".format),
+    ("used", "KV", "{:.0%}".format),
+    ("preemptions", "preempted/s", "{:,.1f}".format),
 )
-_HISTORY_HEIGHT = len(_CHARTS) + 1
+_HISTORY_HEIGHT = len(_CHARTS) + 2
+_MIN_COLUMN_S, _SECONDS_UP_TO = 4, 120
+"""More than the time between two samples, so that no column is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +139,12 @@ def picture(deployment: Deployment, url: str, width: int, height: int) -> Render
             if replica.numbers is not None and room >= _HISTORY_HEIGHT:
                 parts.append(_history(replica, width))
                 room -= _HISTORY_HEIGHT
-            for table, rows in ((_steps(replica), _STEP_ROWS), (_waiting(replica), _WAITING_ROWS)):
-                if table is not None and room >= rows + 4:
-                    parts.append(table)
-                    room -= min(rows, table.row_count) + 4
+            for title, make in (("last steps of", _steps), ("who waits at", _waiting)):
+                table = make(replica, room - _TABLE_HEAD) if room >= _MIN_ROWS + _TABLE_HEAD else None
+                if table is not None:
+                    # The title of a narrow table would have several lines.
+                    parts += [Text(f"{title} {replica.address}", "bold", no_wrap=True, overflow="ellipsis"), table]
+                    room -= table.row_count + _TABLE_HEAD
     if height >= _HEAD_HEIGHT:
         parts.append(Text("Ctrl-C ends", style="dim"))
     return Group(*parts)
@@ -146,8 +156,8 @@ def _sentence(deployment: Deployment, replica: ReplicaNumbers) -> Text:
     return Text(line.removeprefix(f"replica {replica.address}: ") if len(deployment.replicas) == 1 else line)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place == 0 else "right", overflow="ellipsis", no_wrap=True)
     return table
@@ -164,7 +174,7 @@ def _replicas(deployment: Deployment, width: int) -> Table:
         widths.pop(title, None)
     left = width - sum(widths.values()) - _COLUMN_GAP * (len(widths) + 2)
     health_width = min(max([len("health"), *(len(health) for _, health in names)]), left - _MIN_NAME)
-    table = _table("", "replica", "health", *widths)
+    table = _table("replica", "health", *widths)
     table.columns[0].max_width, table.columns[1].max_width = left - health_width, health_width
     for name, row in zip(names, rows, strict=True):
         table.add_row(*name, *(row[title] for title in widths))
@@ -205,25 +215,28 @@ def _bar(share: float) -> Text:
 
 
 def _history(replica: ReplicaNumbers, width: int) -> Text:
-    """The blocks of the pool as a strip, and the last minutes as small charts, each with its newest value."""
+    """The blocks of the pool as a strip, and the last ten minutes, or as much as is known of them, as small charts,
+    each with its newest value."""
     assert replica.numbers is not None
+    room = min(_MAX_CHART, width - _LABEL - _VALUE - 1)
     samples = list(replica.samples)
-    lines = [_strip(replica.numbers["gpu_pool"], width)]
+    times: list[float] = [each["at"] for each in samples]
+    span_s = times[-1] - times[0] if times else 0.0
+    column_s = max(_MIN_COLUMN_S, math.ceil(span_s / (room - 1)))
+    lines = [_strip(replica.numbers["gpu_pool"], room)]
     for name, title, form in _CHARTS:
-        values = [each.get(name) for each in samples]
-        newest = next((value for value in reversed(values) if value is not None), None)
-        shown = form(newest) if newest is not None else "-"
-        room = min(_MAX_CHART, width - _LABEL - _VALUE - 1)
-        lines.append(
-            Text(f"{title:<{_LABEL}}").append(sparkline(values, room), style="cyan").append(f" {shown:>{_VALUE}}")
-        )
+        values: list[float | None] = [each.get(name) for each in samples]
+        shown = form(values[-1]) if values and values[-1] is not None else "-"
+        line = Text(f"{title:<{_LABEL}}").append(sparkline(times, values, room, column_s), style="cyan")
+        lines.append(line.append(f" {shown:>{_VALUE}}"))
+    known = f"{span_s:.0f} s" if span_s < _SECONDS_UP_TO else f"{span_s / 60:.0f} min"
+    lines.append(Text(f"{'':{_LABEL}}{f'the last {known}':>{room}}", style="dim"))
     return Text("\n").join(lines)
 
 
-def _strip(pool: Mapping[str, int], width: int) -> Text:
+def _strip(pool: Mapping[str, int], room: int) -> Text:
     """All blocks as one strip: in use, cached and free."""
     total = max(1, pool["total_blocks"])
-    room = min(_MAX_CHART, width - _LABEL - _VALUE - 1)
     used = min(room, math.ceil(pool["used_blocks"] / total * room))
     cached = min(room - used, math.ceil(pool["cached_blocks"] / total * room))
     strip = Text(f"{'blocks':<{_LABEL}}").append("█" * used, style=_heat(pool["used_blocks"] / total))
@@ -231,37 +244,34 @@ def _strip(pool: Mapping[str, int], width: int) -> Text:
     return strip.append(f" {pool['used_blocks']:>{_VALUE - 7},} in use")
 
 
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The newest `width` values as bars of eight heights; a gap where there is none."""
-    shown = [None] * max(0, width - len(values)) + list(values[-width:])
+def sparkline(times: Sequence[float], values: Sequence[float | None], width: int, column_s: float) -> str:
+    """Values at rising times as bars of eight heights, the newest to the right; each is the mean of `column_s` seconds,
+    a gap where none is known."""
+    columns: list[list[float]] = [[] for _ in range(width)]
+    for at, value in zip(times, values, strict=True):
+        place = int(at // column_s) - int(times[-1] // column_s) - 1
+        if value is not None and place >= -width:
+            columns[place].append(value)
+    shown = [sum(each) / len(each) if each else None for each in columns]
     most = max((value for value in shown if value is not None), default=0) or 1
     return "".join(" " if value is None else _BARS[min(7, int(8 * value / most))] for value in shown)
 
 
-def _steps(replica: ReplicaNumbers) -> Table | None:
+def _steps(replica: ReplicaNumbers, room: int) -> Table | None:
     if not replica.steps:
         return None
-    table = _table(
-        f"last steps of {escape(replica.address)}",
-        "step",
-        "decodes",
-        "chunk tokens",
-        "entered",
-        "preempted",
-        "copied",
-        "plan",
-    )
-    for step in list(replica.steps)[-_STEP_ROWS:]:
+    table = _table("step", "decodes", "chunk tokens", "entered", "preempted", "copied", "plan")
+    for step in list(replica.steps)[-min(_STEP_ROWS, room) :]:
         names = ("step_id", "num_decodes", "num_chunk_tokens", "num_entered", "num_preempted", "num_copied")
         table.add_row(*(str(step[name]) for name in names), f"{step['plan_us'] / 1000:.2f} ms")
     return table
 
 
-def _waiting(replica: ReplicaNumbers) -> Table | None:
+def _waiting(replica: ReplicaNumbers, room: int) -> Table | None:
     if not replica.waiting:
         return None
-    table = _table(f"who waits at {escape(replica.address)}", "request", "tokens", "for", "because")
-    for each in replica.waiting[:_WAITING_ROWS]:
+    table = _table("request", "tokens", "for", "because")
+    for each in replica.waiting[: min(_WAITING_ROWS, room)]:
         waited = milliseconds(each["waited_ms"])
         reason = each["reason"].replace("_", " ")
         table.add_row(escape(each["request_id"]), str(each["tokens_to_compute"]), waited, reason)

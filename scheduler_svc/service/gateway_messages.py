@@ -24,6 +24,7 @@ from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
+from scheduler_svc.service.metrics import Served
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.requests import GATEWAYS
 from scheduler_svc.service.step_loop import MODEL_CHANGED, StepLoop
@@ -359,6 +360,7 @@ async def state_message(
         message.step_tokens.CopyFrom(
             scheduler_pb2.StepTokens(bounds=map(int, tokens.bounds), steps=tokens.counts, tokens=int(tokens.sum))
         )
+        message.served.CopyFrom(_served_message(loop.served, scheduler))
         drafts = scheduler.draft_counts
         message.drafts.CopyFrom(
             scheduler_pb2.DraftCounts(samples=drafts.num_samples, drafts=drafts.num_drafts, accepted_at=drafts.right_at)
@@ -377,6 +379,16 @@ def _load_message(scheduler: Scheduler, is_of_gateway: Callable[[RequestKey], bo
     )
     return scheduler_pb2.GatewayLoad(
         running_requests=len(running), waiting_requests=len(queued) - num_held, held_requests=num_held
+    )
+
+
+def _served_message(served: Served, scheduler: Scheduler) -> scheduler_pb2.ServedLoad:
+    median, rare = served.first_token_ms() or (None, None)
+    return scheduler_pb2.ServedLoad(
+        generated_tokens=served.num_tokens,
+        running_sequences=int(scheduler.batch.rows.active.sum()),
+        first_token_ms_p50=median,
+        first_token_ms_p95=rare,
     )
 
 

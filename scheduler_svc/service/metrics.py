@@ -4,6 +4,7 @@ All of them count since this process began. A request that a gateway submits aga
 is a new one here: its time in the queue begins with its submission, and its tokens from before are not generated here.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -24,7 +25,34 @@ _PREFIX = "quire_scheduler_"
 # Each tenant has these series, so they are few.
 _TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+# Of requests that ended: for how long, and of how many at most, their times to the first token are kept.
+_RECENT_S, _MAX_RECENT = 60.0, 1000
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+
+
+class Served:
+    """What gateways were served, for samples of the load.
+
+    Attributes:
+        num_tokens: Tokens handed to gateways since this process began.
+    """
+
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
+        self.num_tokens = 0
+        self._clock = clock
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
+
+    def add(self, events: ClientEvents) -> None:
+        """Counts what is handed to gateways."""
+        self.num_tokens += len(events.token_ids)
+        now = self._clock()
+        self._first_tokens.extend((now, (end.usage.queue_s + end.usage.prefill_s) * 1e3) for end in events.completed)
+
+    def first_token_ms(self) -> tuple[float, float] | None:
+        """The median and the 95th percentile of the requests that ended in the last minute; None where none did."""
+        since = self._clock() - _RECENT_S
+        recent = sorted(ms for at, ms in self._first_tokens if at >= since)
+        return (recent[len(recent) // 2], recent[len(recent) * 95 // 100]) if recent else None
 
 
 class SchedulerMetrics:
@@ -33,6 +61,7 @@ class SchedulerMetrics:
     Attributes:
         grpc_calls: gRPC calls that are over, those of health excepted.
         step_tokens: Tokens that a step computes.
+        served: What gateways were served.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
@@ -64,6 +93,7 @@ class SchedulerMetrics:
         self._prefill = histograms.add("prefill_seconds", "From there to its first token.", SECONDS)
         self._decode = histograms.add("decode_seconds", "From there to its last token.", SECONDS)
         self._tenants = _TenantMetrics(self.registry, max_tenants) if max_tenants else None
+        self.served = Served()
 
     def planned(self, plan: StepPlan, seconds: float) -> None:
         num_tokens = plan.num_tokens
@@ -77,6 +107,7 @@ class SchedulerMetrics:
         self._step_time.observe(seconds)
 
     def delivered(self, events: ClientEvents) -> None:
+        self.served.add(events)
         self._generated.inc(len(events.token_ids))
         self._ended.labels("completed").inc(len(events.completed))
         self._ended.labels("failed").inc(len(events.failed))

@@ -32,7 +32,7 @@ from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.cache_feed import CacheFeed
-from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.metrics import SchedulerMetrics, Served
 from scheduler_svc.service.outbox import Readiness, SequenceProgress
 from scheduler_svc.service.pin_calls import PinCalls
 from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
@@ -214,6 +214,11 @@ class StepLoop:
     def step_tokens(self) -> Distribution:
         """How many tokens the steps computed."""
         return self._metrics.step_tokens
+
+    @property
+    def served(self) -> Served:
+        """What gateways were served."""
+        return self._metrics.served
 
     @property
     def num_live(self) -> int:

@@ -1,7 +1,6 @@
 """The load of the last ten minutes, of each replica: what a page that was just opened draws its charts from.
 
-One sample every two seconds, from what schedulers answer about themselves. What only a watcher learns, such as the
-generated tokens of a second, is not in it.
+One sample every two seconds, from what schedulers answer about themselves.
 """
 
 import asyncio

@@ -99,8 +99,10 @@ def state_request(gateway_id: str) -> scheduler_pb2.GetStateRequest:
 
 
 def load_sample(now: StateAt, before: StateAt | None) -> dict[str, float]:
-    """Queues and memory, and rates since the state before, where that is of the same scheduler."""
+    """Queues, batch, memory and times to the first token, and rates since the state before, where that is of the same
+    scheduler. What the scheduler does not say is not in it."""
     state = now.state
+    served = state.served
     sample: dict[str, float] = {
         "waiting": state.waiting_requests,
         "running": state.running_requests,
@@ -108,6 +110,10 @@ def load_sample(now: StateAt, before: StateAt | None) -> dict[str, float]:
         "used": _share(state.gpu_pool.used_blocks, state.gpu_pool),
         "cached": _share(state.gpu_pool.cached_blocks, state.gpu_pool),
     }
+    if state.HasField("served"):
+        sample["rows"] = served.running_sequences
+    if served.HasField("first_token_ms_p50"):
+        sample |= {"ttft50": served.first_token_ms_p50, "ttft95": served.first_token_ms_p95}
     if before is None or before.state.scheduler_epoch != state.scheduler_epoch or now.unix_s <= before.unix_s:
         return sample
     counters = {
@@ -115,6 +121,8 @@ def load_sample(now: StateAt, before: StateAt | None) -> dict[str, float]:
         "steps": (before.state.steps, state.steps),
         "preemptions": (before.state.preemptions, state.preemptions),
     }
+    if state.HasField("served") and before.state.HasField("served"):
+        counters["generated"] = before.state.served.generated_tokens, served.generated_tokens
     seconds = now.unix_s - before.unix_s
     return sample | {name: max(0, last - first) / seconds for name, (first, last) in counters.items()}
 

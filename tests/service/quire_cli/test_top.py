@@ -117,9 +117,33 @@ def test_a_role_stands_beside_the_health():
 
 
 def test_history_is_bars_of_eight_heights_with_gaps_where_nothing_is_known() -> None:
-    assert sparkline([0, 1, None, 4, 8], 6) == " ▁▂ ▅█"
-    assert sparkline([5, 8, 0], 2) == "█▁"
-    assert sparkline([], 3) == "   "
+    assert sparkline(range(5), [0, 1, None, 4, 8], 6, 1) == " ▁▂ ▅█"
+    assert sparkline(range(3), [5, 8, 0], 2, 1) == "█▁"
+    assert sparkline([], [], 3, 1) == "   "
+    # Two samples a column.
+    assert sparkline(range(6), [0, 2, None, None, 3, 5], 4, 2) == " ▃ █"
+
+
+def test_the_charts_of_ten_minutes_fit_a_terminal_of_80_columns_and_24_lines() -> None:
+    deployment = make_deployment(1)
+    (address,) = deployment.replicas
+    names = ("generated", "computed", "ttft50", "running", "waiting", "swapped", "rows", "used", "preemptions")
+    samples = [{"at": 2.0 * index, "down": False, **dict.fromkeys(names, 0.5)} for index in range(300)]
+    deployment.replicas[address].samples.clear()
+    deployment.take("history", {"replica": address, "samples": samples})
+    lines = drawn(deployment, 80, 24)
+    charts = [line for line in lines if "█" * 50 in line]
+    assert [line.split("  ")[0] for line in charts] == [
+        *("tokens/s", "computed/s", "first token", "running", "waiting", "swapped", "rows", "KV", "preempted/s"),
+    ]
+    assert any(line.endswith("the last 10 min") for line in lines)
+    assert "Ctrl-C ends" in lines
+    assert max(map(len, lines)) <= 80
+    # Tables have the lines that are left.
+    for height, num_tables in ((24, 0), (28, 1), (32, 2)):
+        lines = drawn(deployment, 80, height)
+        assert sum(line.startswith(("who waits at unix:", "last steps of unix:")) for line in lines) == num_tables
+        assert "Ctrl-C ends" in lines
 
 
 def test_replicas_that_the_gateway_no_longer_has_are_not_shown() -> None:

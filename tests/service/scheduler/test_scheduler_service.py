@@ -100,6 +100,20 @@ async def test_a_submission_that_cannot_be_taken_or_whose_handle_is_in_use_fails
     await wait_nothing_in_use(scheduler)
 
 
+async def test_a_gateway_that_asks_is_told_what_all_gateways_were_served(scheduler, stream, worker):
+    assert not (await state_of(scheduler)).HasField("served")
+    assert not (await state_of(scheduler, gateway_id="g")).served.HasField("first_token_ms_p50")
+    await stream.submit(make_submit(1, max_tokens=5))
+    await stream.read_until_over(1)
+    served = (await state_of(scheduler, gateway_id="g")).served
+    assert (served.generated_tokens, served.running_sequences) == (5, 0)
+    assert 0 < served.first_token_ms_p50 == served.first_token_ms_p95
+    worker.hang.set()
+    await stream.submit(make_submit(2, n=3))
+    await until_state(scheduler, lambda state: state.running_requests == 1)
+    assert (await state_of(scheduler, gateway_id="g")).served.running_sequences == 3
+
+
 async def test_block_tables_are_shown_with_who_shares_each_block(worker, tmp_path):
     worker.config = FakeWorkerConfig(num_blocks=9, block_size=4)
     async with attached_scheduler(tmp_path, worker.address, max_steps_in_flight=1) as stub:

@@ -22,7 +22,7 @@ export class Series {
     this.before = null;
   }
 
-  // Samples that the gateway took before the page was opened, which know less.
+  // Samples that the gateway took before the page was opened.
   begin(samples) {
     const first = this.samples[0]?.at ?? Infinity;
     this.samples = [...samples.filter(({ at }) => at < first - 1), ...this.samples];

@@ -7,7 +7,9 @@ from unittest.mock import create_autospec
 import pytest
 
 from quire.histograms import OTHER_TENANTS
-from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.core.request import Handle
+from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
+from scheduler_svc.service.metrics import SchedulerMetrics, Served
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from tests.support.core_driver import Driver, make_config, make_request
 
@@ -55,6 +57,18 @@ def test_a_request_counts_once_with_its_phases_and_what_of_its_prompt_was_cached
     steps = value_of(metrics, "steps_total")
     assert value_of(metrics, "step_tokens_count") == value_of(metrics, "step_sequences_count") == steps
     assert value_of(metrics, "step_tokens_sum") == value_of(metrics, "batched_tokens_total")
+
+
+def test_times_to_the_first_token_are_of_the_last_minute():
+    now = 0.0
+    served = Served(lambda: now)
+    assert served.first_token_ms() is None
+    for queue_s in range(100):
+        usage = Usage(8, 0, 3, preemptions=0, queue_s=float(queue_s), prefill_s=0.5, decode_s=1.0)
+        served.add(ClientEvents(completed=[RequestEnd(Handle(1), usage)]))
+    assert served.first_token_ms() == (50_500, 95_500)
+    now = 61.0
+    assert served.first_token_ms() is None
 
 
 def test_an_aborted_request_counts_in_the_phases_that_it_reached(driver, metrics):
