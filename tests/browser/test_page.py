@@ -187,6 +187,19 @@ async def test_load_shows_numbers_steps_and_why_requests_wait(open_page, served,
         await take(page, image("ui-load"))
 
 
+async def test_charts_of_a_page_that_was_just_opened_have_the_time_before(open_page, served):
+    names = {"generated", "computed", "rows", "ttft50", "ttft95", "used"}
+    page = await open_page("load")
+    async with busy(served, 8), asyncio.timeout(60):
+        found: set[str] = set()
+        while found < names:
+            await page.reload()
+            await page.wait_for_function("() => globalThis.quirePage.replica?.series.samples.length")
+            samples = await page.evaluate("() => globalThis.quirePage.replica.series.samples")
+            # Samples that the page takes itself do not have "down".
+            found = {name for name in names for each in samples if "down" in each and each.get(name)}
+
+
 async def test_chat_streams_several_answers_with_probabilities(open_page, image):
     page = await open_page("chat", viewport=PICTURE)
     await page.locator("#field-n").fill("3")
