@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NoReturn
 
-from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unauthenticated, Unavailable
+from quire.rpc.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    QuireError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+)
 
 # An estimate: the end of a running request is not known.
 _CONCURRENCY_RETRY_MS = 1000
 # What a request is refused with, here or later.
-_REFUSALS = (InvalidArgument, ResourceExhausted, Unavailable)
+_REFUSALS = (AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable)
 
 
 @dataclass(frozen=True, slots=True)

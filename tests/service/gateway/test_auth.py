@@ -28,6 +28,7 @@ def failure(code: grpc.StatusCode, reason: str) -> scheduler_pb2.RequestFailure:
 
 
 FULL = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+IN_USE = failure(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
 # Workers find that once they have computed the prompt.
 INVALID = failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_SAMPLING")
 
@@ -137,7 +138,11 @@ ONE, TOO_HOT = ((), "hello", {}), ((), "hello", {"temperature": -1.0})
 COSTS = {
     "a refused call costs nothing": (
         Limits(requests_per_minute=2, tokens_per_minute=100),
-        [*[(*TOO_HOT, "INVALID_ARGUMENT"), ((FULL,), WORDS, {}, "QUEUE_FULL")] * 3, ((), WORDS, {}, None)],
+        [
+            *[(*TOO_HOT, "INVALID_ARGUMENT"), ((FULL,), WORDS, {}, "QUEUE_FULL")] * 3,
+            *[((IN_USE,), WORDS, {}, "REQUEST_ID_IN_USE")] * 3,
+            ((), WORDS, {}, None),
+        ],
     ),
     "a prompt that was computed is charged": (
         Limits(tokens_per_minute=100),
