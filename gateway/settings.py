@@ -11,8 +11,8 @@ from quire.settings import parse_bytes, setting
 MAX_KEY_LENGTH = 512
 KILLABLE = ("worker", "scheduler")
 """Services that a demonstration may kill."""
-SQLITE = "sqlite:"
-"""The beginning of a --response-store that is a file."""
+MEMORY, SQLITE = "memory", "sqlite:"
+"""A --response-store, and the beginning of one that is a file."""
 MAX_CHAT_MESSAGES = 1 << 16
 """The maximum number of messages of a conversation; a gateway's own limit may be lower."""
 
@@ -159,9 +159,10 @@ class RequestLimits(ServiceFlags):
         256 << 20, "maximum memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
     response_store: str = setting(
-        "memory",
+        MEMORY,
         "where responses are kept that later ones name as previous_response_id: in the memory of the gateway that made "
-        "them, or in a file of SQLite, which outlives it and which all gateways of a machine share",
+        "them (several gateways of one `quire serve` share a file until it ends), or in a file of SQLite, which "
+        "outlives it and which all gateways of a machine share",
         metavar="memory|sqlite:PATH",
     )
     max_stored_response_bytes: int = setting(
@@ -192,9 +193,9 @@ class RequestLimits(ServiceFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.response_store != "memory" and not self.response_store.removeprefix(SQLITE).strip("/"):
+        if self.response_store != MEMORY and not self.response_store.removeprefix(SQLITE).strip("/"):
             raise ValueError("--response-store is sqlite: without a path; give sqlite:PATH")
-        if self.response_store != "memory" and not self.response_store.startswith(SQLITE):
+        if self.response_store != MEMORY and not self.response_store.startswith(SQLITE):
             raise ValueError(f"--response-store is {self.response_store!r}; it must be memory or sqlite:PATH")
         if self.max_total_body_bytes < self.max_message_bytes:
             raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import quire
-from gateway.settings import GatewaySettings
+from gateway.settings import MEMORY, SQLITE, GatewaySettings
 from quire import failpoint
 from quire.processors import cores, num_processors
 from quire.settings import to_argv
@@ -84,6 +84,7 @@ class Commands:
             admin_port=_own_port(self.settings.admin_port, number),
             demo_socket=self.demo_socket if self.settings.demo else None,
             keys_files=(*self.settings.keys_files, *own_keys),
+            response_store=self.response_store,
             api_keys=(),
         )
         return [*self.programs.gateway, *to_argv(GatewaySettings, values)]
@@ -123,6 +124,12 @@ class Commands:
     def demo_socket(self) -> Path:
         """Where gateways ask the supervisor to kill a service."""
         return self.socket("demo")
+
+    @property
+    def response_store(self) -> str:
+        """Several gateways keep responses where each of them finds those of the others, as long as this process runs."""
+        place = self.settings.response_store
+        return f"{SQLITE}{self.directory / 'responses.db'}" if place == MEMORY and len(self.gateways) > 1 else place
 
     @property
     def scheduler_address(self) -> str:

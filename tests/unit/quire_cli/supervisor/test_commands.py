@@ -113,6 +113,16 @@ def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
         assert (each.admin_port, each.metrics_port) == (0, None)
 
 
+def test_several_gateways_keep_responses_where_each_finds_those_of_the_others() -> None:
+    for flags, place in (
+        ({}, "memory"),
+        ({"gateways": 2}, "sqlite:/run/q/responses.db"),
+        ({"gateways": 2, "response_store": "sqlite:/kept.db"}, "sqlite:/kept.db"),
+    ):
+        command = make_commands(**flags).gateway(0, 11, 12)
+        assert load_settings(GatewaySettings, command[1:], {}, program="g").response_store == place
+
+
 def test_defaults_stay_defaults() -> None:
     commands = make_commands()
     arguments = (commands.gateway(0, 50051, 8000), commands.scheduler(), commands.worker(0))
