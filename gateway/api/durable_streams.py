@@ -22,7 +22,7 @@ from quire.rpc.errors import NotFound, invalid_field
 
 MAX_FRONT_END_BYTES = 256 << 10
 ONLY_STREAMS = "is true; it has a meaning only where stream is true"
-_LAST_EVENT_ID = "last-event-id"
+LAST_EVENT_ID = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9._:-]{1,128}):([0-9]{1,9})")
 
 
@@ -39,12 +39,12 @@ class EventId:
 
 def last_event_id(request: Request) -> EventId | None:
     """The last event that the caller has, if it comes back. Raises InvalidArgument if that is no id of an event."""
-    text = request.headers.get(_LAST_EVENT_ID)
+    text = request.headers.get(LAST_EVENT_ID)
     if not text:
         return None
     match = _ID.fullmatch(text)
     if match is None:
-        raise invalid_field("Last-Event-ID", f'is "{text[:80]}"; it must be the id of an event, such as chatcmpl-a1:17')
+        raise invalid_field(LAST_EVENT_ID, f'is "{text[:80]}"; it must be the id of an event, such as chatcmpl-a1:17')
     return EventId(match[1], int(match[2]))
 
 

@@ -8,7 +8,7 @@ the request, writes these events again without appending them, and appends what 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from gateway.api.responses.background_store import (
     no_background,
 )
 from gateway.api.responses.calls import ResponseCall
-from gateway.api.responses.write import ResponseShaper
+from gateway.api.responses.write import ResponseShaper, output_so_far
 from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.replicas.events import Chunk, Completed, Event, TokenRun
@@ -45,7 +45,7 @@ from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
 from quire import entropy
 from quire.failpoint import failpoint
-from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable
+from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable, invalid_field
 
 _RENEW_S = 1.0
 _TAKEN_AT_ONCE = 16
@@ -145,9 +145,20 @@ class BackgroundResponses:
         self._stop(tenant, response_id)
         return removed
 
-    async def events(self, tenant: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-        """The events behind the number `after`, until the response ends. Raises NotFound if it is not here."""
+    async def events(
+        self, tenant: str, response_id: str, after: int, field_name: str = "starting_after"
+    ) -> AsyncGenerator[bytes, None]:
+        """The events behind the number `after`, until the response ends.
+
+        Raises:
+            NotFound: it is not here.
+            InvalidArgument: it has no event of this number yet; `field_name` is where the reader said the number.
+        """
         name = tenant, response_id
+        last = await self._store.run(self._store.last_number, tenant, response_id)
+        if last < after and await self.get(tenant, response_id) is not None:
+            description = f'is {after}; the last event of response "{response_id:.80}" so far is number {last}'
+            raise invalid_field(field_name, description)
         news = self._news.setdefault(name, _News())
         news.num_readers += 1
         try:
@@ -324,18 +335,19 @@ class BackgroundResponses:
                 log.add(shaper.event(0, event), event.token_ids if isinstance(event, Chunk) else ())
 
     async def _end(self, row: Background, status: str, error: QuireError | None = None) -> None:
-        """Ends a response with the state that it has, and a last event."""
+        """Ends a response with the state and the output that it has, and a last event."""
         response: dict[str, Any] = from_json(row.response) | {"status": status}
         if error is not None:
             response["error"] = {"code": error.reason.lower(), "message": error.message}
 
-        def event(number: int) -> bytes:
+        def last(events: bytes, number: int) -> tuple[bytes, bytes]:
+            response["output"] = output_so_far(_values(events))
             # Clients know no event of its own for a cancelled response.
             kind = "response.failed" if status == FAILED else "response.incomplete"
             value = {"type": kind, "sequence_number": number, "response": response}
-            return f"id: {EventId(row.id, number)}\n".encode() + _EVENTS.event(value)
+            return as_json(response), f"id: {EventId(row.id, number)}\n".encode() + _EVENTS.event(value)
 
-        await self._store.run(self._store.end, row.tenant, row.id, status, as_json(response), event)
+        await self._store.run(self._store.end, row.tenant, row.id, status, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +419,12 @@ class _Log:
         piece = Piece(first, number, data, tokens)
         await self._store.run(self._store.write, self._row.tenant, self._row.id, piece, status, response)
         self._on_write()
+
+
+def _values(events: bytes) -> Iterator[dict[str, Any]]:
+    """The objects of events that are written out."""
+    for event in events.split(b"\n\n")[:-1]:
+        yield from_json(event.partition(b"\ndata: ")[2])
 
 
 async def _give(live: LiveRequest, tokens: list[int]) -> None:

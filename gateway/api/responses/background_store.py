@@ -195,25 +195,32 @@ class BackgroundStore:
         pieces = [Piece(first, number, data, _tokens(tokens)) for first, number, data, tokens in rows]
         return state[0][0] if state else None, pieces
 
-    def end(self, tenant: str, response_id: str, status: str, response: bytes, event: Callable[[int], bytes]) -> bool:
-        """Ends a running response, whoever runs it, with an event that `event` makes of its number; returns whether it
-        ran."""
+    def last_number(self, tenant: str, response_id: str) -> int:
+        """The number of the last event of a response; -1 before the first one."""
+        (number,) = self._database.execute(
+            "SELECT coalesce(max(first + number) - 1, -1) FROM background_events WHERE tenant = ? AND id = ?",
+            (tenant, response_id),
+        ).fetchone()
+        return number
+
+    def end(self, tenant: str, response_id: str, status: str, last: Callable[[bytes, int], tuple[bytes, bytes]]) -> bool:
+        """Ends a running response, whoever runs it; returns whether it ran. Of its events, written out, and their number
+        `last` makes the response and the last event."""
+        name = tenant, response_id
         with changing(self._database) as database:
             changed = database.execute(
-                "UPDATE background SET status = ?, response = ?, owner = NULL WHERE tenant = ? AND id = ? AND status "
-                f"IN {RUNNING}",
-                (status, response, tenant, response_id),
+                f"UPDATE background SET status = ?, owner = NULL WHERE tenant = ? AND id = ? AND status IN {RUNNING}",
+                (status, *name),
             )
             if not changed.rowcount:
                 return False
-            (number,) = database.execute(
-                "SELECT coalesce(sum(number), 0) FROM background_events WHERE tenant = ? AND id = ?",
-                (tenant, response_id),
-            ).fetchone()
-            database.execute(
-                "INSERT INTO background_events VALUES (?, ?, ?, 1, ?, ?)",
-                (tenant, response_id, number, event(number), b""),
-            )
+            rows = database.execute(
+                "SELECT number, data FROM background_events WHERE tenant = ? AND id = ? ORDER BY first", name
+            ).fetchall()
+            number = sum(each for each, _ in rows)
+            response, event = last(b"".join(data for _, data in rows), number)
+            database.execute("UPDATE background SET response = ? WHERE tenant = ? AND id = ?", (response, *name))
+            database.execute("INSERT INTO background_events VALUES (?, ?, ?, 1, ?, ?)", (*name, number, event, b""))
             return True
 
     def remove(self, tenant: str, response_id: str) -> bool:

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import HTTP_STATUSES, OPENAI, StreamedResponse
 from gateway.api.body import BodyLimits, read_body
-from gateway.api.durable_streams import last_event_id
+from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
 from gateway.api.event_shapes import ResponseEvent
 from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
@@ -99,7 +99,7 @@ class _ResponseRoutes:
         """Makes a response: answers a text, or a conversation of items."""
         if (last := last_event_id(request)) is not None:
             if await self._background.get(current_caller().tenant, last.request_id) is not None:
-                return self._events_of(last.request_id, last.number)
+                return self._events_of(last.request_id, last)
             read_back = partial(ResponseCall.read_back, store=self._store)
             return resumed(self._generator, last, read_back, self._keep_alive_s, _EVENTS)
         body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
@@ -113,7 +113,7 @@ class _ResponseRoutes:
                 "background", "is true, and this gateway keeps no responses (--max-stored-response-bytes is 0)"
             )
         state = await self._background.begin(call)
-        return self._events_of(call.id, -1) if call.streams else _json(state)
+        return self._events_of(call.id) if call.streams else _json(state)
 
     async def _conversation_with(self, body: InputBody) -> Conversation:
         """The conversation of a body, with what it refers to. Raises InvalidArgument if that is not kept."""
@@ -130,9 +130,10 @@ class _ResponseRoutes:
             description = f'is "{earlier:.80}", which is {row.status} and has no answer to go on from; {way_out}'
             raise invalid_field(name, description) from error
 
-    def _events_of(self, response_id: str, after: int) -> Response:
-        """The events of a response in the background behind the number `after`."""
-        read = partial(self._background.events, current_caller().tenant, response_id, after)
+    def _events_of(self, response_id: str, after: EventId | int = -1) -> Response:
+        """The events of a response in the background behind the number `after`, or behind an event that it has."""
+        field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
+        read = partial(self._background.events, current_caller().tenant, response_id, number, field)
         return StreamedResponse(read, lambda: True, self._keep_alive_s, str, {"x-request-id": response_id}, _EVENTS)
 
     async def retrieve(self, request: Request) -> Response:
@@ -195,12 +196,12 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _starting_after(request: Request, response_id: str) -> int:
+def _starting_after(request: Request, response_id: str) -> EventId | int:
     """The last event that the caller has, -1 if it has none. Raises InvalidArgument if it is none of this response."""
     if (last := last_event_id(request)) is not None:
         if last.request_id != response_id:
-            raise invalid_field("Last-Event-ID", f'is "{last!s:.200}", no event of response "{response_id:.80}"')
-        return last.number
+            raise invalid_field(LAST_EVENT_ID, f'is "{last!s:.200}", no event of response "{response_id:.80}"')
+        return last
     text = request.query_params.get("starting_after")
     if text is None:
         return -1

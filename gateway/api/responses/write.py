@@ -24,6 +24,13 @@ from quire.gateway.v1.generation_pb2 import ToolCall
 
 QUEUED = "queued"
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"
+_DELTAS = (
+    "output_text.delta",
+    "reasoning_text.delta",
+    "function_call_arguments.delta",
+    "custom_tool_call_input.delta",
+)
+_CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
 
 
@@ -46,6 +53,34 @@ def cancelled_response(head: ResponseHead) -> dict[str, Any]:
 def response_head(head: ResponseHead, status: str) -> dict[str, Any]:
     """A response without what its call asked for."""
     return _head_fields(head, status) | {"output": [], "usage": None}
+
+
+def output_so_far(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The items that the events of a stream tell of. Those that have not ended are incomplete."""
+    items: list[dict[str, Any]] = []
+    pieces: dict[int, list[str]] = {}
+    for event in events:
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                pieces[len(items)] = []
+                items.append(event["item"] | {"status": _INCOMPLETE})
+            case "content_part.added":
+                items[event["output_index"]]["content"] = [event["part"]]
+            case kind if kind in _DELTAS:
+                pieces[event["output_index"]].append(event["delta"])
+            case "output_item.done":
+                del pieces[event["output_index"]]
+                items[event["output_index"]] = event["item"]
+            case _:
+                """It tells nothing new."""
+    for index, deltas in pieces.items():
+        item = items[index]
+        if item["type"] in _CALL_TEXTS:
+            item[_CALL_TEXTS[item["type"]]] = "".join(deltas)
+        else:
+            # An item without a part has no text yet.
+            item["content"] = [part | {"text": "".join(deltas)} for part in item["content"]]
+    return items
 
 
 def answer_message(blocks: Iterable[Block]) -> ChatMessage:
@@ -84,10 +119,10 @@ class ResponseShaper:
         self._blocks = Blocks()
         self._reason = FinishReason.STOP
         self._num_events = 0
-        # Of tokens that have no text: they go out with the next one that has, or at the end.
         # Custom tools, and the inputs of their calls that are underway, by the positions of their blocks.
         self._custom = frozenset(tool.name for tool in body.custom_tools)
         self._inputs: dict[int, InputPieces] = {}
+        # Of tokens that have no text: they go out with the next one that has, or at the end.
         self._untold: list[Iterable[PositionLogprobs]] = []
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:

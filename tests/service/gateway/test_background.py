@@ -1,6 +1,7 @@
 """Responses in the background, with OpenAI's own client: through two gateways that share a file."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from gateway.api.responses import background
 from gateway.api.responses.background_store import BackgroundStore
+from gateway.api.responses.write import output_so_far
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
@@ -96,7 +98,7 @@ async def test_readers_come_back_to_the_exact_event_through_any_gateway(clients,
     path = f"/v1/responses/{response_id}"
     whole = (await two.first.http.get(path, params={"stream": "true"})).text
     assert whole.count("\nevent: ") == len(events)
-    for number in (-1, 0, 7, len(events) - 2, len(events) - 1, len(events) + 5):
+    for number in (-1, 0, 7, len(events) - 2, len(events) - 1):
         expected = whole.split("\n\n")[number + 1 :]
         for http in (two.first.http, two.second.http):
             asked = {"stream": "true"} | ({"starting_after": str(number)} if number >= 0 else {})
@@ -104,6 +106,13 @@ async def test_readers_come_back_to_the_exact_event_through_any_gateway(clients,
             if number >= 0:
                 headers = {"last-event-id": f"{response_id}:{number}"}
                 assert (await http.post("/v1/responses", headers=headers)).text == "\n\n".join(expected)
+    number = len(events) + 5
+    for headers, name in (({}, "starting_after"), ({"last-event-id": f"{response_id}:{number}"}, "Last-Event-ID")):
+        params = {"stream": "true", "starting_after": str(number)}
+        refused = await two.second.http.get(path, params=params, headers=headers)
+        assert refused.status_code == 400
+        message = f'{name} is {number}; the last event of response "{response_id}" so far is number {len(events) - 1}'
+        assert (refused.json()["error"]["message"], refused.json()["error"]["param"]) == (message, name)
 
 
 async def test_a_response_is_cancelled_at_any_gateway_and_its_readers_learn_it(clients, two):
@@ -119,6 +128,33 @@ async def test_a_response_is_cancelled_at_any_gateway_and_its_readers_learn_it(c
     assert again == cancelled == await clients[0].responses.retrieve(response_id)
     two.workers[0].hang.clear()
     await wait_nothing_in_use(two.scheduler)
+
+
+async def test_a_cancelled_response_keeps_what_it_had_said(tmp_path, model):
+    store = f"sqlite:{tmp_path}/kept.db"
+    async with two_gateways(tmp_path, model=model, response_store=store) as two:
+        body = {"input": "hello", "background": True, "stream": True, "max_output_tokens": 900}
+        said, cancelled = list[dict[str, Any]](), None
+        async with two.first.http.stream("POST", "/v1/responses", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    said.append(json.loads(line.removeprefix("data: ")))
+                    if said[-1]["type"] == "response.output_text.delta" and cancelled is None:
+                        two.stand_still()
+                        path = f"/v1/responses/{said[0]['response']['id']}/cancel"
+                        cancelled = (await two.second.http.post(path)).json()
+        text = "".join(each["delta"] for each in said if each["type"] == "response.output_text.delta")
+        assert cancelled is not None
+        (message,) = cancelled["output"]
+        assert (cancelled["status"], message["status"], message["content"][0]["text"]) == ("cancelled", "incomplete", text)
+        assert said[-1]["response"] == cancelled
+        two.workers[0].hang.clear()
+
+
+async def test_events_tell_all_of_the_output(clients):
+    made = await clients[0].responses.create(model="model", input="hello", background=True, stream=True, tools=TOOLS)
+    events = [event.to_dict() async for event in made]
+    assert output_so_far(events) == events[-1]["response"]["output"]
 
 
 async def test_a_response_that_has_no_answer_is_known_and_not_continued(alone):
