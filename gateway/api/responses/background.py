@@ -49,7 +49,7 @@ from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable,
 
 _RENEW_S = 1.0
 _TAKEN_AT_ONCE = 16
-# Readers at other gateways look for news so often.
+# What other gateways write is looked for so often, for all readers together.
 _POLL_S = 0.1
 _RETRY_S = 1.0
 _EVENTS = replace(OPENAI, names_events=True)
@@ -176,8 +176,8 @@ class BackgroundResponses:
                 if status not in RUNNING:
                     return
                 try:
-                    # Of what runs here each change is told, but one that another gateway made.
-                    async with asyncio.timeout(_RENEW_S if name in self._runs else _POLL_S):
+                    # Each change is told, but a deletion by another gateway.
+                    async with asyncio.timeout(_RENEW_S):
                         await changed.wait()
                 except TimeoutError:
                     pass
@@ -187,7 +187,24 @@ class BackgroundResponses:
                 self._news.pop(name, None)
 
     async def run(self) -> None:
-        """Renews the leases of what runs here, and takes over what no gateway runs; until it is cancelled."""
+        """Renews the leases of what runs here, takes over what no gateway runs, and tells readers of what other gateways
+        write; until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen(), name="news of background responses")
+            await self._keep_leases()
+
+    async def _listen(self) -> None:
+        while self._store.is_shared:
+            await asyncio.sleep(_POLL_S)
+            if self._news.keys() <= self._runs.keys():
+                continue
+            try:
+                for name in await self._store.run(self._store.news):
+                    self._tell(name)
+            except QuireError:
+                """Readers look by themselves, too, and say what is wrong."""
+
+    async def _keep_leases(self) -> None:
         while True:
             try:
                 await self._look_after()

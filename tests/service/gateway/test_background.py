@@ -173,7 +173,8 @@ async def test_a_response_that_has_no_answer_is_known_and_not_continued(alone):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-async def test_readers_of_what_runs_here_wait_to_be_told(clients, two, monkeypatch):
+@pytest.mark.parametrize("place", [0, 1])
+async def test_readers_wait_to_be_told_here_and_at_another_gateway(clients, two, monkeypatch, place):
     read, num_read = BackgroundStore.pieces, 0
 
     def counted(store: BackgroundStore, *arguments: Any) -> Any:
@@ -182,10 +183,12 @@ async def test_readers_of_what_runs_here_wait_to_be_told(clients, two, monkeypat
         return read(store, *arguments)
 
     monkeypatch.setattr(BackgroundStore, "pieces", counted)
-    monkeypatch.setattr(background, "_POLL_S", 0.0)
+    monkeypatch.setattr(background, "_POLL_S", 0.001)
     two.stand_still()
-    stream = await clients[0].responses.create(model="model", input="hello", background=True, stream=True)
-    response_id = (await anext(aiter(stream))).response.id
+    begun = await clients[0].responses.create(model="model", input="hello", background=True)
+    response_id = begun.id
+    stream = await clients[place].responses.retrieve(response_id, stream=True)
+    await anext(aiter(stream))
     for _ in range(40):
         await clients[0].responses.retrieve(response_id)
     assert num_read < 20
