@@ -8,6 +8,7 @@ tests/service/gateway.
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ _GRACE_S = 2
 _LAST_REQUESTS_S = 0.1
 # Longer than clients and proxies keep idle connections, so that none is closed as it is used again.
 _KEEP_ALIVE_S = 75
+_ABSOLUTE = re.compile(rb"(?i:https?)://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)")
 _MAX_HEADER_BYTES = 64 * 1024
 _ACCEPT_PAUSE_S = 0.5
 # Each chunk of a body takes some microseconds, however short it is, and all chunks of one read are taken in one turn.
@@ -379,7 +381,19 @@ class _ConnectionState(h11.Connection):
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
             _check_framing(event)
+            return _in_origin_form(event)
         return event
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The request with the path as its target, where that is a whole URL, as proxies send it; its host then replaces
+    the one of the header (RFC 9112, 3.2.2)."""
+    match = None if request.target.startswith(b"/") else _ABSOLUTE.fullmatch(request.target)
+    if match is None:
+        return request
+    headers = [(b"host", match[1]), *((name, value) for name, value in request.headers if name != b"host")]
+    path = match[2] if match[2].startswith(b"/") else b"/" + match[2]
+    return h11.Request(method=request.method, target=path, headers=headers, http_version=request.http_version)
 
 
 def _check_framing(request: h11.Request) -> None:

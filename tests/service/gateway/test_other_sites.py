@@ -60,6 +60,24 @@ async def test_every_name_of_loopback_is_served(client, host):
 
 
 @pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost:1/v1/models?a=b", 200),
+        ("HTTP://me@127.0.0.1/v1/models", 200),
+        ("http://localhost", 307),
+        ("http://evil.example/v1/models", 403),
+        ("http:///v1/models", 404),
+    ],
+)
+async def test_a_target_with_a_host_as_proxies_send_it_is_that_host_s_path(client, target, status):
+    # Where both name a host, the target's is it (RFC 9112, 3.2.2).
+    answer = await client.get("/", headers={"host": "localhost"}, extensions={"target": target.encode()})
+    assert answer.status_code == status
+    if "?" in target:
+        assert answer.json()["data"]
+
+
+@pytest.mark.parametrize(
     ("settings", "host", "status"),
     [
         ({"allowed_hosts": ("*",)}, "evil.example", 200),
