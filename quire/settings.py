@@ -118,7 +118,8 @@ def setting(
         common: Most users need it: `--help` lists it first.
         aliases: Earlier names of the flag, which work as it does. Not of a bool.
         refuses_empty: Of a tuple: an empty text is refused, such as that of a shell's variable that is not set, since
-            it would turn off what the caller wants to have. A comma alone is the empty tuple.
+            it would turn off what the caller wants to have. A comma alone is the empty tuple. The environment variable
+            of any other field counts as absent where it is empty.
     """
     choices = None if choices is None else tuple(choices)
     described = _Setting(
@@ -157,7 +158,7 @@ def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] 
     for option in options:
         if option.name in given:
             values[option.name] = option.value(given[option.name], option.flag)
-        elif environ and option.variable and environ.get(option.variable):
+        elif environ and option.is_given_in(environ):
             values[option.name] = option.value([environ[option.variable]], option.variable)
     if path := values.get(_CONFIG_FIELD):
         values = _read_config(path, options, program) | values
@@ -220,6 +221,11 @@ class Option:
     default: Any
     parse: Callable[[str], Any]
     setting: _Setting
+
+    def is_given_in(self, environ: Mapping[str, str]) -> bool:
+        """Whether the environment has a value of it."""
+        text = environ.get(self.variable) if self.variable else None
+        return bool(text) or (text is not None and self.setting.refuses_empty)
 
     @property
     def key(self) -> str:

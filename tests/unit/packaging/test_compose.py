@@ -53,7 +53,7 @@ def test_every_flag_and_variable_is_one_that_the_service_knows(
 def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, Any], with_tls: dict[str, Any]) -> None:
     for each in (services, with_tls):
         for name in ("gateway", "gateway-2"):
-            assert each[name]["environment"]["QUIRE_KEYS_FILE"] == "${QUIRE_KEYS_FILE:-}"
+            assert each[name]["environment"]["QUIRE_KEYS_FILE"] == "${QUIRE_KEYS_FILE:-,}"
             assert {"./keys:/keys:ro", "./models:/models:ro"} <= set(map(default_of, each[name]["volumes"]))
             assert settings_of(each, name).keys_files == ()
             given = settings_of(each, name, QUIRE_KEYS_FILE="/keys/keys.json")

@@ -177,6 +177,11 @@ def test_keys_that_are_flags_are_in_no_command_line_of_a_gateway() -> None:
 def test_a_key_that_a_shell_left_empty_opens_no_server(flag: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{flag}.* is empty"):
         load_settings(ServeSettings, [flag, ""], {}, program="quire serve")
+    variable = "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper()
+    with pytest.raises(ConfigurationError, match=f"{variable}.* is empty"):
+        load_settings(ServeSettings, [], {variable: ""}, program="quire serve")
+    with_none = load_settings(ServeSettings, [], {variable: ","}, program="quire serve")
+    assert not with_none.requires_keys
     assert not load_settings(ServeSettings, to_argv(ServeSettings, {"api_keys": ()}), {}, program="s").api_keys
 
 
