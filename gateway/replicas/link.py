@@ -104,6 +104,7 @@ class SchedulerLink:
         is_ready: Whether, in addition, the scheduler has its worker and runs steps.
         is_draining: Whether it ends once its requests are over, or go on at others.
         leave_after_s: While it drains, after how long they should leave at the latest; 0 where it does not say.
+        is_busy: Whether it drains and has requests, of any gateway.
         cached: What the replica's prefix cache holds; None while that is unknown.
         problem: Why no stream is open; None before the first attempt, and while one is open.
         loading: How far the workers of the scheduler are with loading their model; None where it does not say.
@@ -130,6 +131,7 @@ class SchedulerLink:
         self.is_ready = False
         self.is_draining = False
         self.leave_after_s = 0.0
+        self.is_busy = False
         self.cached: CachedBlocks | None = None
         self.problem: str | None = None
         self.loading: LoadProgress | None = None
@@ -315,7 +317,7 @@ class SchedulerLink:
         self._outbox_is_empty.set()
         self.is_connected = True
         self.is_ready = True
-        self.is_draining = False
+        self.is_draining = self.is_busy = False
         self.problem = self.loading = None
         self.welcome = welcome
         self._grant(_MESSAGES_AHEAD, num_taken=0)
@@ -324,7 +326,7 @@ class SchedulerLink:
 
     def _disconnect(self) -> None:
         self.is_connected = False
-        self.is_ready = self.is_draining = False
+        self.is_ready = self.is_draining = self.is_busy = False
         self.cached = None
         self._outbox.clear()
         self._outbox_is_empty.set()
@@ -370,7 +372,7 @@ class SchedulerLink:
                     self.loading = LoadProgress.of(state.loading) if state.HasField("loading") else None
                     before = self.is_ready, self.is_draining, self.leave_after_s
                     self.is_ready, self.is_draining = state.ready, state.draining
-                    self.leave_after_s = state.leave_after_ms / 1e3
+                    self.leave_after_s, self.is_busy = state.leave_after_ms / 1e3, state.busy
                     if before != (self.is_ready, self.is_draining, self.leave_after_s):
                         self._listener.on_readiness(self)
                 case "cache":

@@ -14,21 +14,26 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 
 _FIRST_LOOK_S, _NEXT_LOOK_S = 0.1, 1.0
+_MAX_WAIT_S = 30.0
+"""A replica that refused an offer is asked again after 1 s, and after twice as long each time, up to so long."""
 _KEPT_S = 5.0
 """After so long without an answer of its replica, a request that was released is offered anew."""
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """`asked` are the replicas that were asked, with the number of tokens that they know of; `taker` is the one that
-    keeps room, and has since `taken_at`."""
+    """`asked` are the replicas that were asked, with the number of tokens that they know of; `refused` when those that
+    refused may be asked again, and how long that was; `taker` is the one that keeps room, and has since `taken_at`;
+    `released_at` is when the request was released last."""
 
     live: LiveRequest
     source: str
     leaves_at: float | None
     asked: dict[str, int] = field(default_factory=dict[str, int])
+    refused: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     taker: str | None = None
     taken_at: float = 0.0
+    released_at: float | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -77,6 +82,15 @@ class Offers:
                 self._withdraw(offer, address)
             self._release(offer)
 
+    def refused(self, address: str, handle: int) -> None:
+        """A replica does not take the offer, for now."""
+        offer = self._open.get(handle)
+        if offer is not None and offer.asked.pop(address, None) is not None:
+            if offer.taker == address:
+                offer.taker = None
+            wait_s = min(2 * offer.refused[address][1] if address in offer.refused else _NEXT_LOOK_S, _MAX_WAIT_S)
+            offer.refused[address] = asyncio.get_running_loop().time() + wait_s, wait_s
+
     def taker(self, live: LiveRequest) -> str | None:
         """The replica that keeps room for a request, or that would be next; None where no replica was asked."""
         offer = self._open.get(live.handle)
@@ -91,9 +105,16 @@ class Offers:
                 self._withdraw(offer, address)
 
     def lost(self, address: str) -> None:
-        """A replica has no offers any more, or is to have none."""
+        """A replica has no offers any more."""
         for offer in self._open.values():
+            offer.refused.pop(address, None)
             if address in offer.asked:
+                self._withdraw(offer, address)
+
+    def drains(self, address: str) -> None:
+        """A replica is to have no offers, but of requests that are on their way already: it waits for those."""
+        for offer in self._open.values():
+            if address in offer.asked and offer.released_at is None:
                 self._withdraw(offer, address)
 
     def _ask(self, offer: _Offer, links: Sequence[SchedulerLink]) -> None:
@@ -105,6 +126,9 @@ class Offers:
                 offer.asked[link.address] = offer.live.num_generated_tokens
                 link.offer(offer.live)
 
+    def _may_ask(self, offer: _Offer, address: str, now: float) -> bool:
+        return address not in offer.asked and offer.refused.get(address, (now, 0.0))[0] <= now
+
     def _withdraw(self, offer: _Offer, address: str) -> None:
         del offer.asked[address]
         if offer.taker == address:
@@ -115,6 +139,7 @@ class Offers:
     def _release(self, offer: _Offer) -> None:
         source = self._links.get(offer.source)
         if source is not None and source.is_connected:
+            offer.released_at = asyncio.get_running_loop().time()
             source.release(offer.live.handle)
 
     def _look_later(self, offer: _Offer, delay_s: float) -> None:
@@ -131,7 +156,12 @@ class Offers:
             self._withdraw(offer, offer.taker)
         if source is not None and offer.taker is None:
             takers = self._takers(offer.live, source)
-            self._ask(offer, [link for address, link in takers.items() if address not in offer.asked])
+            if offer.released_at is not None and now - offer.released_at > _KEPT_S:
+                # It runs on where it is.
+                offer.released_at = None
+                for address in offer.asked.keys() - takers.keys():
+                    self._withdraw(offer, address)
+            self._ask(offer, [link for address, link in takers.items() if self._may_ask(offer, address, now)])
             if takers and offer.leaves_at is not None and now >= offer.leaves_at:
                 self._release(offer)
         self._look_later(offer, _NEXT_LOOK_S)

@@ -42,12 +42,13 @@ class Replicas:
     - A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may still be there when
       the scheduler is back; then any connected replica takes it.
     - Without a replica that takes requests it waits, and fails with UNAVAILABLE after `connect_timeout_s`. As long as a
-      scheduler that drains runs requests of this gateway it waits on: that one is about to have a successor.
+      scheduler that drains runs requests it waits on: that one is about to have a successor.
     - From a scheduler that is connected and not ready it moves after the same delay, if another replica is ready and no
       tokens come. It waits longer before each further move without a token in between: the request may be what kills
       the workers, and one scheduler must see that often enough to find out.
     - A request that a scheduler refuses because it drains is placed anew. One that it runs goes on where another
-      replica is ready, once that has room (see `offers`).
+      replica is ready, once that has room (see `offers`). Where all drain, one that was accepted goes on at one of
+      them, if it can where it was last.
     - One with a long prompt leaves a replica for prefill likewise, with its first token (see `roles`).
     - A replica that a DNS name has no longer is left (see `members`).
 
@@ -121,8 +122,9 @@ class Replicas:
         self._hinted = defaultdict[str, dict[int, LiveRequest]](dict)
         # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
         self._unended = defaultdict[str, dict[int, tuple[LiveRequest, int]]](dict)
-        # Addresses of schedulers that refuse new requests until they end.
+        # Addresses of schedulers that refuse new requests until they end, and of those that refuse all.
         self._draining: set[str] = set()
+        self._refusing: set[str] = set()
 
     @property
     def is_ready(self) -> bool:
@@ -348,6 +350,7 @@ class Replicas:
         """Its requests need not wait for it."""
         self._unended.pop(address, None)
         self._draining.discard(address)
+        self._refusing.discard(address)
         left = [live for live in self._ledger if live.replica == address]
         self._for_each(left, self._forget)
         self._for_each((live for live in left if not live.is_over), self.place)
@@ -377,6 +380,7 @@ class Replicas:
         _logger.info("connected to scheduler %s", link.address)
         self._some_connected.set()
         self._draining.discard(link.address)
+        self._refusing.discard(link.address)
         self._update_readiness()
         failpoint("gateway.connected.before_resubmit")
         # First, since a new request may have the id of one that ends.
@@ -404,7 +408,7 @@ class Replicas:
                 self._cancel_timer(live)
         if link.is_draining:
             self._draining.add(link.address)
-            self._offers.lost(link.address)
+            self._offers.drains(link.address)
         self._release_draining()
         self._watch_unready()
 
@@ -435,6 +439,8 @@ class Replicas:
         self._for_each(outcome.moved, self._go_on)
         for handle in batch.has_room:
             self._offers.has_room(link, handle)
+        for failure in batch.failed:
+            self._offers.refused(link.address, failure.handle)
         for live in outcome.over:
             self._forget(live)
         for live in outcome.broken:
@@ -444,11 +450,11 @@ class Replicas:
             link.abort(handle)
 
     def _go_on(self, live: LiveRequest) -> None:
-        """The request was released: it goes to the replica that keeps room for it."""
+        """The request was released: it goes to the replica that keeps room for it, also if that drains by now."""
         self._cancel_timer(live)
-        taker = self._offers.taker(live)
-        if taker is not None and taker in self._candidates(live):
-            self._submit(live, self.links[taker])
+        taker = self.links.get(self._offers.taker(live) or "")
+        if taker is not None and (taker.address in self._candidates(live) or self._takes_back(live, taker)):
+            self._submit(live, taker)
         else:
             self._forget(live)
             self.place(live)
@@ -472,9 +478,19 @@ class Replicas:
         return [link for link in taking if self._members.is_listed(link.address)] or taking
 
     def _candidates(self, live: LiveRequest) -> dict[str, SchedulerLink]:
-        """The replicas that may get a request: those that run steps, else those that let it wait."""
+        """The replicas that may get a request: those that run steps, else those that let it wait, else those that
+        drain, if it was accepted before: best that which had it last."""
         fitting = {link.address: link for link in self._taking() if _fits(live, link)}
+        if not fitting:
+            fitting = {link.address: link for link in self.links.values() if self._takes_back(live, link)}
+            if live.last_replica in fitting:
+                return {live.last_replica: fitting[live.last_replica]}
         return {address: link for address, link in fitting.items() if link.is_ready} or fitting
+
+    def _takes_back(self, live: LiveRequest, link: SchedulerLink) -> bool:
+        """Whether a replica drains and runs the request all the same, where no other one does."""
+        drains = link.is_connected and link.is_draining and link.address not in self._refusing
+        return drains and live.submissions > 0 and _fits(live, link)
 
     def _submit(self, live: LiveRequest, link: SchedulerLink, num_new_tokens: int | None = None) -> None:
         """`num_new_tokens` of its prompt are not cached there, None: all."""
@@ -552,6 +568,9 @@ class Replicas:
         if isinstance(error, Unavailable) and error.reason == "DRAINING":
             live.submissions -= 1
             self._draining.add(link.address)
+            if live.submissions:
+                # An earlier release takes nothing back.
+                self._refusing.add(link.address)
             self.place(live)
         elif error.reason == "MODEL_CHANGED":
             if _is_known(link, error):
@@ -624,7 +643,7 @@ class Replicas:
 
     def _give_up(self, live: LiveRequest) -> None:
         connected = [link for link in self.links.values() if link.is_connected]
-        if any(self._placed[link.address] for link in connected):
+        if any(self._placed[link.address] or link.is_busy for link in connected):
             self._wait_for_scheduler(live)
         elif connected:
             addresses = ", ".join(link.address for link in connected)

@@ -218,6 +218,7 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
             loading=loading,
             draining=readiness.is_draining,
             leave_after_ms=round(readiness.leave_after_s * 1e3),
+            busy=readiness.is_busy,
         )
         yield scheduler_pb2.ConnectResponse(state=state)
     if (cache := outgoing.cache) is not None:

@@ -332,12 +332,14 @@ class Replay:
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether a replica is one to send requests to, and how far its workers are with loading their model. One that
-    drains never is again, and its requests leave after a time even where they have to wait for room."""
+    drains never is again, and its requests leave after a time even where they have to wait for room; it is busy as long
+    as it has some."""
 
     is_ready: bool
     loading: LoadProgress | None
     is_draining: bool = False
     leave_after_s: float = 0.0
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

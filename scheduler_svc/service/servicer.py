@@ -322,7 +322,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             if offer is None and self._resubmit(submit, request, reader):
                 return
-            self._check_not_draining()
+            if submit.offer or not submit.resubmitted:
+                self._check_not_draining()
             self._enter(submit, request if offer is None else replace(request, replaces=offer.key.handle), reader)
         finally:
             if offer is not None:

@@ -80,6 +80,8 @@ _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
 # Of the time of a drain, the part in which requests leave only where there is room for them.
 _LEAVING, _MIN_LEAVING_S = 0.75, 0.001
+# How long one that drains waits for a request that went on elsewhere, where it may be refused.
+_RETURN_S = 1.0
 
 
 class Sleep:
@@ -179,6 +181,8 @@ class StepLoop:
         self._sleep = Sleep()
         self._idle = asyncio.Event()
         self._idle.set()
+        # Requests that have just gone on elsewhere, and may come back.
+        self._num_leaving = 0
         # Steps in flight, and what workers prepare beside them.
         self._steps, self._preparations = Awaited(settings.step_timeout), Awaited(settings.step_timeout)
         # Blocks that workers fetch; they give up by themselves.
@@ -203,7 +207,8 @@ class StepLoop:
     @property
     def readiness(self) -> Readiness:
         """What gateways are told."""
-        return Readiness(self.is_ready, self.loading, self.is_draining, self._leave_after_s)
+        is_busy = self.is_draining and not self._idle.is_set()
+        return Readiness(self.is_ready, self.loading, self.is_draining, self._leave_after_s, is_busy)
 
     @property
     def is_asleep(self) -> bool:
@@ -233,7 +238,7 @@ class StepLoop:
             trace: The gateway's span of the request; None where it does not trace the request.
         """
         self._spans.submit(request, trace, self._submit)
-        self._idle.clear()
+        self._set_busy()
         self._wake.set()
 
     def _submit(self, request: Request) -> SequenceGroup:
@@ -268,6 +273,8 @@ class StepLoop:
         if sealed is None:
             return None
         self._spans.aborted(key)
+        self._num_leaving += 1
+        asyncio.get_running_loop().call_later(_RETURN_S, self._note_left)
         source = KvSource()
         if sealed:
             if self.is_attached and self.kv_source.kv_namespace:
@@ -279,6 +286,10 @@ class StepLoop:
         self._note_ended(1)
         self._wake.set()
         return source
+
+    def _note_left(self) -> None:
+        self._num_leaving -= 1
+        self._note_idle()
 
     def _wake_after_lease(self) -> None:
         """The core looks for leases that are over when it plans a step."""
@@ -313,8 +324,9 @@ class StepLoop:
         return usage._replace(decode_s=now - line.first_token)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuses new requests from now on, reports that, and waits until no request is live, all blocks are sealed and
-        none is kept for another replica.
+        """Refuses new requests from now on, reports that, and waits until no request is live or has just gone on
+        elsewhere, all blocks are sealed and none is kept for another replica. Requests that were accepted before come
+        all the same, where no other replica takes them.
 
         Returns how many are live at the timeout; None waits without limit.
         """
@@ -757,7 +769,7 @@ class StepLoop:
 
     def _note_pins(self) -> None:
         if self.num_live:
-            self._idle.clear()
+            self._set_busy()
         self._note_idle()
         self._wake.set()
 
@@ -765,7 +777,16 @@ class StepLoop:
         self.retry.ended(count, clock.monotonic())
         self._note_idle()
 
+    def _set_busy(self) -> None:
+        was_idle = self._idle.is_set()
+        self._idle.clear()
+        if was_idle and self.is_draining:
+            self._requests.report_readiness(self.readiness)
+
     def _note_idle(self) -> None:
         scheduler = self.scheduler
-        if not self.num_live and (scheduler is None or not (len(scheduler.leases) or scheduler.is_sealing)):
+        keeps = scheduler is not None and bool(len(scheduler.leases) or scheduler.is_sealing)
+        if not (self.num_live or self._num_leaving or keeps or self._idle.is_set()):
             self._idle.set()
+            if self.is_draining:
+                self._requests.report_readiness(self.readiness)

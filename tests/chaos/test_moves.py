@@ -63,6 +63,16 @@ async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: Two
     assert await ended(replicas.processes["scheduler-0"]) == 0
 
 
+async def test_no_stream_ends_where_both_replicas_drain_at_once(replicas: TwoReplicas) -> None:
+    streams = make_streams()
+    reading = asyncio.create_task(read(replicas, streams))
+    await advance(streams)
+    sockets = [replicas.socket(f"scheduler-{number}") for number in range(2)]
+    assert await asyncio.gather(*(asyncio.to_thread(drain, [each]) for each in sockets)) == [0, 0]
+    await reading
+    assert all(len(token_ids) == 800 for stream in streams for token_ids in stream.outputs.values())
+
+
 @pytest.mark.parametrize(
     ("name", "failpoint"), [("worker-0", "worker.fetch.before_write"), ("worker-1", "worker.move.written")]
 )

@@ -1,4 +1,5 @@
-"""How long streams stand still that move between replicas whose pools are full."""
+"""Streams that move between replicas whose pools are full, and where all drain: how long they stand still, and that
+none ends."""
 
 from dataclasses import replace
 from random import Random
@@ -8,13 +9,15 @@ import pytest
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
-from tests.sim.world.cluster import CheckedScheduler
-from tests.sim.world.faults import Stop
-from tests.sim.world.traffic import LONGEST
+from tests.sim.world.cluster import MANY, CheckedScheduler
+from tests.sim.world.faults import Drain, Fault, Stop
+from tests.sim.world.traffic import LONGEST, Generate
 from tests.sim.world.world import World
 from tests.sim.worlds import Plan, draw_moving, run_world
 
 NUM_WORLDS = 12
+BEGIN_S = 2.0
+"""By then all processes serve."""
 MAX_PAUSE_S = 0.5
 """Blocks move at 20 kB a second at the least, and steps take five times as long as usual. Streams that wait for room
 stand still for up to 10 s in these worlds."""
@@ -53,3 +56,41 @@ def test_a_stream_does_not_stand_still_where_other_replicas_have_no_room(monkeyp
         run_world(crowded(seed), worlds.append)
     assert len(pauses) >= NUM_WORLDS / 2
     assert max(pauses) < MAX_PAUSE_S
+
+
+def all_drain(seed: int) -> Plan:
+    """All replicas are drained at nearly the same time, once all requests were accepted, and nothing else is wrong."""
+    plan, draw = draw_moving(seed, Random(f"drains {seed}")), Random(f"all drain {seed}")
+    num_replicas, num_gateways = draw.choice((2, 2, 3)), draw.choice((1, 2, 3))
+    layout = replace(plan.layout, slowness=draw.choice((5.0, 20.0)), num_replicas=num_replicas)
+    layout = replace(layout, num_gateways=num_gateways, first_role="both")
+    if draw.random() < 0.5:
+        worker = replace(layout.worker, num_blocks=(2 * LONGEST + 40) // layout.worker.block_size)
+        layout = replace(layout, worker=worker)
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
+    requests = tuple(
+        replace(
+            each,
+            at=BEGIN_S,
+            tenant="ann",
+            timeout_s=None,
+            leaves_after_s=None,
+            cancels_after_s=None,
+            taken_over_after_s=None,
+        )
+        for each in plan.requests
+        if isinstance(each, Generate)
+    )
+    within_s = draw.choice((0.0, 0.02, 0.1, 0.5))
+    hosts = [host for host in layout.replicas if host.startswith("scheduler")]
+    faults: list[Fault] = [Drain(BEGIN_S + 1.0 + draw.uniform(0, within_s), host) for host in hosts]
+    # Long after that they start anew.
+    faults += [Stop(BEGIN_S + 120.0, host) for host in hosts]
+    return replace(
+        plan, layout=replace(layout, settings=settings), requests=requests, faults=tuple(faults), low_limits=()
+    )
+
+
+@pytest.mark.parametrize("seed", range(NUM_WORLDS))
+def test_no_stream_ends_where_all_replicas_drain(seed: int) -> None:
+    assert run_world(all_drain(seed)).errors == ()

@@ -152,6 +152,7 @@ class GatewayStream:
     num_events: int = 0
     """Messages of events that came."""
     readiness: list[bool] = field(default_factory=list)
+    busy: list[bool] = field(default_factory=list)
     gives_credit: bool = False
     ended: set[tuple[int, int]] = field(default_factory=set)
     """Handles and indices of the sequences that have ended."""
@@ -226,6 +227,7 @@ class GatewayStream:
     def _take(self, message: scheduler_pb2.ConnectResponse) -> None:
         if message.HasField("state"):
             self.readiness.append(message.state.ready)
+            self.busy.append(message.state.busy)
         events = message.events
         self.num_events += message.HasField("events")
         for entry in events.prompt_logprobs:

@@ -86,3 +86,21 @@ async def test_a_durable_request_can_be_resumed_for_as_long_as_a_gateway_is_conn
         await stream.read_until_over(2)
         assert stream.outputs[2] == expected_tokens(1)
         stream.close()
+
+
+async def test_a_scheduler_that_drains_takes_what_was_accepted_before_and_says_that_it_is_busy(socket, worker):
+    async with running_scheduler(socket, worker.address) as scheduler:
+        await wait_attached(scheduler)
+        stream, _ = await GatewayStream.open(scheduler)
+        drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=90)
+        assert drained.remaining_requests == 0
+        await stream.submit(make_submit(1, resubmitted=True))
+        await stream.submit(make_submit(2, resubmitted=True, offer=True))
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1)
+        assert stream.failed[2].reason == "DRAINING"
+        while len(stream.busy) < 3:
+            await stream.read()
+        assert stream.busy == [False, True, False]
+        assert stream.readiness == [False] * 3
+        stream.close()

@@ -40,6 +40,7 @@ from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
 from scheduler_svc.service.requests import Requests
+from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.block_disk import BlockDisk, SimDiskTier, open_tier, simulated_block_disks
 from tests.sim.world.charges import Charges
@@ -154,7 +155,7 @@ class Cluster:
     Attributes:
         running: The process of each host that lives, or that died last.
         gateways: The gateway of each host, from when it serves.
-        cores, requests: The scheduler's core and its table of requests of each host, the last ones.
+        cores, requests, loops: The scheduler's core, table of requests and step loop of each host, the last ones.
     """
 
     world: World
@@ -165,6 +166,7 @@ class Cluster:
     gateways: dict[str, Gateway] = field(default_factory=dict[str, Gateway])
     cores: dict[str, "CheckedScheduler"] = field(default_factory=dict[str, "CheckedScheduler"])
     requests: dict[str, Requests] = field(default_factory=dict[str, Requests])
+    loops: dict[str, StepLoop] = field(default_factory=dict[str, StepLoop])
     false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
     disks: dict[str, Disk] = field(default_factory=dict[str, Disk])
     block_disks: dict[str, BlockDisk] = field(default_factory=dict[str, BlockDisk])
@@ -239,6 +241,11 @@ class Cluster:
     def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
         """The worker of a host is another one from its next start on."""
         self._workers[worker_of(host)] = change(self._workers[worker_of(host)])
+
+    def drain(self, host: str) -> None:
+        """A scheduler drains, for as long as it takes."""
+        loop, node = self.loops[host], self.running[host]
+        node.start(lambda: loop.drain(None))
 
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock. It ends by
@@ -886,6 +893,10 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         requests = clusters[-1].requests[host()] = CheckedRequests(*arguments)
         return requests
 
+    def make_loop(*arguments: Any) -> StepLoop:
+        made = clusters[-1].loops[host()] = StepLoop(*arguments)
+        return made
+
     with (
         watched_errors(lambda: clusters[-1].cores[host()].is_late),
         simulated_block_disks(),
@@ -894,6 +905,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         # Recordings have no class of tests.
         patch.object(Leases, "expire", _expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
+        patch.object(scheduler_app, "StepLoop", make_loop),
     ):
         yield
 

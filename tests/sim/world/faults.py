@@ -92,6 +92,10 @@ class Target(Protocol):
         """The worker of a host is another one from its next start on."""
         ...
 
+    def drain(self, host: str) -> None:
+        """A scheduler drains, as `quire drain` has it, and goes on."""
+        ...
+
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock."""
         ...
@@ -160,6 +164,21 @@ class Stop:
 
     def begin(self, target: Target) -> None:
         target.hosts[self.host].stop_in_order()
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """`quire drain`: a scheduler takes no new requests any more, and goes on."""
+
+    at: float
+    host: str
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.drain(self.host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Scheduler:
         self.is_connected = self.is_ready = True
         self.is_draining = False
         self.leave_after_s = 0.0
+        self.is_busy = False
         self.welcome = SimpleNamespace(
             block_size=4,
             scheduler_epoch=7,
@@ -443,29 +444,78 @@ async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_place
         cluster.replicas.resume(live, gone.address)
 
 
-async def test_where_all_drain_a_request_fails_once_nothing_runs_any_more():
-    """Each was to go to the other one when the word came that both drain."""
+async def read_to_end(live: LiveRequest) -> None:
+    async for _ in live.events():
+        pass
+
+
+async def test_where_all_drain_a_request_goes_on_where_it_was():
+    """It was to go to the other one when the word came that both drain."""
     cluster = Cluster(2, lambda *_: None)
-    moved = cluster.place("moved")
-    first, second = sorted(cluster.schedulers, key=lambda each: each.address == moved.replica)
-    second.is_connected = False
-    running = cluster.place("running")
-    second.is_connected = True
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
     first.drain()
-    second.drain()
-    second.tell(moved=[RequestMoved(moved.handle, None)])
-    assert moved.replica is None
+    other.drain()
+    assert other.aborted == [live.handle]
+    first.tell(moved=[RequestMoved(live.handle, None)])
+    assert (live.replica, first.submitted, other.submitted) == (first.address, [live.handle] * 2, [])
+    cluster.replicas.release(live)
+
+
+async def test_a_replica_that_keeps_room_gets_the_request_that_was_released_for_it_though_it_drains():
+    cluster = Cluster(2, lambda *_: None)
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
+    first.drain()
+    other.tell(has_room=[live.handle])
+    other.drain()
+    first.tell(moved=[RequestMoved(live.handle, None)])
+    assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
+    # One of an earlier release takes nothing any more.
+    other.tell(failed=[RequestFailed(live.handle, Unavailable("it drains", reason="DRAINING"))])
+    assert (live.replica, first.submitted) == (first.address, [live.handle] * 2)
+    cluster.replicas.release(live)
+
+
+async def test_where_all_drain_a_new_request_fails_once_nothing_runs_any_more():
+    cluster = Cluster(2, lambda *_: None)
+    first = cluster.schedulers[0]
+    running = cluster.place("running")
+    for scheduler in cluster.schedulers:
+        scheduler.drain()
+    live = cluster.place("late")
+    assert live.replica is None
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
-    assert not moved.is_over
+    assert not live.is_over
+    # Of other gateways.
+    first.is_busy = True
     cluster.replicas.release(running)
-
-    async def read() -> None:
-        async for _ in moved.events():
-            pass
-
+    await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
+    assert not live.is_over
+    first.is_busy = False
     with pytest.raises(Unavailable, match="drained; a start anew") as failed:
-        await asyncio.wait_for(read(), 5)
+        await asyncio.wait_for(read_to_end(live), 5)
     assert failed.value.reason == "NO_SCHEDULER"
+
+
+async def test_a_replica_that_refuses_an_offer_is_asked_again_after_a_while(monkeypatch):
+    monkeypatch.setattr("gateway.replicas.offers._FIRST_LOOK_S", 0.001)
+    monkeypatch.setattr("gateway.replicas.offers._NEXT_LOOK_S", 0.001)
+    monkeypatch.setitem(globals(), "FAILOVER_DELAY_S", 60.0)
+    cluster = Cluster(2, lambda *_: None)
+    first, other = cluster.schedulers
+    live = running_at(cluster, first)
+    first.drain()
+    for num_asked in range(1, 4):
+        await until_true(lambda num_asked=num_asked: len(other.offered) == num_asked)
+        other.tell(failed=[RequestFailed(live.handle, ResourceExhausted("no room"))])
+    assert (live.replica, live.is_over) == (first.address, False)
+    other.tell(has_room=[live.handle])
+    assert first.released == []
+    await until_true(lambda: len(other.offered) == 4)
+    other.tell(has_room=[live.handle])
+    assert first.released == [live.handle]
+    cluster.replicas.release(live)
 
 
 async def test_a_request_that_waits_where_all_drain_goes_to_the_successor():
