@@ -229,7 +229,8 @@ def _check_held(scheduler: Scheduler) -> None:
     waiting, swapped, preparations = scheduler.waiting, scheduler.swapped, scheduler.preparations
     for group in waiting.held_few(len(waiting)):
         key = group.request.key
-        if not (scheduler.batch.underway.is_known(key) or preparations.needed_by(key) or key in scheduler.promises):
+        waits = scheduler.batch.underway.is_known(key) or preparations.needed_by(key) or key in scheduler.promises
+        if not (waits or scheduler.is_held_as_new(group)):
             raise InvariantViolationError(f"{key} is held for nothing")
     for group in swapped.held_few(len(swapped)):
         if not preparations.needed_by(group.request.key):

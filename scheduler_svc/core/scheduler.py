@@ -99,6 +99,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.draft_counts = DraftCounts()
         self.move_counts = MoveCounts()
+        self._new_wait_until: float | None = None
         self._num_arrivals = 0
         self._cache_log: CacheLog | None = None
         self._make_pools()
@@ -362,6 +363,25 @@ class Scheduler:
         else:
             self.leases.end(lease, self.batch.blocks.pool)
 
+    def hold_new(self, now: float, seconds: float) -> None:
+        """Requests that never ran do not begin for so long: another replica may take them."""
+        self._new_wait_until = now + seconds
+
+    def is_held_as_new(self, group: SequenceGroup) -> bool:
+        """Whether a request that waits does not begin for now, since it never ran."""
+        request = group.request
+        is_new = group.cached_tokens is None and not (request.emitted or request.is_offer)
+        return self._new_wait_until is not None and is_new and request.key.client != PIN_CLIENT
+
+    def _begin_new(self, now: float) -> None:
+        """Requests that were held as new are not any more, if that time is over."""
+        if self._new_wait_until is not None and self._new_wait_until <= now:
+            held = list(filter(self.is_held_as_new, self.waiting.held_few(len(self.waiting))))
+            self._new_wait_until = None
+            for key in (group.request.key for group in held):
+                if not (self.batch.underway.is_known(key) or self.preparations.needed_by(key)):
+                    self.waiting.release(key)
+
     def tier_changed(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
         """The first of these slots of the workers' tier hold these blocks now, and the others none."""
         self.tier.change(slots, hashes)
@@ -423,6 +443,7 @@ class Scheduler:
             batch.blocks.reclaim()
         self.expire_pins(now)
         self.leases.expire(now, batch.blocks.pool)
+        self._begin_new(now)
         self.promised.clear()
         if self.trials.are_on:
             if self.in_flight:
@@ -567,7 +588,7 @@ class Scheduler:
                 return None
             group = self.policy.next_of(self.waiting, self.swapped)
             queue = self.swapped if group.request.key in self.swapped else self.waiting
-            if self.preparations.hold(group.request):
+            if (queue is self.waiting and self.is_held_as_new(group)) or self.preparations.hold(group.request):
                 queue.hold(group.request.key)
             elif queue is self.swapped or not self._hold(group):
                 return group

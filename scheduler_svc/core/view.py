@@ -17,7 +17,7 @@ import numpy as np
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.request import Constraint, MovedBlocks, Request
+from scheduler_svc.core.request import Constraint, MovedBlocks
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -281,7 +281,7 @@ def waiting(scheduler: Scheduler, count: int) -> list[Waiting]:
     """The first groups that are swapped or wait, in order: at most `count` of each queue, and as many that are held."""
     stop, rows = scheduler.stopped, scheduler.batch.rows
     found = [
-        Waiting(group, _why_held(scheduler, group.request))
+        Waiting(group, _why_held(scheduler, group))
         for group in (*scheduler.swapped.held_few(count), *scheduler.waiting.held_few(count))
     ]
     for place, group in enumerate(scheduler.swapped.next_few(count)):
@@ -295,8 +295,11 @@ def waiting(scheduler: Scheduler, count: int) -> list[Waiting]:
     return sorted(found, key=lambda each: each.group.order)
 
 
-def _why_held(scheduler: Scheduler, request: Request) -> Obstacle:
+def _why_held(scheduler: Scheduler, group: SequenceGroup) -> Obstacle:
+    request = group.request
     need = scheduler.preparations.needed_by(request.key)
+    if need is None and scheduler.is_held_as_new(group):
+        return Obstacle.NEXT_STEP
     if need is None and not request.is_offer:
         return Obstacle.SHARED_PREFIX
     if need is None or isinstance(need, MovedBlocks):

@@ -227,6 +227,10 @@ def hand_over_message(key: RequestKey, lease: Lease, now: float, lease_s: float)
     return Operation(now=now, hand_over=hand_over)
 
 
+def hold_new_message(now: float, seconds: float) -> Operation:
+    return Operation(now=now, hold_new=recording_pb2.RecordedHold(seconds=seconds))
+
+
 def renew_lease_message(lease: Lease, now: float, lease_s: float) -> Operation:
     return Operation(now=now, renew_lease=recording_pb2.RecordedLease(lease=lease, lease_seconds=lease_s))
 

@@ -290,6 +290,12 @@ class _RecordedScheduler(Scheduler):
             lambda _: messages.hand_over_message(key, lease, now, lease_s),
         )
 
+    def hold_new(self, now: float, seconds: float) -> None:
+        self._tell(
+            lambda: super(_RecordedScheduler, self).hold_new(now, seconds),
+            lambda _: messages.hold_new_message(now, seconds),
+        )
+
     def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
         self._tell(
             lambda: super(_RecordedScheduler, self).renew_lease(lease, now, lease_s),

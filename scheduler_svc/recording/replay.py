@@ -196,6 +196,8 @@ class Replayer:
             case "hand_over":
                 moved = operation.hand_over
                 scheduler.hand_over(_key(moved.client, moved.handle), Lease(moved.lease), now, moved.lease_seconds)
+            case "hold_new":
+                scheduler.hold_new(now, operation.hold_new.seconds)
             case "renew_lease":
                 renewed = operation.renew_lease
                 scheduler.renew_lease(Lease(renewed.lease), now, renewed.lease_seconds)

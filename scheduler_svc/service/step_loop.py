@@ -80,6 +80,8 @@ _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
 # Of the time of a drain, the part in which requests leave only where there is room for them.
 _LEAVING, _MIN_LEAVING_S = 0.75, 0.001
+# How long requests that never ran wait in a drain, so that other replicas take them.
+_HOLD_NEW_S = 0.5
 # How long one that drains waits for a request that went on elsewhere, where it may be refused.
 _RETURN_S = 1.0
 
@@ -332,6 +334,9 @@ class StepLoop:
         """
         self._sleep.end()
         self._leave_after_s = 0.0 if timeout_s is None else max(_LEAVING * timeout_s, _MIN_LEAVING_S)
+        if self.scheduler is not None and not self.is_draining:
+            self.scheduler.hold_new(clock.monotonic(), _HOLD_NEW_S)
+            asyncio.get_running_loop().call_later(_HOLD_NEW_S + _AFTER_LEASE_S, self._wake.set)
         self._set_ready(is_draining=True)
         failpoint("scheduler.drain.begun")
         try:

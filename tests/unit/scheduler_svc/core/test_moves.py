@@ -94,6 +94,19 @@ def moved(handle: int, num_emitted: int = 6) -> Request:
     return replace(request, emitted=emitted, source=SOURCE, accepted_before=True)
 
 
+def test_requests_that_never_ran_wait_for_others_to_take_them() -> None:
+    driver = Driver(make_config(num_blocks=16))
+    running(driver, first := make_request(1, prompt_len=9, max_tokens=20))
+    driver.scheduler.hold_new(driver.clock, 100.0)
+    driver.submit(new := make_request(2))
+    driver.submit(replace(moved(3), source=None))
+    run(driver)
+    assert driver.finished == {1, 3}
+    driver.clock += 100.0
+    run(driver)
+    assert [driver.outputs[each] for each in (1, 2)] == list(map(expected_output, (first, new)))
+
+
 def test_a_request_waits_for_its_blocks_and_others_pass() -> None:
     driver, request, other = Driver(make_config()), moved(1), make_request(2)
     driver.submit(request)
