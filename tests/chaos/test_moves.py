@@ -79,16 +79,25 @@ async def test_no_stream_ends_where_both_replicas_drain_at_once(replicas: TwoRep
 async def test_a_worker_that_dies_while_blocks_move_changes_no_stream(
     tmp_path: Path, name: str, failpoint: str
 ) -> None:
-    (armed := tmp_path / "failpoints").mkdir()
-    environs = {name: {"QUIRE_FAILPOINTS": str(armed)}}
+    failpoints = {each: tmp_path / f"failpoints-{each}" for each in ("worker-0", "worker-1")}
+    for each in failpoints.values():
+        each.mkdir()
+    environs = {each: {"QUIRE_FAILPOINTS": str(directory)} for each, directory in failpoints.items()}
+
+    def order(worker: str, failpoint: str, what: str) -> None:
+        (tmp_path / "order").write_text(what)
+        (tmp_path / "order").replace(failpoints[worker] / failpoint)
+
     async with two_replicas(tmp_path, "--multi-step-ms=0", environs=environs) as replicas:
         streams = make_streams()
         reading = asyncio.create_task(read(replicas, streams))
         await advance(streams)
-        (tmp_path / "armed").write_text("kill 1")
-        (tmp_path / "armed").replace(armed / failpoint)
+        # The streams take less than a second, in which on a busy machine none would move.
+        order("worker-0", "worker.step.admitted", "delay 0.1")
+        order(name, failpoint, "kill 1")
         replicas.signal("scheduler-0", signal.SIGTERM)
         await ended(replicas.processes[name])
+        (failpoints["worker-0"] / "worker.step.admitted").unlink()
         if name == "worker-1":
             replicas.start_again(name)
         assert await reading == await read(replicas, make_streams())

@@ -65,6 +65,7 @@ ADDED = frozenset(
         "quire.scheduler.v1.CacheUpdate.5",
         "quire.scheduler.v1.CacheUpdate.6",
         "quire.scheduler.v1.ReplicaState.4",
+        "quire.scheduler.v1.ReplicaState.5",
         *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 39)),
     }
 )
