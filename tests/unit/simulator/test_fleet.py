@@ -46,6 +46,17 @@ def test_requests_get_all_their_tokens_wherever_they_move(num_prefill: int) -> N
         assert role is not ReplicaRole.DECODE or count.requests_out == 0
 
 
+def test_a_request_leaves_once_another_replica_has_room() -> None:
+    load = take(fixed(600, 100, vocab_size=1000), 12, seed=0)
+    load = arriving_at(load, make_arrivals(50.0).times(len(load), 0))
+    # Two requests fill a pool.
+    devices = [Device(Scheduler(replace(CONFIG, num_blocks=100)), LinearSteps()) for _ in range(2)]
+    simulation = FleetRun(LoadArrivals(load), devices, Fleet(2, 1, block_s=1e-3, latency_s=0.005)).to_end()
+    assert [len(life.token_times[0]) for life in simulation.lives] == [100] * 12
+    assert simulation.pauses
+    assert max(simulation.pauses) < 0.3
+
+
 def test_conversations_and_beams_run_on_several_replicas() -> None:
     load = [
         *take(chat(2048, 1000), 12, seed=1),
