@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-decoded", type=int, default=1500, help="tokens of each stream of roles, at most")
     parser.add_argument("--num-beside", type=int, default=900, help="tokens of each stream of beside, at most")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between long prompts of beside and roles")
+    parser.add_argument("--ranks", type=int, default=1, help="of the server of first")
     parser.add_argument("--runs", type=int, default=5, help="of each part, and kills")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--repeats", type=int, default=60, help="times that attention over each pool is measured")

@@ -62,7 +62,13 @@ def options(num_tokens: int) -> GenerationOptions:
 async def first_tokens(arguments: argparse.Namespace, model: str | None, directory: Path) -> list[Series]:
     """A prompt that is computed, then comes from the pool, and then, when others have taken its room, from disk."""
     num_blocks = 2 * (arguments.long_prompt // _BLOCK_SIZE + 2)
-    settings = settings_of(model, kv_disk=directory / "first", num_gpu_blocks=num_blocks, persistent_kv_cache="off")
+    settings = settings_of(
+        model,
+        kv_disk=directory / "first",
+        num_gpu_blocks=num_blocks,
+        persistent_kv_cache="off",
+        tensor_parallel_size=arguments.ranks,
+    )
     prompts, kept = Prompts(arguments.vocab_size), (arguments.long_prompt - 1) // _BLOCK_SIZE * _BLOCK_SIZE
     found: dict[str, list[float]] = {"computed": [], "pool": [], "disk": []}
     async with LocalServer(settings, report=lambda _: None) as server:
