@@ -9,7 +9,8 @@ import pytest
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
-from tests.sim.world.cluster import MANY, CheckedScheduler
+from tests.sim.world.checked_core import CheckedScheduler
+from tests.sim.world.cluster import MANY
 from tests.sim.world.faults import Drain, Fault, Stop
 from tests.sim.world.traffic import LONGEST, Generate
 from tests.sim.world.world import World

@@ -2,9 +2,8 @@
 gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
-import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,24 +16,11 @@ from unittest.mock import patch
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Account
-from quire.clock import CLOCK, monotonic
-from quire.prefix_hashes import BlockHash
+from quire.clock import CLOCK
 from quire.settings import ConfigurationError
-from scheduler_svc.core import invariants, preparation
-from scheduler_svc.core import scheduler as scheduler_core
-from scheduler_svc.core.block_pool import BlockId, BlockPool
-from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
-from scheduler_svc.core.moves import Lease, Leases
-from scheduler_svc.core.pins import PIN_CLIENT, Pin
-from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy
-from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import Adapter, ClientId, Constraint, RequestKey
-from scheduler_svc.core.request import Request as CoreRequest
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import Array, ClientEvents, RequestFailure, StepPlan, StepResult
-from scheduler_svc.recording import recorder
+from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.moves import Leases
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
@@ -44,19 +30,19 @@ from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.block_disk import BlockDisk, SimDiskTier, open_tier, simulated_block_disks
 from tests.sim.world.charges import Charges
+from tests.sim.world.checked_core import STEP_TIMEOUT_S, CheckedScheduler, RecordedScheduler, expire_checked
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
-from tests.sim.world.fairness import Shares
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
-from tests.sim.world.http_calls import HttpClient, salt_of
+from tests.sim.world.http_calls import HttpClient
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, NamingBlocks, Watch, watched_errors
+from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, watched_errors
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import end_when_hung
@@ -66,7 +52,7 @@ from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 _WORKER_PORT, _SCHEDULER_PORT = 7001, 7002
 MANY = 1024
 """A limit of requests that no world reaches."""
-_STEP_TIMEOUT_S, _DRAIN_TIMEOUT_S = 5.0, 5.0
+_DRAIN_TIMEOUT_S = 5.0
 _RELEASE_S = 2.0
 """After its client has left a request runs no longer."""
 _Main = Callable[[Node], Coroutine[Any, Any, Any]]
@@ -164,7 +150,7 @@ class Cluster:
     stories: list[Story] = field(default_factory=list[Story])
     runners: dict[str, HashRunner] = field(default_factory=dict[str, HashRunner])
     gateways: dict[str, Gateway] = field(default_factory=dict[str, Gateway])
-    cores: dict[str, "CheckedScheduler"] = field(default_factory=dict[str, "CheckedScheduler"])
+    cores: dict[str, CheckedScheduler] = field(default_factory=dict[str, CheckedScheduler])
     requests: dict[str, Requests] = field(default_factory=dict[str, Requests])
     loops: dict[str, StepLoop] = field(default_factory=dict[str, StepLoop])
     false_answers: list[FalseAnswerError] = field(default_factory=list[FalseAnswerError])
@@ -275,7 +261,7 @@ class Cluster:
             worker = self._make_worker(node, rank, group)
             servicer.open(worker)
             server.set_serving(True)
-            guard = end_when_hung(worker.busy_ms, _STEP_TIMEOUT_S, leave=lambda _: self._hung(node))
+            guard = end_when_hung(worker.busy_ms, STEP_TIMEOUT_S, leave=lambda _: self._hung(node))
             if group is None:
                 await guard
             else:
@@ -467,7 +453,7 @@ class Cluster:
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
 
-    def _held_apart(self, host: str, core: "CheckedScheduler") -> Iterator[str]:
+    def _held_apart(self, host: str, core: CheckedScheduler) -> Iterator[str]:
         """What a scheduler and its worker must have in common when nothing runs."""
         for worker_host in self.layout.ranks(host.replace("scheduler", "worker")):
             worker = self.workers.get(worker_host)
@@ -541,335 +527,6 @@ class Cluster:
                     raise FalseAnswerError(f"{tenant} got {amount} of {name} in {seconds:.1f} s")
 
 
-class CheckedScheduler(Scheduler):
-    """The core, whose invariants hold after every operation that changes it from outside, and which is as fair as its
-    policy promises."""
-
-    asked: Mapping[str, Generate] = {}
-    """What clients asked for, by the id."""
-    _names: Names
-    _fairness: Shares | None = None
-    _entering: SequenceGroup | None = None
-    """Whom others made room for last."""
-    _makes_slots = False
-    """Whether groups are preempted for the next tokens of others."""
-
-    def __init__(self, config: SchedulerConfig, names: Names | None = None) -> None:
-        known = self._names if names is None else names
-        super().__init__(config, lambda config: NamingBlocks(config, known))
-        self._place_of: dict[RequestKey, tuple[int, int]] = {}
-        self._compiled: list[Constraint] = []
-        self._arrivals = itertools.count()
-        if config.policy is PolicyKind.FAIR:
-            self._fairness = fairness = Shares(config.max_num_seqs)
-            charge = self.policy.charge
-
-            def count(plan: StepPlan, prefills: Array, tenants: Array) -> None:
-                computed, sampled = Counter[str](), Counter[str](tenants[plan.samples[:, 0]].tolist())
-                for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
-                    computed[str(tenants[row])] += num_new if prefills[row] else 0
-                before = {tenant: self._counter(tenant) for tenant in {*computed, *sampled}}
-                fairness.serve(computed, sampled)
-                charge(plan, prefills, tenants)
-                for tenant, counter in before.items():
-                    cost = PREFILL_WEIGHT * computed[tenant] + SAMPLE_WEIGHT * sampled[tenant]
-                    if self._counter(tenant) != counter + cost:
-                        self._report(AssertionError(f"{tenant} is not charged for what a step computes"))
-
-            self.policy.charge = count
-
-    def _make_pools(self) -> None:
-        super()._make_pools()
-        requeue, victims = self._placement.requeue, self._room.victims
-
-        def leave(group: SequenceGroup) -> None:
-            if self._fairness is not None:
-                self._fairness.leaves(group)
-            requeue(group)
-
-        def note(group: SequenceGroup, candidates: Sequence[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
-            self._entering = group
-            return victims(group, candidates, to_grow)
-
-        self._placement.requeue, self._room.victims = leave, note
-
-    def _counter(self, tenant: str) -> int:
-        """What the policy `fair` says that a tenant got."""
-        assert isinstance(self.policy, FairPolicy)
-        return self.policy._counter(tenant)
-
-    def _tenants_with_next(self) -> set[str]:
-        return self.waiting.tenants_with_next() | self.swapped.tenants_with_next()
-
-    def schedule(self, now: float) -> StepPlan | None:
-        self._observe_fairness()
-        are_trials = self.trials.are_on
-        plan = super().schedule(now)
-        self._observe_fairness()
-        self._check()
-        if plan is not None and self.config.prepares_constraints and not (are_trials or self.trials.are_on):
-            needs = {need for each in plan.assign for need in self.batch.sequence(each.row).request.needs}
-            if not {each for each in needs if isinstance(each, Constraint)} <= {
-                *self._compiled[-preparation.NUM_KEPT :]
-            }:
-                self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
-        return plan
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the oldest step in flight takes longer than it may."""
-        return bool(self.in_flight) and monotonic() - self.in_flight[0].planned > _STEP_TIMEOUT_S
-
-    def _start(self, group: SequenceGroup, now: float) -> None:
-        """Who waits or is swapped, and is not held, enters in the order of arrival, by the policy `priority` after
-        higher ones, and by the policy `fair` after those of tenants that got less."""
-        if not self.trials.are_on:
-            queues = (self.waiting, self.swapped)
-            waiting = [each.request for queue in queues for each in queue if not queue.is_held(each.request.key)]
-            if self.config.policy is PolicyKind.FAIR:
-                least = min(map(self._counter, self._tenants_with_next()))
-                if self._counter(group.request.tenant) > least:
-                    self._report(AssertionError(f"{group.request.tenant} goes before a tenant that got less"))
-                waiting = [each for each in waiting if each.tenant == group.request.tenant]
-            first = min(waiting, key=lambda request: self._place_of[request.key])
-            if self._place_of[first.key] < self._place_of[group.request.key]:
-                self._report(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
-        num_cached = group.cached_tokens
-        super()._start(group, now)
-        if num_cached not in (None, group.cached_tokens):
-            self._report(AssertionError(f"{group.request.request_id} counts its own blocks as cached"))
-
-    def _observe_fairness(self) -> None:
-        if self._fairness is not None:
-            self._fairness.observe(frozenset(self._tenants_with_next()))
-
-    def submit(self, request: CoreRequest, now: float) -> None:
-        if (asked := self.asked.get(request.request_id)) is not None:
-            adapter = None if request.adapter is None else request.adapter.name
-            come = request.tenant, adapter, request.cache_salt, tuple(request.prompt[: len(asked.prompt)])
-            if come != (asked.tenant, asked.adapter, salt_of(asked), asked.prompt):
-                self._report(AssertionError(f"{request.request_id} comes with another tenant, adapter, salt or prompt"))
-            if asked.front is None and request.priority != asked.priority:
-                self._report(AssertionError(f"{request.request_id} comes with priority {request.priority}"))
-        super().submit(request, now)
-        self._check()
-
-    def abort(self, key: RequestKey) -> bool:
-        done = super().abort(key)
-        self._check()
-        return done
-
-    def hand_over(
-        self, key: RequestKey, lease: Lease, now: float, lease_s: float
-    ) -> list[tuple[BlockId, BlockHash]] | None:
-        group = self.group(key)
-        sequences = group.sequences if group is not None and group.request.selects else ()
-        is_lost = any(each.num_output_tokens for each in sequences)
-        sealed = super().hand_over(key, lease, now, lease_s)
-        if sealed is not None and is_lost:
-            self._report(AssertionError(f"{key} moves, and what it has generated is lost"))
-        self._check()
-        return sealed
-
-    def abort_sequence(self, key: RequestKey, index: int) -> bool:
-        done = super().abort_sequence(key, index)
-        self._check()
-        return done
-
-    def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        charged = self._charged_drafts()
-        events = super().apply(result, now)
-        charged()
-        self._check()
-        return events
-
-    def _charged_drafts(self) -> Callable[[], None]:
-        """What it returns, called when the oldest step was applied, demands that tenants were charged for each token
-        that they got in it, but for the first of each row: these were charged with the plan."""
-        if not isinstance(self.policy, FairPolicy) or not self.in_flight or self.in_flight[0].max_drafts is None:
-            return lambda: None
-        step, table = self.in_flight[0], self.batch.rows
-        rows = step.rows[(table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]]
-        grow = [(each, each.num_tokens) for each in table.sequences_in(rows) if each is not None]
-        before = {each.request.tenant: self._counter(each.request.tenant) for each, _ in grow}
-
-        def check() -> None:
-            further = Counter[str]()
-            for each, count in grow:
-                further[each.request.tenant] += max(each.num_tokens - count - 1, 0)
-            if self._fairness is not None:
-                self._fairness.serve(Counter(), further)
-            for tenant, counter in before.items():
-                if self._counter(tenant) != counter + SAMPLE_WEIGHT * further[tenant]:
-                    self._report(AssertionError(f"{tenant} is not charged for {further[tenant]} further tokens"))
-
-        return check
-
-    def take_preparations(self) -> list[Preparation]:
-        told = super().take_preparations()
-        self._check()
-        return told
-
-    def prepared(
-        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
-    ) -> dict[ClientId, ClientEvents]:
-        need = (self.preparations._underway | self.preparations._given_up)[number].need
-        if isinstance(need, Constraint):
-            self._compiled = [each for each in self._compiled if each != need] + [need]
-        events = super().prepared(number, failure, failed)
-        self._check()
-        return events
-
-    def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
-        """A link that broke counts against nobody where steps were answered over it, and nobody is at fault before it
-        was tried alone."""
-        has_answered, before = self.trials._has_answered, dict(self.trials._losses)
-        events = super().judge_loss(was_alive=was_alive)
-        if was_alive and has_answered and self.trials._losses != before:
-            self._report(AssertionError("a link that broke counts against a request"))
-        for failure in (failure for batch in events.values() for failure in batch.failed):
-            if int(failure.message.partition(", the last ")[2].partition(" ")[0]) < LOSSES_ON_TRIAL:
-                self._report(AssertionError(f"it is at fault without a trial: {failure.message}"))
-        return events
-
-    def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
-        # It would be planned again, and perhaps not refused then.
-        self._report(AssertionError(f"a worker refuses a step: {detail}"))
-        return super().refuse_in_flight(detail)
-
-    def void_in_flight(self, now: float) -> None:
-        if self._fairness is not None:
-            for group in (*self.running, *self.swapped):
-                self._fairness.leaves(group)
-        super().void_in_flight(now)
-        self._compiled.clear()
-        self._check()
-
-    def _enqueue(self, group: SequenceGroup) -> None:
-        if self._fairness is not None:
-            self._fairness.arrives(group.request)
-        by_priority, tenant = self.config.policy is PolicyKind.PRIORITY, group.request.tenant
-        place = -group.request.priority if by_priority else 0, next(self._arrivals)
-        if (replaced := group.request.replaces) is not None:
-            place = self._place_of.get(RequestKey(group.request.key.client, replaced), place)
-        self._place_of[group.request.key] = place
-        waiting = self.waiting.tenants() | self.swapped.tenants()
-        super()._enqueue(group)
-        comes_back = self.config.policy is PolicyKind.FAIR and waiting and tenant not in waiting
-        if comes_back and self._counter(tenant) < min(map(self._counter, waiting)):
-            self._report(AssertionError(f"{tenant} comes back ahead of all that wait"))
-
-    def _preempt_for_decodes(self, now: float) -> bool:
-        self._makes_slots = True
-        try:
-            return super()._preempt_for_decodes(now)
-        finally:
-            self._makes_slots = False
-
-    def _preempt(self, group: SequenceGroup, now: float) -> None:
-        if self._makes_slots and self.batch.blocks.has_retired:
-            self._report(AssertionError(f"{group.request.request_id} makes room beside blocks of finished requests"))
-        if self.config.policy is not PolicyKind.FAIR:
-            if group is not self.running.last():
-                self._report(AssertionError(f"{group.request.request_id} makes room before those behind it"))
-        elif self._makes_slots:
-            tenant = group.request.tenant
-            most = max(map(self._counter, self.running.tenants()))
-            if self._counter(tenant) < most or group is not self.running.last_of(tenant):
-                self._report(AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others"))
-        super()._preempt(group, now)
-        if self._fairness is not None and group.request.key in self.swapped:
-            # What is in flight is drawn again.
-            self._fairness.leaves(group)
-
-    def pin(
-        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
-    ) -> Pin:
-        made = super().pin(tenant, token_ids, now, time_to_live, adapter)
-        pinned = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
-        if len(pinned) > self.config.pin_quota * self.config.num_blocks:
-            self._report(AssertionError(f"{tenant} pins {len(pinned)} blocks of {self.config.num_blocks}"))
-        return made
-
-    def expire_pins(self, now: float) -> None:
-        before = list(self.pins)
-        super().expire_pins(now)
-        if early := [pin.pin_id for pin in before if self.pins.of_key(pin.key) is None and pin.expires_at > now]:
-            self._report(AssertionError(f"pins {early} end before their time"))
-
-    def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
-        before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]
-        ends = {pin.pin_id: pin.expires_at for pin in old.pins}
-        failures = super().take_over(old, now)
-        # Blocks of another size give other ids.
-        if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
-            self._report(AssertionError(f"pins {longer} last longer than they were to"))
-        failed = {failure.key for failure in failures}
-        if lost := [key for key in before if key not in failed and self.group(key) is None]:
-            self._report(AssertionError(f"{lost} are dropped without a word"))
-        return failures
-
-    def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        super().restore_sealed(sealed)
-        self._check()
-
-    def _displace(self, now: float) -> None:
-        """Who displaces others goes before each of them, and finds room then."""
-        before = {} if self.config.policy is PolicyKind.FCFS else dict.fromkeys(self.running)
-        if self.config.policy is PolicyKind.FAIR:
-            before = {group: self.batch.num_new_tokens(group) for group in before}
-        super()._displace(now)
-        displaced = [group for group in before if group.request.key not in self.running]
-        if not displaced:
-            return
-        entering = self._entering
-        assert entering is not None
-        if self.config.policy is PolicyKind.FAIR:
-            counter = self._counter(entering.request.tenant)
-            if any((before[each] or 0) < TURN or self._counter(each.request.tenant) <= counter for each in displaced):
-                self._report(AssertionError("a request displaces one whose turn is not over"))
-        elif entering.request.priority <= max(group.request.priority for group in displaced):
-            self._report(AssertionError("a request displaces one that does not come after it"))
-        is_all = len(displaced) < scheduler_core._MAX_DISPLACED and len(self.running)
-        if is_all and not self._room.fits(entering, self._room.to_grow()):
-            self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
-
-    def _check(self) -> None:
-        if lost := [pin.pin_id for pin in self.pins if not pin.is_held and self.group(pin.key) is None]:
-            self._report(AssertionError(f"pins {lost} hold nothing, and nobody computes them"))
-        try:
-            invariants.check(self)
-        except Exception as error:
-            # The service may catch it.
-            self._report(error)
-            raise
-
-    @staticmethod
-    def _report(error: Exception) -> None:
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(error)
-
-
-def _expire_checked(leases: Leases, now: float, pool: BlockPool) -> None:
-    """Leases last as long as they were promised to, unless they give way."""
-    before = {lease: leased.expires_at for lease, leased in leases._leases.items()}
-    _expire(leases, now, pool)
-    if any(ends_at > now for lease, ends_at in before.items() if lease not in leases._leases):
-        CheckedScheduler._report(AssertionError("a lease ends early"))
-
-
-_expire = Leases.expire
-
-
-class RecordedScheduler(recorder._RecordedScheduler, CheckedScheduler):
-    """The same, recorded."""
-
-    def __init__(self, config: SchedulerConfig, names: Names, recording: Recorder) -> None:
-        self._names = names
-        super().__init__(config, recording.put, recording._hider)
-
-
 @contextmanager
 def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
     """Inside the block, scheduler services have cores that check themselves, and the last cluster knows their parts."""
@@ -903,7 +560,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
         # Recordings have no class of tests.
-        patch.object(Leases, "expire", _expire_checked),
+        patch.object(Leases, "expire", expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
         patch.object(scheduler_app, "StepLoop", make_loop),
     ):
@@ -928,7 +585,7 @@ def draw_layout(draw: Random, kind: Kind) -> Layout:
     )
     settings = SchedulerSettings(
         log_level="error",
-        step_timeout=_STEP_TIMEOUT_S,
+        step_timeout=STEP_TIMEOUT_S,
         drain_timeout=_DRAIN_TIMEOUT_S,
         policy=draw.choice(("fcfs", "priority", "fair")),
         preemption_mode=draw.choice(("auto", "swap", "recompute", *(("swap",) if is_tight else ()))),
