@@ -158,8 +158,8 @@ def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] 
     for option in options:
         if option.name in given:
             values[option.name] = option.value(given[option.name], option.flag)
-        elif environ and option.is_given_in(environ):
-            values[option.name] = option.value([environ[option.variable]], option.variable)
+        elif environ and option.variable and (text := option.text_in(environ)) is not None:
+            values[option.name] = option.value([text], option.variable)
     if path := values.get(_CONFIG_FIELD):
         values = _read_config(path, options, program) | values
     try:
@@ -222,10 +222,10 @@ class Option:
     parse: Callable[[str], Any]
     setting: _Setting
 
-    def is_given_in(self, environ: Mapping[str, str]) -> bool:
-        """Whether the environment has a value of it."""
+    def text_in(self, environ: Mapping[str, str]) -> str | None:
+        """What the environment says; None where it says nothing."""
         text = environ.get(self.variable) if self.variable else None
-        return bool(text) or (text is not None and self.setting.refuses_empty)
+        return text if text or self.setting.refuses_empty else None
 
     @property
     def key(self) -> str:

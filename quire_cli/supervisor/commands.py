@@ -127,7 +127,7 @@ class Commands:
 
     @property
     def response_store(self) -> str:
-        """Several gateways keep responses where each of them finds those of the others, as long as this process runs."""
+        """Where gateways keep responses; each of several finds those of the others, as long as this process runs."""
         place = self.settings.response_store
         return f"{SQLITE}{self.directory / 'responses.db'}" if place == MEMORY and len(self.gateways) > 1 else place
 

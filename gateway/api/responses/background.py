@@ -187,7 +187,7 @@ class BackgroundResponses:
                 self._news.pop(name, None)
 
     async def run(self) -> None:
-        """Renews the leases of what runs here, takes over what no gateway runs, and tells readers of what other gateways
+        """Renews the leases of what runs here, takes over what no gateway runs, and tells readers what other gateways
         write; until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(), name="news of background responses")

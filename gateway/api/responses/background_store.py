@@ -217,9 +217,11 @@ class BackgroundStore:
         ).fetchone()
         return number
 
-    def end(self, tenant: str, response_id: str, status: str, last: Callable[[bytes, int], tuple[bytes, bytes]]) -> bool:
-        """Ends a running response, whoever runs it; returns whether it ran. Of its events, written out, and their number
-        `last` makes the response and the last event."""
+    def end(
+        self, tenant: str, response_id: str, status: str, last: Callable[[bytes, int], tuple[bytes, bytes]]
+    ) -> bool:
+        """Ends a running response, whoever runs it; returns whether it ran. `last` takes its events, written out, and
+        their number, and returns the response and the last event."""
         name = tenant, response_id
         with changing(self._database) as database:
             changed = database.execute(

@@ -146,7 +146,8 @@ async def test_a_cancelled_response_keeps_what_it_had_said(tmp_path, model):
         text = "".join(each["delta"] for each in said if each["type"] == "response.output_text.delta")
         assert cancelled is not None
         (message,) = cancelled["output"]
-        assert (cancelled["status"], message["status"], message["content"][0]["text"]) == ("cancelled", "incomplete", text)
+        assert (cancelled["status"], message["status"]) == ("cancelled", "incomplete")
+        assert message["content"][0]["text"] == text != ""
         assert said[-1]["response"] == cancelled
         two.workers[0].hang.clear()
 

@@ -7,8 +7,8 @@ from gateway.api.ui.watch_messages import StateAt, load_sample
 from quire.scheduler.v1 import scheduler_pb2
 
 
-def make_state(seconds: float, **fields: int) -> StateAt:
-    state = scheduler_pb2.GetStateResponse(scheduler_epoch=1, steps=int(seconds) * 10, **fields)
+def make_state(seconds: float) -> StateAt:
+    state = scheduler_pb2.GetStateResponse(scheduler_epoch=1, steps=int(seconds) * 10)
     state.gpu_pool.total_blocks = 8
     state.served.generated_tokens, state.served.running_sequences = int(seconds) * 100, 7
     state.served.first_token_ms_p50, state.served.first_token_ms_p95 = 20.0, 90.0
