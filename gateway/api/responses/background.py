@@ -155,7 +155,7 @@ class BackgroundResponses:
             InvalidArgument: it has no event of this number yet; `field_name` is where the reader said the number.
         """
         name = tenant, response_id
-        last = await self._store.run(self._store.last_number, tenant, response_id)
+        last = await self._store.run(self._store.last_number, tenant, response_id) if after >= 0 else after
         if last < after and await self.get(tenant, response_id) is not None:
             description = f'is {after}; the last event of response "{response_id:.80}" so far is number {last}'
             raise invalid_field(field_name, description)

@@ -26,7 +26,7 @@ class SlowStore:
 
 @pytest.mark.parametrize("num_others", [0, 1])
 async def test_a_change_during_a_look_wakes_its_reader_whoever_looks_then(monkeypatch, num_others):
-    monkeypatch.setattr(background, "_POLL_S", 600.0)
+    monkeypatch.setattr(background, "_RENEW_S", 600.0)
     store = SlowStore()
     responses = BackgroundResponses(*(cast(Any, each) for each in (None, store, None, None)))
 
