@@ -46,6 +46,9 @@ MAX_CANCELLED = 1024
 KEPT_ROOM_S = 5.0
 """How long room is kept for a request that still runs at another replica."""
 
+COME_BACK_S = 1.0
+"""How long gateways whose streams broke may take to come back to a scheduler that drains."""
+
 MAX_UNDELIVERED = 2_000_000
 """How many tokens and log probabilities are kept of plain requests that ended without a reader."""
 
@@ -256,10 +259,18 @@ class Requests:
         for connection in self._connections.values():
             connection.outbox.put_readiness(readiness)
 
+    def has_of(self, gateway_id: str) -> bool:
+        """Whether there are requests that the gateway submitted."""
+        return any(owned.gateway_id == gateway_id for owned in self._by_handle.values())
+
     async def end_once_unread(self) -> None:
-        """For a scheduler that drains, where no gateway can connect any more: once none is connected, nobody will ever
-        read what is live, and it ends."""
-        await self._none_connected.wait()
+        """For a scheduler that drains, where only a gateway can connect whose stream broke: once none is connected and
+        none comes back, nobody will ever read what is live, and it ends."""
+        while True:
+            await self._none_connected.wait()
+            await asyncio.sleep(COME_BACK_S)
+            if self._none_connected.is_set():
+                break
         for owned in list(self._kept.values()):
             if owned.reader is None:
                 self.forget(owned)

@@ -203,7 +203,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
         # A refusal before the message is read could meet the gateway's write, which grpc then reports as INTERNAL.
         first = await anext(messages, None)
-        self._check_available()
+        is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
+        if not is_back:
+            self._check_not_draining()
+        self._check_attached()
         if first is None or first.WhichOneof("message") != "hello":
             raise FailedPrecondition("the first message of a stream must be hello")
         if not first.hello.gateway_id:
@@ -233,6 +236,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _check_available(self) -> None:
         self._check_not_draining()
+        self._check_attached()
+
+    def _check_attached(self) -> None:
         if self._loop.scheduler is None:
             loading = self._loop.loading
             raise Unavailable(

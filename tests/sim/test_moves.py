@@ -11,7 +11,7 @@ from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.sim.world.checked_core import CheckedScheduler
 from tests.sim.world.cluster import MANY
-from tests.sim.world.faults import Drain, Fault, Stop
+from tests.sim.world.faults import Drain, Fault, Reset, Stop
 from tests.sim.world.traffic import LONGEST, Generate
 from tests.sim.world.world import World
 from tests.sim.worlds import Plan, draw_moving, run_world
@@ -85,6 +85,9 @@ def all_drain(seed: int) -> Plan:
     within_s = draw.choice((0.0, 0.02, 0.1, 0.5))
     hosts = [host for host in layout.replicas if host.startswith("scheduler")]
     faults: list[Fault] = [Drain(BEGIN_S + 1.0 + draw.uniform(0, within_s), host) for host in hosts]
+    if draw.random() < 0.5:
+        # The streams of gateways to schedulers.
+        faults += [Reset(BEGIN_S + 1.0 + draw.uniform(0, 2.0), "gateway", number) for number in range(6)]
     # Long after that they start anew.
     faults += [Stop(BEGIN_S + 120.0, host) for host in hosts]
     return replace(
