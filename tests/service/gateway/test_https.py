@@ -92,32 +92,11 @@ async def test_who_believes_the_authority_is_answered_and_who_does_not_is_not(
         await gateway.http.get("/live")
 
 
-async def test_new_files_hold_for_new_connections_and_running_ones_go_on(
-    gateway: RunningGateway, tmp_path: Path
-) -> None:
-    before = trusting(tmp_path)
-    async with client_of(gateway, before) as running:
-        assert (await running.get("/live")).status_code == 200
-        make_certificates(tmp_path)
-        assert await is_answered(gateway, trusting(tmp_path))
-        assert not await is_answered(gateway, before)
-        assert (await running.get("/live")).status_code == 200
-
-
 async def test_damaged_new_files_leave_the_old_ones_in_force(gateway: RunningGateway, tmp_path: Path) -> None:
     before = trusting(tmp_path)
     (tmp_path / "gateway.pem").write_text("damaged")
     for _ in range(2):
         assert await is_answered(gateway, before)
-
-
-async def test_a_gateway_that_asks_for_certificates_answers_nobody_without_one(
-    asking_gateway: RunningGateway, tmp_path: Path
-) -> None:
-    make_certificates(tmp_path / "other")
-    assert await is_answered(asking_gateway, trusting(tmp_path, tmp_path))
-    assert not await is_answered(asking_gateway, trusting(tmp_path))
-    assert not await is_answered(asking_gateway, trusting(tmp_path, tmp_path / "other"))
 
 
 async def test_a_session_from_before_does_not_spare_a_client_its_certificate(

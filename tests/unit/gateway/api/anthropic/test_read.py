@@ -71,22 +71,9 @@ async def test_parameters_become_those_of_the_contract():
     assert list(prompt.tools) == [Tool(name="look", description="Looks.", parameters='{"type":"object"}', strict=False)]
     assert prompt.tool_choice == ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED)
     assert not prompt.parallel_tool_calls
+    assert chat_of(await options(tools=[TOOL], tool_choice={"type": "auto"})).parallel_tool_calls
     assert prompt.response_format == Constraint(json_schema='{"type":"object"}')
     assert dict(prompt.template_options.arguments) == {"enable_thinking": False, "reasoning_effort": "low"}
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ({"type": "auto"}, ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_AUTO)),
-        ({"type": "none"}, ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_NONE)),
-        ({"type": "tool", "name": "look"}, ToolChoice(name="look")),
-    ],
-)
-async def test_choices_of_tools(choice, expected):
-    prompt = chat_of(await options(tools=[TOOL], tool_choice=choice))
-    assert prompt.tool_choice == expected
-    assert prompt.parallel_tool_calls
 
 
 async def test_a_last_message_of_the_assistant_is_continued():
