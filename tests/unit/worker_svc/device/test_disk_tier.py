@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.settings import ConfigurationError
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
-from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, OTHERS, hashes
+from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, hashes
 from worker_svc.device import file_lock
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.seals import SealInventory
@@ -98,17 +98,6 @@ def test_the_block_read_longest_ago_gives_way_and_each_change_is_told(path: Path
     assert file.take_changes() == [(0, None)]
 
 
-@pytest.mark.parametrize("field_name", OTHERS)
-def test_file_of_another_namespace_is_empty(path: Path, field_name: str) -> None:
-    file = open_file(path)
-    file.write(name(1), content(1))
-    file.close()
-    other = open_file(path, **{field_name: OTHERS[field_name]})
-    assert other.names == []
-    other.close()
-    assert open_file(path).names == []
-
-
 def test_no_damaged_byte_is_ever_read(path: Path) -> None:
     file = open_file(path)
     for number in (1, 2):
@@ -135,36 +124,6 @@ def test_no_damaged_byte_is_ever_read(path: Path) -> None:
         file = open_file(path)
         assert False not in contents_of(file).values()
         file.close()
-
-
-def test_worker_killed_at_any_write_leaves_whole_blocks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, left = BlockFile._write, [0]
-
-    class Killed(BaseException):
-        pass
-
-    def write_until_killed(file: BlockFile, data: bytes, start: int) -> None:
-        # Half of the last write is there.
-        left[0] -= 1
-        write(file, data[: len(data) // 2] if left[0] < 0 else data, start)
-        if left[0] < 0:
-            raise Killed
-
-    for number_of_writes in range(3):
-        path.unlink(missing_ok=True)
-        file = open_file(path, 1)
-        file.write(name(1), content(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(BlockFile, "_write", write_until_killed)
-            left[0] = number_of_writes
-            with pytest.raises(Killed):
-                file.write(name(2), content(2))
-        os.close(file._file)
-        again = open_file(path, 1)
-        assert contents_of(again) == {}, "block 1 gave way, and block 2 was not whole"
-        again.write(name(3), content(3))
-        assert contents_of(again) == {3: True}
-        again.close()
 
 
 @dataclass

@@ -234,16 +234,6 @@ def test_rows_of_an_adapter_that_was_replaced_are_computed_no_more() -> None:
     ledger.admit(decode(4))
 
 
-def test_slots_are_empty_after_a_reset() -> None:
-    ledger = make_ledger()
-    load_adapter(ledger, 0)
-    ledger.begin_load(1)
-    ledger.reset()
-    with pytest.raises(InvalidArgument, match="no adapter is loaded"):
-        ledger.admit(make_step(assign_adapted(0, 0)))
-    ledger.begin_load(1)
-
-
 def test_a_forked_row_has_its_parents_adapter() -> None:
     rows = make_rows()
     rows.apply(make_changes(assign=[make_assign(0, [1], [8], adapter_slot=4), make_assign(1, [4], [9])], fork=[(0, 3)]))

@@ -49,14 +49,6 @@ def make_worker(device_loop: DeviceLoop, other: OtherRank, world_size: int = 2) 
     return Worker(replace(CONFIG.info(), world_size=world_size), runner, device_loop, other.agree)
 
 
-async def test_a_rank_says_what_it_holds_when_the_others_are_at_its_epoch(device_loop: DeviceLoop) -> None:
-    other = OtherRank()
-    other.comes.set()
-    sealed = await make_worker(device_loop, other).sealed_blocks(7)
-    assert other.asked == [(7, 0)]
-    assert len(sealed.block_ids) == 0
-
-
 async def test_a_rank_whose_others_are_at_a_higher_epoch_is_superseded(device_loop: DeviceLoop) -> None:
     other = OtherRank()
     other.epoch = 8
@@ -109,16 +101,6 @@ def make_adapted(device_loop: DeviceLoop) -> tuple[Worker, FakeAdapters]:
 
 def load(slot: int) -> LoadAdapter:
     return LoadAdapter(5, slot, bytes(32), Path("adapter"))
-
-
-async def test_an_adapter_is_in_its_slot_when_the_answer_comes(device_loop: DeviceLoop) -> None:
-    worker, adapters = make_adapted(device_loop)
-    answer = asyncio.create_task(worker.load_adapter(load(1)))
-    await asyncio.sleep(0)
-    assert adapters.slots == {}
-    adapters.reads[0].set_result("loaded")
-    assert await answer == AdapterLoaded(5)
-    assert adapters.slots == {1: "loaded"}
 
 
 @pytest.mark.parametrize(
