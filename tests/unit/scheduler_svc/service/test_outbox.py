@@ -2,7 +2,6 @@ import asyncio
 
 import numpy as np
 
-from quire.arrays import decode_int32
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import ResourceExhausted
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
@@ -54,30 +53,6 @@ async def is_empty(outbox: Outbox) -> bool:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return waiting.cancel()
-
-
-async def test_what_piles_up_goes_out_as_one_message_in_order():
-    outbox = Outbox()
-    for step in range(1, 4):
-        outbox.put(step, make_events((1, step, 10 * step), (2, step, 20 * step)))
-    outgoing = await outbox.take()
-    assert outgoing is not None
-    message = events_message(outgoing).events
-    assert message.step_id == 3
-    assert decode_int32(message.handles, "handles").tolist() == [1, 2, 1, 2, 1, 2]
-    assert decode_int32(message.offsets, "offsets").tolist() == [1, 1, 2, 2, 3, 3]
-    assert decode_int32(message.token_ids, "token_ids").tolist() == [10, 20, 20, 40, 30, 60]
-
-
-async def test_what_is_more_than_one_message_goes_out_in_several_and_in_order():
-    outbox = Outbox()
-    for step in range(1, 6):
-        outbox.put(step, make_output(step, 20_000))
-    outgoing = [await taken(outbox) for _ in range(3)]
-    assert [[batch.handles[0] for batch in each.batches] for each in outgoing] == [[1, 2], [3, 4], [5]]
-    assert [each.step_id for each in outgoing] == [2, 4, 5]
-    assert all(each.size <= MAX_SIZE for each in outgoing)
-    assert await is_empty(outbox)
 
 
 async def test_events_of_one_step_are_parted_between_requests_and_never_within_one():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted
@@ -17,14 +16,12 @@ from scheduler_svc.core.request import EmittedSequence, Handle, Request, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
-from scheduler_svc.service import outbox
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
+from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from tests.support.core_driver import make_config, make_request
-from tests.support.logprobs import Line, columns_of
 from tests.support.step_loop import make_step_loop
 
 NONCE = 7
@@ -252,27 +249,6 @@ def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_
     assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
 
 
-def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_it_is(bench):
-    connection = bench.connect(credit=10**6)
-    bench.requests = Requests(
-        bench.core.abort, bench.core.progress, DurableLimits(8, 3000, 60.0), bench.timers.call_later
-    )
-    first = bench.admit(make_request(1, prompt_len=10, max_tokens=10_000), connection, durable=True)
-    assert bench.requests.num_durable_tokens == 10 + MAX_GROWTH
-    for _ in range(2500):
-        bench.step(first)
-    assert bench.requests.num_durable_tokens == 10 + 2500 + MAX_GROWTH
-    with pytest.raises(ResourceExhausted, match=r"3\d\d\d tokens of durable requests would be kept; .* room for 3000"):
-        bench.admit(make_request(2, prompt_len=10, max_tokens=1), connection, durable=True)
-    bench.step(first, ends=True)
-    assert bench.requests.num_durable_tokens == 10 + 2501
-    assert bench.requests.find("", "request-1").history.num_tokens == 2501
-    # What is over makes room.
-    bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
-    with pytest.raises(NotFound):
-        bench.requests.find("", "request-1")
-
-
 def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(bench):
     connection = bench.connect()
     assert fill(bench, connection, "a") == 8
@@ -393,58 +369,3 @@ def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_toke
     bench.step(later)
     bench.requests.close(first)
     assert bench.resubmit(make_request(3), bench.connect(), has(0), nonce=2) is None
-
-
-def prompt_report(owned: OwnedRequest, first_position: int, count: int) -> PromptLogprobs:
-    positions = np.arange(first_position, first_position + count, dtype=np.int32)
-    columns = columns_of(Line(-float(position), int(position)) for position in positions)
-    return PromptLogprobs(owned.key.handle, first_position, positions.tolist(), columns)
-
-
-def reported(outgoing: list[Outgoing]) -> list[tuple[int, list[int]]]:
-    entries = [entry for each in outgoing for entry in each.prompt_logprobs]
-    return [(entry.first_position, entry.columns.chosen_ranks.tolist()) for entry in entries]
-
-
-def test_log_probabilities_of_a_prompt_go_on_where_the_reader_is(bench):
-    first = bench.connect()
-    owned = bench.admit(make_request(3), first)
-    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 1, 3)])
-    bench.requests.close(first)
-    bench.requests.deliver_prompt_logprobs([prompt_report(owned, 4, 2)])
-    second = bench.connect()
-    bench.resubmit(make_request(3), second, Held({}, frozenset(), 3))
-    assert reported(take_all(second)) == [(3, [3]), (4, [4, 5])]
-    bench.requests.taken(second, 1)
-    bench.requests.close(second)
-    assert bench.resubmit(make_request(3), bench.connect(), Held({}, frozenset(), 2)) is None
-
-
-def resume(bench, owned, connection, handle=50):
-    bench.requests.attach(owned, Reader(connection, Handle(handle)), Held())
-
-
-def test_a_long_durable_request_comes_in_parts_with_what_happens_meanwhile_between_them(bench, monkeypatch):
-    monkeypatch.setattr(outbox, "_REPLAYED_AT_ONCE", 10)
-    first, second = bench.connect("gateway-a"), bench.connect("gateway-b")
-    long = bench.admit(make_request(1, max_tokens=100), first, durable=True)
-    other = bench.admit(make_request(2, max_tokens=100), second)
-    bench.step(*[long] * 35)
-    resume(bench, long, second)
-    taken = []
-    while len(offsets_of(taken, 50)) < 35:
-        before = len(offsets_of(taken, 2))
-        bench.step(other, long)
-        for _ in range(2):
-            outgoing = second.outbox.poll()
-            if outgoing is not None:
-                taken.append(outgoing)
-                assert sum(len(batch.handles) for batch in outgoing.batches) <= 10
-        # The other request waits for one part at most.
-        assert len(offsets_of(taken, 2)) > before
-    bench.step(other, long)
-    bench.step(long, ends=True)
-    taken += take_all(second)
-    num_tokens = bench.requests.find("", "request-1").history.num_tokens
-    assert offsets_of(taken, 50) == list(range(num_tokens))
-    assert ends_of(taken) == [50]
