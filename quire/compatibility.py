@@ -78,8 +78,8 @@ class ModelFingerprint:
     @classmethod
     def read(cls, directory: ModelDirectory) -> Self:
         """The fingerprint of a directory or a GGUF file. It reads only the headers and a sample of the weights."""
-        if directory.path.is_file():
-            return cls._of_gguf(GgufHeader.read(directory.path))
+        if directory.gguf is not None:
+            return cls._of_gguf(directory.gguf)
         return cls(
             config=_digest([_canonical(directory.config, _WITHOUT_EFFECT)]),
             tokenizer=_tokenizer_digest(directory),

@@ -170,7 +170,7 @@ def _rotation(model: ModelDirectory) -> dict[str, Any]:
 
 
 def _with_tokenizer(model: ModelDirectory, fields: Mapping[str, Any]) -> dict[str, Any]:
-    content = json.loads(model.tokenizer_json())
+    content = model.tokenizer()
     bpe: Mapping[str, Any] = content["model"]
     if bpe["type"] != "BPE":
         raise _error(model, f"a tokenizer of the type {bpe['type']!r:.80} is not written to GGUF files, BPE alone")

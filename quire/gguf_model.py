@@ -4,7 +4,6 @@ Nothing is written to disk: `ModelDirectory` takes what `describe` returns for t
 read by the worker (`worker_svc.gguf_weights`).
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +40,12 @@ _NOT_MODELS = {
 class GgufDescription:
     """The contents of the files that a model directory would have."""
 
+    header: GgufHeader
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
-    tokenizer: bytes
-    """Of tokenizer.json."""
+    tokenizer: Mapping[str, Any]
+    """Of tokenizer.json, where merges are tuples."""
     eos_token_ids: tuple[int, ...]
     chat_templates: dict[str, str]
     """By name, as in a directory: "default", "tool_use"."""
@@ -72,10 +72,11 @@ def describe_header(header: GgufHeader) -> GgufDescription:
     templates = {"default": header.metadata.get("tokenizer.chat_template")}
     templates["tool_use"] = header.metadata.get("tokenizer.chat_template.tool_use")
     return GgufDescription(
+        header=header,
         config=config | {"eos_token_id": list(eos), "bos_token_id": fields.token_id("bos")},
         generation_config=_generation_config(fields),
         tokenizer_config=tokenizer_config,
-        tokenizer=json.dumps(tokenizer, ensure_ascii=False).encode(),
+        tokenizer=tokenizer,
         eos_token_ids=eos,
         chat_templates={name: text for name, text in templates.items() if isinstance(text, str)},
     )

@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from quire.gguf_header import LFS_POINTER, name_of_model, parts_of
+from quire.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_model import describe
 from quire.settings import ConfigurationError
@@ -66,6 +67,7 @@ class ModelDirectory:
         tool_chat_template: Another one for conversations with tools, where the model has that.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         eos_token_ids: The ids that end a text, those of generation_config.json first.
+        gguf: The header of a GGUF file, which is read once; None of a directory.
     """
 
     path: Path
@@ -76,7 +78,8 @@ class ModelDirectory:
     chat_template: str | None = field(repr=False)
     tool_chat_template: str | None = field(repr=False)
     eos_token_ids: tuple[int, ...]
-    _own_tokenizer: bytes | None = field(default=None, repr=False)
+    gguf: GgufHeader | None = field(default=None, repr=False)
+    _own_tokenizer: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -115,6 +118,7 @@ class ModelDirectory:
             chat_template=described.chat_templates.get("default"),
             tool_chat_template=described.chat_templates.get("tool_use"),
             eos_token_ids=described.eos_token_ids,
+            gguf=described.header,
             _own_tokenizer=described.tokenizer,
         )
 
@@ -137,7 +141,7 @@ class ModelDirectory:
     def tokenizer_json(self) -> bytes:
         """The content of tokenizer.json; ConfigurationError if there is none."""
         if self._own_tokenizer is not None:
-            return self._own_tokenizer
+            return json.dumps(self._own_tokenizer, ensure_ascii=False).encode()
         file = self.path / "tokenizer.json"
         try:
             content = file.read_bytes()
@@ -147,6 +151,10 @@ class ModelDirectory:
             raise ConfigurationError(f"model directory {self.path} has no {file.name}") from None
         except OSError as error:
             raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+
+    def tokenizer(self) -> Mapping[str, Any]:
+        """The same as values. Raises ConfigurationError as `tokenizer_json`, and ValueError where it is no JSON."""
+        return json.loads(self.tokenizer_json()) if self._own_tokenizer is None else self._own_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,13 +168,13 @@ class GgufWeight:
         return torch.from_numpy(result).view(shape)
 
 
-def gguf_weights(file: Path) -> Mapping[str, GgufWeight]:
-    """The tensors of a file, or of all parts of the model, by the names of transformers.
+def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, GgufWeight]:
+    """The tensors of a file, or of all parts of the model, by the names of transformers. A `header` was read already.
 
     Raises:
         ConfigurationError: the file is damaged, a tensor has a type that is not read, or a name that is not known.
     """
-    header = GgufHeader.read(file)
+    header = header or GgufHeader.read(file)
     layout, scales = _Layout(header), _scales(header)
     found: dict[str, GgufWeight] = {}
     for tensor in header.tensors.values():

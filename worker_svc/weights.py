@@ -17,6 +17,7 @@ from torch import nn
 
 from kernels.packed_weight import CodedWeight, Quantization
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
+from quire.gguf_header import GgufHeader
 from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
 from worker_svc.gguf_weights import gguf_weights
@@ -117,14 +118,14 @@ class Checkpoint:
         self._base_prefix = base_prefix
 
     @classmethod
-    def open(cls, directory: Path, *, base_prefix: str) -> "Checkpoint":
-        """Reads the headers of all files.
+    def open(cls, directory: Path, *, base_prefix: str, gguf: GgufHeader | None = None) -> "Checkpoint":
+        """Reads the headers of all files, but for that of a GGUF file where it was read already.
 
         Raises:
             ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
         """
         if directory.suffix == GGUF_SUFFIX and directory.is_file():
-            return cls(directory, gguf_weights(directory), base_prefix)
+            return cls(directory, gguf_weights(directory, gguf), base_prefix)
         tensors: dict[str, StoredTensor] = {}
         for file in weight_files(directory):
             tensors.update(_read_header(file))

@@ -123,7 +123,7 @@ def _load_native(
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
-    checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix)
+    checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix, gguf=described.gguf)
     checkpoint = _with_embedding(model, with_quantized_weights(checkpoint, described))
     if placement.quantization is Quantization.INT8_DYNAMIC and Coding.FP8.value in codings_of(checkpoint):
         raise ConfigurationError(

@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kernels.packed_weight import Coding, Quantization
+from quire.compatibility import ModelFingerprint
+from quire.constraints.matcher import Vocabulary
+from quire.gguf_header import GgufHeader
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.coded_weights import make_coded
@@ -21,6 +24,7 @@ from tests.support.models import Family, make_model, make_tokenizer, randomize
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.models.registry import load_model
+from worker_svc.weights import Checkpoint
 
 Kind = gguf.GGMLQuantizationType
 SIZES = {
@@ -294,3 +298,15 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content[:length])
         with pytest.raises(ConfigurationError, match=r"m\.gguf"):
             gguf_weights(ModelDirectory.open(file).path)
+
+
+def test_what_a_start_reads_of_a_model_needs_its_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "model", "llama")
+    read: list[Path] = []
+    read_file = GgufHeader._read_file
+    monkeypatch.setattr(GgufHeader, "_read_file", lambda path: read.append(path) or read_file(path))
+    model = ModelDirectory.open(write_gguf(tmp_path / "m.gguf", tmp_path / "model"))
+    assert ModelFingerprint.read(model).weights
+    assert Checkpoint.open(model.path, base_prefix="model.", gguf=model.gguf).tensors
+    assert len(Vocabulary.of_model(model, None).token_bytes) == model.config["vocab_size"]
+    assert len(read) == 1

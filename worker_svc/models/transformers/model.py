@@ -258,7 +258,7 @@ def load_pretrained(
         ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen, or would be
             ignored in a GGUF file.
     """
-    checkpoint = with_quantized_weights(Checkpoint.open(described.path, base_prefix=""), described)
+    checkpoint = with_quantized_weights(Checkpoint.open(described.path, base_prefix="", gguf=described.gguf), described)
     # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
     vars(config).pop("quantization_config", None)
     weights = _CountedWeights(checkpoint, progress)
