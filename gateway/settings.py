@@ -221,7 +221,12 @@ class BatchFlags(ServiceFlags):
         100 << 20, "maximum bytes of a file", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
     max_batch_dir_bytes: int = setting(
-        4 << 30, "maximum bytes of all files of --batch-dir", parse=parse_bytes, minimum=1024, metavar="BYTES"
+        4 << 30,
+        "bytes of uploaded files, results and answers in --batch-dir from which on no file is uploaded and no batch "
+        "begins; batches that have begun are finished beyond it",
+        parse=parse_bytes,
+        minimum=1024,
+        metavar="BYTES",
     )
 
 

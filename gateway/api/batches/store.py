@@ -60,6 +60,10 @@ CREATE TABLE IF NOT EXISTS lines (
 );
 PRAGMA user_version = {_VERSION};
 """
+# Results are files too; until a batch is done, its answers stand in the database.
+_TOTAL_BYTES = """
+SELECT (SELECT coalesce(sum(bytes), 0) FROM files) + (SELECT coalesce(sum(length(answer)), 0) FROM lines)
+"""
 _COLUMNS = ("tenant", "id", "created", "key_id", "input_file", "endpoint", "status", "expires_at")
 _COUNTS = ("num_lines", "num_good", "num_bad")
 Arguments = ParamSpec("Arguments")
@@ -159,7 +163,11 @@ def _unusable(error: Exception) -> Unavailable:
 
 class BatchStore:
     """See the module. All methods but `run`, `finish`, `path_of` and `new_path` belong into the store's own thread,
-    which `run` calls them in. `owner` names this gateway; all files together have at most `max_bytes`."""
+    which `run` calls them in. `owner` names this gateway.
+
+    Files are uploaded, and batches begin, as long as all files and answers together have at most `max_bytes`. A batch
+    that has begun is finished whatever its answers take: they were computed.
+    """
 
     def __init__(self, directory: Path, owner: str, max_bytes: int) -> None:
         """Raises ConfigurationError if the directory cannot be used."""
@@ -223,11 +231,14 @@ class BatchStore:
             raise ResourceExhausted(
                 f"this tenant has {number:,} files, as many as may be; delete some", reason="FILE_LIMIT"
             )
-        (size,) = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+        self._check_bytes(num_bytes)
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        (size,) = self._database.execute(_TOTAL_BYTES).fetchone()
         if size + num_bytes > self._max_bytes:
             raise ResourceExhausted(
-                f"all files have {shown_bytes(size)}, and with {shown_bytes(num_bytes)} more they would exceed "
-                f"{shown_bytes(self._max_bytes)} (--max-batch-dir-bytes); delete some",
+                f"all files and the answers of batches have {shown_bytes(size)}, and with {shown_bytes(num_bytes)} "
+                f"more they exceed {shown_bytes(self._max_bytes)} (--max-batch-dir-bytes); delete some files",
                 reason="FILE_LIMIT",
             )
 
@@ -290,11 +301,12 @@ class BatchStore:
 
         Raises:
             NotFound: there is no such file.
-            ResourceExhausted: the tenant has too many active ones.
+            ResourceExhausted: the tenant has too many active ones, or there is no room for answers.
         """
         batch_id, now = f"batch_{entropy.random_hex(16)}", int(clock.unix_s())
         with changing(self._database) as database:
             self.file(tenant, input_file)
+            self._check_bytes(0)
             (active,) = database.execute(
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN {ACTIVE}", (tenant,)
             ).fetchone()

@@ -13,7 +13,7 @@ from gateway.api.batches import store as batches
 from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.store import BatchStore, Line, NotOwnerError
 from gateway.request.counting import EntryLimits
-from quire.rpc.errors import Unavailable
+from quire.rpc.errors import ResourceExhausted, Unavailable
 
 TENANT = "a"
 
@@ -125,3 +125,16 @@ def test_a_file_of_very_many_blank_lines_is_read_no_further(tmp_path):
     path.write_bytes(b"\n" * 1000 + line)
     (error,) = read_lines(path, "/v1/completions", limits)[1]
     assert (error.line, error.code) == (4, "too_many_lines")
+
+
+async def test_answers_and_results_count_like_files_and_end_what_could_still_begin(store):
+    batch_id, file_id = begun_batch(store)
+    other_id, path = store.new_path()
+    path.write_bytes(b"x" * 100)
+    store._max_bytes = 3 + 2 + 99  # the input, an answer, and less than the other file
+    with pytest.raises(ResourceExhausted, match="--max-batch-dir-bytes"):
+        store.add_file(TENANT, other_id, "in", "batch")
+    await store.finish(batch_id, batches.COMPLETED)
+    store._max_bytes = 3 + 3 - 1  # the answer has a line end as a result
+    with pytest.raises(ResourceExhausted, match="have 6 B,"):
+        store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
