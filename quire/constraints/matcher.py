@@ -5,6 +5,7 @@ any process, allow the same next tokens.
 """
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ _SLICES = [
     *(f"{_CHARACTER}{{{least},{most}}}" for least, *each in _LENGTHS for most in each),
     f"{_CHARACTER}+",
 ]
-_SHOWN_ERROR = 300
+_SHOWN_ERROR, _SHOWN_PATTERN = 300, 20
+# A pattern of one line, a mark below what is wrong, and the reason.
+_REGEX_ERROR = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<before> *)\^.*\nerror: (?P<reason>[^\n]*)")
 _KEPT_MASKS = 256
 
 
@@ -84,9 +87,9 @@ class Vocabulary:
             ConfigurationError: the directory has no tokenizer.
             ValueError: as the constructor.
         """
-        content = json.loads(directory.tokenizer_json())
-        content["added_tokens"] = _added_tokens(content, directory.tokenizer_config)
-        return cls(content, size, directory.eos_token_ids)
+        content = directory.tokenizer()
+        added = _added_tokens(content, directory.tokenizer_config)
+        return cls({**content, "added_tokens": added}, size, directory.eos_token_ids)
 
     def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
         """`mask_of` with a cache: requests use the same few sets."""
@@ -236,7 +239,11 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
 
 
 def _explained(error: str) -> str:
-    """An error of the library in one line; exceeded limits and empty languages are explained."""
+    """An error of the library in one line; exceeded limits and empty languages are explained. Of a regular expression
+    it shows what is at fault, not the whole."""
+    if (found := _REGEX_ERROR.search(error)) is not None:
+        pattern, place = found["pattern"], len(found["before"])
+        return f'invalid regular expression: {found["reason"]} at "{pattern[place : place + _SHOWN_PATTERN]}"'
     text = " ".join(error.replace("<non-verbose/>", "").split("<state>")[0].split())
     if "NoExtension" in text:
         return "no text of the model's tokens matches it"

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import ConstraintError, read_schema
+from quire.constraints.json_schema import ConstraintError, check_regex, read_schema
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
@@ -29,6 +29,7 @@ _FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
 _NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Lark has a colon between the name of a rule and its definition.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_REGEX_OF_LARK = re.compile(r"/(?:[^/\\\n]|\\.)+/")
 # Models put white space before a JSON text that follows other text.
 _LEADING_SPACE = "/[ \\t\\n]{1,4}/"
 
@@ -137,10 +138,13 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
         case "regex":
             if not text:
                 raise ConstraintError(field, "is empty; it needs at least 1 character")
+            check_regex(field, text)
             return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
         case "lark":
             if not text.strip():
                 raise ConstraintError(field, "is empty; it needs at least a rule `start`")
+            for found in _REGEX_OF_LARK.finditer(text):
+                check_regex(field, found.group()[1:-1], f" in the terminal {found.group():.20}...")
             if _GBNF_RULE.search(text) is None:
                 return {"lark_grammar": text}
             try:
