@@ -222,7 +222,7 @@ class Ledger:
                 live.kv_source = event.source
                 outcome.moved.append(live)
             case RequestFailed():
-                outcome.failed.append((live, event.error))
+                outcome.failed.append((live, _naming_adapter(event.error, live)))
 
     def _of_replica(self, replica: str, handle: int) -> LiveRequest | None:
         live = self._by_handle.get(handle)
@@ -237,6 +237,14 @@ class Ledger:
             self._last_handle = (self._last_handle + 1) % _END_OF_HANDLES
             if self._last_handle not in self._by_handle:
                 return self._last_handle
+
+
+def _naming_adapter(error: QuireError, live: LiveRequest) -> QuireError:
+    """Numbers that are not finite may be the adapter's, which a worker does not know by its name."""
+    adapter = live.request.adapter
+    if error.reason == "NON_FINITE_LOGITS" and adapter is not None:
+        error.message = f'{error.message}; the request has the adapter "{adapter.name}", whose numbers may overflow'
+    return error
 
 
 def _call_id(request: GenerationRequest, sequence_index: int, call_index: int) -> str:

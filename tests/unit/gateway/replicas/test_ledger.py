@@ -1,5 +1,7 @@
 """The ledger applies what a scheduler says to the right live requests, and says what remains to be done."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from gateway.replicas.events import (
     TokenRun,
     Usage,
 )
+from gateway.replicas.generation_request import NamedAdapter
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
 from quire.compatibility import ModelFingerprint
@@ -183,3 +186,13 @@ def test_ids_are_unique_among_live_requests(ledger):
     ledger.close(live)
     ledger.close(live)
     assert open_live(ledger, "same").handle != live.handle
+
+
+async def test_a_failure_by_numbers_that_are_not_finite_names_the_adapter(ledger):
+    adapter = NamedAdapter("one", b"d" * 32, "/adapters/one")
+    live = ledger.open(replace(make_request(), adapter=adapter), TOKENIZER)
+    live.replica = REPLICA
+    for reason, names_it in (("NON_FINITE_LOGITS", True), ("INVALID_SAMPLING", False)):
+        failed = RequestFailed(live.handle, Internal("row 3", reason=reason))
+        ((_, error),) = ledger.apply(REPLICA, make_batch(failed=[failed])).failed
+        assert ('adapter "one"' in error.message) == names_it
