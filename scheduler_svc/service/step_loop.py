@@ -588,6 +588,7 @@ class StepLoop:
         logged = ""
         while True:
             self.epoch += 1
+            tried_at = clock.monotonic()
             try:
                 link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S, self._tls)
                 self._take_over(link)
@@ -604,7 +605,8 @@ class StepLoop:
                     logged = kind
                     level = logging.WARNING if isinstance(error, WorkerRefusedError) else logging.INFO
                     _logger.log(level, "%s; trying again", error)
-                await asyncio.sleep(backoff_s)
+                # A worker that loads answers after a while.
+                await asyncio.sleep(max(backoff_s - (clock.monotonic() - tried_at), 0))
                 backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
 
     def _take_over(self, link: WorkerLink | WorkerGroup) -> None:

@@ -77,6 +77,8 @@ HEARTBEAT_INTERVAL_S = 0.5
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 FETCH_BLOCKS = f"/{SERVICE_NAME}/FetchBlocks"
 _RETRY_WHILE_LOADING_MS = 200
+_HELD_WHILE_LOADING_S = 0.25
+"""Not less than what a scheduler waits between two calls, so that it always waits in one."""
 _NO_STEP = 0
 """The number of the step at which ranks agree on an epoch, before the first step of a session."""
 _RANKS_TIMEOUT_S = 3.0
@@ -463,7 +465,7 @@ class StepStream:
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with
-    the progress of that.
+    the progress of that; Run is so after a moment, in which the worker may be ready.
 
     Attributes:
         wanted: A scheduler has called Run.
@@ -485,6 +487,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._tracer = tracer
         self._heartbeat_interval_s = heartbeat_interval_s
         self._loaded: Worker | None = None
+        self._opened = asyncio.Event()
         self._loading = LoadProgress(STARTING)
         # The last reason to refuse a scheduler.
         self._refused: str | None = None
@@ -496,6 +499,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, worker: Worker) -> None:
         """Serves calls from now on."""
         self._loaded = worker
+        self._opened.set()
         if worker.transfers is not None:
             worker.transfers.metrics = self._metrics
         if worker.disk is not None:
@@ -518,6 +522,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.RunResponse]:
         epoch = self._epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
         self.wanted.set()
+        # A scheduler that tries again and again has the worker as soon as it is loaded.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HELD_WHILE_LOADING_S):
+                await self._opened.wait()
         stream = StepStream(
             self._worker(), self._metrics, self._tracer, epoch, heartbeat_interval_s=self._heartbeat_interval_s
         )

@@ -20,9 +20,11 @@ from tests.support.worker_client import (
     make_batch,
     worker_stub,
 )
-from tests.support.worker_server import running_worker
+from tests.support.worker_server import SMALL_WORKER, running_worker
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import WorkerServicer, start_server
+from worker_svc.startup import make_worker
 from worker_svc.step import SupersededError
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -122,3 +124,21 @@ async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:
             assert error.retry_after_ms is not None
     finally:
         await server.stop(grace_s=0)
+
+
+async def test_a_scheduler_that_comes_before_the_worker_is_ready_has_it_at_once(tmp_path: Path) -> None:
+    servicer = WorkerServicer(WorkerMetrics())
+    server = await start_server(servicer, f"unix:{tmp_path / 'loading'}")
+    device_loop = DeviceLoop()
+    device_loop.start()
+    try:
+        async with worker_stub(server.address) as stub:
+            call = stub.Run()
+            await call.write(attach_request(1))
+            await servicer.wanted.wait()
+            servicer.open(make_worker(TinyCausalLM(), SMALL_WORKER, device_loop))
+            assert (await call.read()).HasField("attached")
+            call.cancel()
+    finally:
+        await server.stop(grace_s=0)
+        device_loop.stop(60)
