@@ -79,9 +79,10 @@ _SAMPLING = RowSampling(
 _PLAIN_SAMPLING = RowSampling(SamplingParameters(temperature=1.0, top_p=1.0))
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-_MEASURED_S, _MIN_MEASURED, _MAX_MEASURED = 0.25, 1, 40
+_MEASURED_S, _MEASURED_LARGE_S, _MAX_MEASURED = 0.1, 0.02, 40
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
-"""Passes of more than so many rows are measured only where half as many take less than so long."""
+"""Passes of more than so many rows are measured only where half as many take less than so long, and the longer ones of
+them once: a start waits for all of these, and what is wrong by a little the passes since make good."""
 _CONTEXT_MEASURED = 512
 _MAX_PASSES = 8
 _MIN_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 1024
@@ -609,20 +610,17 @@ def _measure_passes(
         return _prefill_step(list(lengths), [1] * len(lengths), block_size, block, sampling=_PLAIN_SAMPLING)
 
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
-    counts = [1]
-    while 2 * counts[-1] <= max_rows:
-        if 2 * counts[-1] > _ROWS_MEASURED:
-            (micros_of_last,) = _least_micros(runner, [decodes(*[1] * counts[-1])], ranks, measured_s=0.0)
-            if micros_of_last > _LONG_PASS_US:
-                break
-        counts.append(2 * counts[-1])
+    counts = [2**power for power in range(min(max_rows, _ROWS_MEASURED).bit_length())]
     if len(counts) == 1:
         return None
     few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
     # The last step is one sequence with drafts: its rows have a token more each.
     drafted = [max(length - behind, 1) for behind in reversed(range(few))]
     steps = [*(decodes(*[1] * count) for count in counts), decodes(*[length] * few), decodes(*drafted)]
-    *micros, long, long_drafted = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S)
+    *micros, long, long_drafted = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S, min_more=1)
+    while 2 * counts[-1] <= max_rows and micros[-1] <= _LONG_PASS_US:
+        counts.append(2 * counts[-1])
+        micros += _least_micros(runner, [decodes(*[1] * counts[-1])], ranks, measured_s=_MEASURED_LARGE_S, min_more=0)
     without = micros[counts.index(few)]
     context_us = max(long - without, 0) / (few * max(length - 1, 1))
     draft_context_us = max(long_drafted - without - context_us * length, 0) / ((few - 1) * length)
@@ -638,10 +636,10 @@ def _measure_passes(
 
 
 def _least_micros(
-    runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks, *, measured_s: float
+    runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks, *, measured_s: float, min_more: int
 ) -> tuple[int, ...]:
-    """How long the model and the draws of each of these steps take, run in turn. What the rows cost that a step
-    assigns, decodes do not have."""
+    """How long the model and the draws of each of these steps take, run in turn: once, and then for `measured_s`, at
+    least `min_more` times. What the rows cost that a step assigns, decodes do not have."""
     seconds = [math.inf] * len(steps)
 
     def measure() -> None:
@@ -651,7 +649,7 @@ def _least_micros(
 
     measure()
     # All ranks take part in each step, so they run as many.
-    (num_more,) = ranks.smallest(int(min(max(measured_s / max(sum(seconds), 1e-6), _MIN_MEASURED), _MAX_MEASURED)))
+    (num_more,) = ranks.smallest(int(min(max(measured_s / max(sum(seconds), 1e-6), min_more), _MAX_MEASURED)))
     for _ in range(num_more):
         measure()
     return ranks.smallest(*(max(int(1e6 * each), 1) for each in seconds))
