@@ -1,4 +1,8 @@
-"""All processes of one machine, from the first check to the last socket."""
+"""All processes of one machine, from the first check to the last socket.
+
+What is not needed before the worker starts, or with some settings only, is imported when it is needed: a worker takes
+longest, and waits for all that comes before it.
+"""
 
 import asyncio
 import fcntl
@@ -16,19 +20,14 @@ from signal import Signals
 from types import TracebackType
 from typing import Self
 
-from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, read_keys, write_keys
 from gateway.settings import KILLABLE
-from quire.client import AsyncClient, GenerationOptions
-from quire.model_directory import ModelDirectory, weight_files
+from quire.model_directory import ModelDirectory, is_gguf, weight_files
 from quire.model_source import resolve_model
-from quire.progress import STARTING, LoadProgress
 from quire.rpc.address import AddressInUse, ReservedPort
-from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
-from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import check_installed
 from quire_cli.supervisor.commands import Commands, Programs, child_environ, gateway_name, worker_name
-from quire_cli.supervisor.process import HangLimits, RestartBackoff, ServiceSpec, SupervisedProcess, print_error, watch
+from quire_cli.supervisor.process import RestartBackoff, ServiceSpec, SupervisedProcess, print_error
 from quire_cli.supervisor.settings import ServeSettings
 
 # Packages that the services need and a client does not: without them a service would crash at each start.
@@ -37,11 +36,6 @@ _NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn
 _LISTENING = "quire-gateway: listening "
 # The maximum that a gateway needs to end after its live requests have drained; the others have nothing to drain.
 _EXIT_GRACE_S = 5.0
-_ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
-_CANARY_RETRY_S = 0.05
-_PROGRESS_EVERY_S = 5.0
-_DRAW_EVERY_S = 0.25
-_PROBE = "quire-serve-probe"
 _DIRECTORY_PREFIX = "quire-"
 _LOCK = "lock"
 # The path of a unix socket has at most 107 bytes, which a long TMPDIR would exceed.
@@ -207,10 +201,12 @@ class LocalServer:
 
     async def _canaries(self) -> None:
         """One after the other: while the model loads, the first one waits for all."""
+        from quire_cli.supervisor.canary import wait_until_served
+
         commands = self._started()
         for number in commands.gateways:
             address = commands.gateway_address(number)
-            await _wait_until_served(address, self._probe_key, self._report, self._progress)
+            await wait_until_served(address, self._probe_key, self._report, self._progress)
 
     def _started(self) -> Commands:
         if self._commands is None:
@@ -239,11 +235,10 @@ class LocalServer:
         self._directory = RunDirectory.make()
         probe_keys = None
         if settings.requires_keys:
-            # A key by which this process finds out whether requests succeed, of a tenant of its own. Those of --api-key
-            # stand beside it as hashes, so that no command line of a gateway has them.
-            self._probe_key, probe_keys = make_key(), self._directory.path / "probe-keys.json"
-            probe = KeyEntry(id=_PROBE, sha256=hash_of(self._probe_key).hex(), tenant=_PROBE)
-            write_keys(probe_keys, [probe, *entries_of(settings.api_keys)])
+            from quire_cli.supervisor.canary import write_probe_key
+
+            probe_keys = self._directory.path / "probe-keys.json"
+            self._probe_key = write_probe_key(probe_keys, settings.api_keys)
         rendezvous_port = 0
         if settings.tensor_parallel_size > 1:
             # Kept, since rank 0 listens only some seconds later, and again after each restart.
@@ -272,6 +267,8 @@ class LocalServer:
         settings = self._settings
         if settings.hang_timeout == 0:
             return []
+        from quire_cli.supervisor.hangs import HangLimits, watch
+
         limits = HangLimits(settings.hang_timeout, settings.start_timeout)
         return [
             asyncio.create_task(
@@ -403,67 +400,33 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(lock)
 
 
+def _check_files(settings: ServeSettings) -> None:
+    """Those with certificates and keys, if there are any."""
+    if settings.tls_dir is not None or settings.public_cert is not None:
+        from quire.rpc.tls import Role, TlsIdentity
+
+        if settings.tls_dir is not None:
+            TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
+        if settings.public_cert is not None and settings.public_key is not None:
+            TlsIdentity(settings.public_cert, settings.public_key, None).read()
+    if settings.keys_files:
+        from gateway.auth.keys import read_keys
+
+        for path in settings.keys_files:
+            read_keys(path)
+
+
 def check_servable(settings: ServeSettings) -> None:
     """Finds out before any process starts whether these settings can work here. ConfigurationError, one line."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire-llm[all]")
     check_installed(settings.otlp_traces_endpoint)
-    model = ModelDirectory.open(resolve_model(settings.model))
-    weight_files(model.path)
-    model.tokenizer_json()
-    if settings.tls_dir is not None:
-        TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
-    if settings.public_cert is not None and settings.public_key is not None:
-        TlsIdentity(settings.public_cert, settings.public_key, None).read()
-    for path in settings.keys_files:
-        read_keys(path)
+    model = resolve_model(settings.model)
+    weight_files(model)
+    if not is_gguf(model):
+        # Worker and gateway each read the whole vocabulary of a GGUF file; they say what is wrong with it.
+        ModelDirectory.open(model).tokenizer_json()
+    _check_files(settings)
     if settings.grpc_port and settings.grpc_port == settings.http_port:
         raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")
-
-
-async def _wait_until_served(
-    address: str, api_key: str | None, report: Callable[[str], None], progress: Callable[[str], None] | None
-) -> None:
-    """Sends a request of one token until it succeeds; reports the wait meanwhile.
-
-    Raises:
-        QuireError: the request failed for another reason than that no process serves yet, or that all are busy.
-    """
-    loop = asyncio.get_running_loop()
-    started_at = loop.time()
-    async with AsyncClient(address, api_key=api_key) as client:
-        found: list[LoadProgress] = []
-        tasks = [asyncio.create_task(_send_until_it_succeeds(client)), asyncio.create_task(_follow(client, found))]
-        sending = tasks[0]
-        every_s = _PROGRESS_EVERY_S if progress is None else _DRAW_EVERY_S
-        try:
-            while not (await asyncio.wait([sending], timeout=every_s))[0]:
-                what = found[-1] if found else STARTING
-                (progress or report)(f"loading the model: {what} ({loop.time() - started_at:.0f} s)")
-            await sending
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-
-async def _follow(client: AsyncClient, found: list[LoadProgress]) -> None:
-    """Asks the gateway for the progress of its replica, which comes with the refusal of a call."""
-    while True:
-        try:
-            await client.server_info()
-            await asyncio.sleep(_PROGRESS_EVERY_S)
-        except QuireError as error:
-            if (loading := LoadProgress.of_metadata(error.metadata)) is not None:
-                found[:] = [loading]
-            await asyncio.sleep(_CANARY_RETRY_S)
-
-
-async def _send_until_it_succeeds(client: AsyncClient) -> None:
-    while True:
-        try:
-            await client.generate([0], _ONE_TOKEN)
-            return
-        except (Unavailable, ResourceExhausted):
-            await asyncio.sleep(_CANARY_RETRY_S)

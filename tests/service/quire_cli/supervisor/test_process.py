@@ -14,14 +14,8 @@ from typing import Any
 
 import pytest
 
-from quire_cli.supervisor.process import (
-    HangLimits,
-    RestartBackoff,
-    ServiceRefused,
-    ServiceSpec,
-    SupervisedProcess,
-    watch,
-)
+from quire_cli.supervisor.hangs import HangLimits, watch
+from quire_cli.supervisor.process import RestartBackoff, ServiceRefused, ServiceSpec, SupervisedProcess
 from quire_cli.supervisor.server import report_on_stderr
 from tests.support.processes import is_alive, until_true
 

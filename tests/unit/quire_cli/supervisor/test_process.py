@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire_cli.supervisor import process
-from quire_cli.supervisor.process import HangLimits, RestartBackoff, watch
+from quire_cli.supervisor import hangs
+from quire_cli.supervisor.hangs import HangLimits, watch
+from quire_cli.supervisor.process import RestartBackoff
 
 
 def test_waits_double_up_to_the_longest_for_who_died_and_a_long_life_forgives() -> None:
@@ -84,8 +85,8 @@ async def test_a_service_that_is_silent_for_too_long_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reports: list[str]
 ) -> None:
     service, found = ScriptedService(script), list[str]()
-    monkeypatch.setattr(process, "_answers", service.answers)
-    monkeypatch.setattr(process, "_listens", service.listens)
+    monkeypatch.setattr(hangs, "_answers", service.answers)
+    monkeypatch.setattr(hangs, "_listens", service.listens)
     backoff = RestartBackoff(first_s=0.001, max_s=0.001)
     scripted: Any = service
     watching = asyncio.create_task(watch(scripted, tmp_path / "s", LIMITS, found.append, backoff))

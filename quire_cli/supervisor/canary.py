@@ -1,0 +1,92 @@
+"""Finds out whether a gateway serves: sends it a request of one token until that succeeds."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, write_keys
+from quire.client import AsyncClient, GenerationOptions
+from quire.progress import STARTING, LoadProgress
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
+
+_ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
+_CANARY_RETRY_S = 0.05
+_PROGRESS_EVERY_S = 5.0
+_DRAW_EVERY_S = 0.25
+_PROBE = "quire-serve-probe"
+
+
+def write_probe_key(file: Path, api_keys: tuple[str, ...]) -> str:
+    """A new key for these requests, of a tenant of its own, with which gateways read `file`. The keys of --api-key
+    stand beside it as hashes, so that no command line of a gateway has them."""
+    key = make_key()
+    probe = KeyEntry(id=_PROBE, sha256=hash_of(key).hex(), tenant=_PROBE)
+    write_keys(file, [probe, *entries_of(api_keys)])
+    return key
+
+
+async def wait_until_served(
+    address: str, api_key: str | None, report: Callable[[str], None], progress: Callable[[str], None] | None
+) -> None:
+    """Sends a request of one token until it succeeds; reports the wait meanwhile.
+
+    Raises:
+        QuireError: the request failed for another reason than that no process serves yet, or that all are busy.
+    """
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
+    async with AsyncClient(address, api_key=api_key) as client:
+        found: list[LoadProgress] = []
+        every_s = _PROGRESS_EVERY_S if progress is None else _DRAW_EVERY_S
+        tasks = [
+            asyncio.create_task(_send_until_it_succeeds(client, address)),
+            asyncio.create_task(_follow(client, found, every_s)),
+        ]
+        sending = tasks[0]
+        try:
+            while not (await asyncio.wait([sending], timeout=every_s))[0]:
+                what = found[-1] if found else STARTING
+                (progress or report)(f"loading the model: {what} ({loop.time() - started_at:.0f} s)")
+            await sending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+async def _follow(client: AsyncClient, found: list[LoadProgress], every_s: float) -> None:
+    """Asks the gateway for the progress of its replica, which comes with the refusal of a call. Often enough for what
+    is shown: each call takes time of the processors that load the model."""
+    while True:
+        await asyncio.sleep(every_s / 2)
+        try:
+            await client.server_info()
+        except QuireError as error:
+            if (loading := LoadProgress.of_metadata(error.metadata)) is not None:
+                found[:] = [loading]
+
+
+async def _send_until_it_succeeds(client: AsyncClient, address: str) -> None:
+    while True:
+        try:
+            await _wait_until_healthy(address)
+            await client.generate([0], _ONE_TOKEN)
+            return
+        except (Unavailable, ResourceExhausted):
+            await asyncio.sleep(_CANARY_RETRY_S)
+
+
+async def _wait_until_healthy(address: str) -> None:
+    """Returns when the gateway says that it serves, or breaks off."""
+    async with open_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        with suppress(grpc.aio.AioRpcError):
+            async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
+                if answer.status == answer.SERVING:
+                    return
