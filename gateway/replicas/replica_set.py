@@ -413,12 +413,12 @@ class Replicas:
         self._watch_unready()
 
     def _release_draining(self) -> None:
-        """Requests leave replicas that drain, where others can go on with them. To be called whenever either
-        changes."""
+        """Requests leave replicas that drain, where others can go on with them: first those that have no tokens, which
+        may not have begun. To be called whenever either changes."""
         for link in self.links.values():
             if not (link.is_connected and link.is_draining):
                 continue
-            for live in self._ledger.of_replica(link.address):
+            for live in sorted(self._ledger.of_replica(link.address), key=lambda live: live.num_generated_tokens > 0):
                 if _stage_of(live) is not Stage.STAY and self._takers(live, link):
                     self._offers.open(live, link, link.leave_after_s or _LEAVE_AFTER_S)
 

@@ -4,7 +4,7 @@ import enum
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -67,16 +67,18 @@ class Room:
         swapped: GroupQueue,
         waiting: GroupQueue,
         promises: Leases[RequestKey],
+        coming: Collection[RequestKey],
         give_way: Callable[[], bool],
     ) -> None:
-        """`promises` has blocks that are kept for groups that wait. `give_way` frees blocks that are kept for others
-        than groups that run; False where there are none."""
+        """`promises` has blocks that are kept for groups that wait, and rows are kept for those and the ones that are
+        `coming`. `give_way` frees blocks that are kept for others than groups that run; False where there are none."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running
         self._swapped = swapped
         self._waiting = waiting
         self._promises = promises
+        self._coming = coming
         self._give_way = give_way
         # The group that all candidates made too little room for, what ran then, how many they were, and what was free.
         self._futile: tuple[tuple[RequestKey, int, int], int] | None = None
@@ -116,7 +118,8 @@ class Room:
 
     def lacks_rows(self, group: SequenceGroup) -> bool:
         """Whether too few rows are free for the group."""
-        num_promised = sum(len(self._waiting.get(key).unfinished) for key in self._promises)
+        kept = itertools.chain(self._promises, (key for key in self._coming if key != group.request.key))
+        num_promised = sum(len(self._waiting.get(key).unfinished) for key in kept)
         return len(group.unfinished) > self._batch.rows.num_free - num_promised
 
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:

@@ -74,7 +74,8 @@ class Scheduler:
     `waiting` ones neither. Steps and preemptions are counted since the start; `last_step_id` is the newest planned step
     since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
     `stopped` is why the last step admitted no further group; None where none was left.
-    `promises` has the room for offers, and `promised` those that got it in the last step that was planned.
+    `promises` has the room for offers, and `promised` those that got it in the last step that was planned; `coming` are
+    requests that had it and wait for their blocks.
     `num_prompt_tokens` are those of all requests that ran, `num_cached_tokens` those of them that were cached.
     """
 
@@ -113,6 +114,7 @@ class Scheduler:
         self.leases = Leases[Lease]()
         self.promises = Leases[RequestKey]()
         self.promised = list[RequestKey]()
+        self.coming = set[RequestKey]()
         self.tier = Tier()
         self.preparations = Preparations(
             self.batch.adapters, self.trials, self._make_room, compiles=config.prepares_constraints
@@ -122,7 +124,14 @@ class Scheduler:
             self._set_cache_log(self._cache_log)
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
         self._room = Room(
-            self.batch, self.swap_space, self.running, self.swapped, self.waiting, self.promises, self._give_way
+            self.batch,
+            self.swap_space,
+            self.running,
+            self.swapped,
+            self.waiting,
+            self.promises,
+            self.coming,
+            self._give_way,
         )
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
         self._placement = Placement(
@@ -221,8 +230,10 @@ class Scheduler:
         return True
 
     def _arrive(self, request: Request, now: float) -> SequenceGroup:
-        replaces = request.replaces
-        offer = None if replaces is None else self._end_group(RequestKey(request.key.client, replaces))
+        replaces = None if request.replaces is None else RequestKey(request.key.client, request.replaces)
+        if replaces in self.promises:
+            self.coming.add(request.key)
+        offer = None if replaces is None else self._end_group(replaces)
         order = self.policy.order(request, self._num_arrivals) if offer is None else offer.order
         self._num_arrivals += offer is None
         group = SequenceGroup.of(request, order, self.config.block_size, now)
@@ -260,6 +271,7 @@ class Scheduler:
             return None
         group = queue.remove(key)
         self.preparations.ended(key)
+        self.coming.discard(key)
         self.promises.end(key, self.batch.blocks.pool)
         self._end(group.unfinished)
         return group
@@ -555,6 +567,7 @@ class Scheduler:
 
     def _start(self, group: SequenceGroup, now: float) -> None:
         group.source = None
+        self.coming.discard(group.request.key)
         is_new = group.cached_tokens is None
         self._num_blocks_looked_up += self._placement.start(group, now)
         if is_new:

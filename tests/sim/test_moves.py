@@ -6,14 +6,17 @@ from random import Random
 
 import pytest
 
+from quire.client import GenerationOptions
+from quire.clock import CLOCK
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.sim.world.checked_core import CheckedScheduler
 from tests.sim.world.cluster import MANY
-from tests.sim.world.faults import Drain, Fault, Reset, Stop
-from tests.sim.world.traffic import LONGEST, Generate
-from tests.sim.world.world import World
+from tests.sim.world.faults import CannotStart, Drain, Fault, Reset, Stop
+from tests.sim.world.network import Weather
+from tests.sim.world.traffic import LONGEST, Generate, Verb
+from tests.sim.world.world import Node, World
 from tests.sim.worlds import Plan, draw_moving, run_world
 
 NUM_WORLDS = 12
@@ -64,7 +67,7 @@ def all_drain(seed: int) -> Plan:
     plan, draw = draw_moving(seed, Random(f"drains {seed}")), Random(f"all drain {seed}")
     num_replicas, num_gateways = draw.choice((2, 2, 3)), draw.choice((1, 2, 3))
     layout = replace(plan.layout, slowness=draw.choice((5.0, 20.0)), num_replicas=num_replicas)
-    layout = replace(layout, num_gateways=num_gateways, first_role="both")
+    layout = replace(layout, num_gateways=num_gateways)
     if draw.random() < 0.5:
         worker = replace(layout.worker, num_blocks=(2 * LONGEST + 40) // layout.worker.block_size)
         layout = replace(layout, worker=worker)
@@ -98,3 +101,33 @@ def all_drain(seed: int) -> Plan:
 @pytest.mark.parametrize("seed", range(NUM_WORLDS))
 def test_no_stream_ends_where_all_replicas_drain(seed: int) -> None:
     assert run_world(all_drain(seed)).errors == ()
+
+
+def test_what_has_not_begun_at_a_replica_that_drains_begins_at_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, drains_at = all_drain(0), BEGIN_S + 10.0
+    # The second replica comes when all requests are at the first one, which runs half of them.
+    worker = replace(plan.layout.worker, max_num_rows=4, num_blocks=2000, max_drafts=0, max_passes=1)
+    layout = replace(plan.layout, num_replicas=2, worker=worker, weather=Weather(), slowness=100.0, first_role="both")
+    options = GenerationOptions(max_tokens=60, ignore_eos=True)
+    request = next(each for each in plan.requests if isinstance(each, Generate))
+    requests = tuple(
+        replace(request, number=number, options=options, front=None, verb=Verb.STREAM, adapter=None)
+        for number in range(8)
+    )
+    faults = (
+        CannotStart(0.0, "scheduler-1", 4.0),
+        Drain(drains_at, "scheduler-0"),
+        Stop(BEGIN_S + 120.0, "scheduler-0"),
+    )
+    worlds, begun, start = list[World](), list[tuple[str, bool]](), CheckedScheduler._start
+
+    def enter(self: CheckedScheduler, group: SequenceGroup, now: float) -> None:
+        node = CLOCK.get()
+        assert isinstance(node, Node)
+        if group.cached_tokens is None and not group.request.emitted:
+            begun.append((node.host, worlds[-1].now > drains_at))
+        start(self, group, now)
+
+    monkeypatch.setattr(CheckedScheduler, "_start", enter)
+    run_world(replace(plan, layout=layout, requests=requests, faults=faults), worlds.append)
+    assert begun == [("scheduler-0", False)] * 4 + [("scheduler-1", True)] * 4

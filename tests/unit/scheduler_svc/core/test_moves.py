@@ -318,6 +318,26 @@ def test_an_offer_gets_room_in_its_turn_which_is_kept_until_the_request_comes() 
     assert (first.max_tokens, used(driver)) == (8, 0)
 
 
+def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> None:
+    driver = Driver(make_config(num_blocks=40, max_num_seqs=1))
+    asked, behind, new = moved(1), moved(2), make_request(3)
+    driver.submit(offer(asked))
+    driver.plan()
+    assert driver.scheduler.promised == [asked.key]
+    driver.submit(replace(moved(4), replaces=asked.key.handle))
+    (preparation,) = told(driver)
+    driver.submit(offer(behind))
+    driver.submit(new)
+    run(driver)
+    assert (driver.scheduler.promised, driver.finished) == ([], set())
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.plan()
+    assert new.key in driver.scheduler.waiting
+    run(driver)
+    assert driver.finished == {4}
+    assert behind.key in driver.scheduler.promises
+
+
 def test_an_offer_waits_while_the_pool_is_full_and_those_behind_it_wait_for_it() -> None:
     driver = Driver(make_config(num_blocks=8))
     running(driver, make_request(1, prompt_len=17, max_tokens=8))
