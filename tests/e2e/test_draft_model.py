@@ -13,8 +13,7 @@ from torch import Tensor
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
-from scheduler_svc.core.config import PreemptionMode
-from tests.e2e.test_speculation import FLAGS, MULTI_STEP, make_requests
+from tests.e2e.test_speculation import FLAGS, MULTI_STEP, POOLS, RECOMPUTE, SWAP, make_requests
 from tests.support.models import edit_config, edit_tensors, make_model
 from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import EveryDraft, WholeEngine, make_request
@@ -26,14 +25,6 @@ from worker_svc.device.runner import ModelRunner
 from worker_svc.models.base import ModelInput
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
-
-POOLS = {
-    "bfloat16": ["--dtype", "bfloat16"],
-    "float32": ["--dtype", "float32"],
-    "int8 pool": ["--dtype", "bfloat16", "--kv-cache-dtype", "int8"],
-}
-SWAP: dict[str, Any] = {"num_blocks": 40, "preemption_mode": PreemptionMode.SWAP}
-RECOMPUTE: dict[str, Any] = {"num_blocks": 40, "preemption_mode": PreemptionMode.RECOMPUTE}
 
 
 def drafting(draft_model: Path, *flags: str, choice: EveryDraft | None = None) -> WholeEngine:
@@ -152,7 +143,10 @@ def test_rows_that_pay_late_are_caught_up_and_right() -> None:
     assert share_right(on) > 0.9
 
 
-@parametrize_once("pool, config", [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)])
+@parametrize_once(
+    "pool, config",
+    [(pool, SWAP) for pool in POOLS if pool != "int8 weights"] + [("bfloat16", {}), ("float32", RECOMPUTE)],
+)
 def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path: Path) -> None:
     flags = [*FLAGS, *POOLS[pool]]
     off = WholeEngine(*flags)

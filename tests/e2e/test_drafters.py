@@ -4,20 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.e2e.test_speculation import FLAGS
 from tests.support.whole_engine import WholeEngine, make_request
 from worker_svc.sampling.drafters import SharedDrafter
-
-FLAGS = [
-    "--max-num-seqs",
-    "16",
-    "--num-gpu-blocks",
-    "400",
-    "--max-model-len",
-    "512",
-    "--num-threads",
-    "1",
-    "--speculate=off",
-]
 
 
 def test_what_a_tenant_was_answered_is_guessed_for_this_tenant_only() -> None:

@@ -128,16 +128,6 @@ async def test_an_echo_of_no_tokens_scores_the_prompt_alone(client, rig, streami
     assert len(choice["logprobs"]["tokens"]) == len(TOKENIZER.encode("hello there").ids)
 
 
-async def test_log_probabilities_of_the_prompt(client):
-    (choice,) = (await complete(client, prompt_logprobs=0, max_tokens=1))["choices"]
-    token_ids = TOKENIZER.encode("hello").ids
-    assert choice["prompt_logprobs"][0] is None
-    assert [list(each) for each in choice["prompt_logprobs"][1:]] == [[str(each)] for each in token_ids[1:]]
-    chat = (await client.post(CHAT, json={"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1})).json()
-    assert chat["prompt_logprobs"][0] is None
-    assert "logprobs" not in choice or choice["logprobs"] is None
-
-
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [

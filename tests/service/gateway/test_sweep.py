@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import grpc.aio
 import httpx
-import pytest
 import pytest_asyncio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.internal import encoder
@@ -24,6 +23,7 @@ from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.measured_gateway import MeasuredGateway, measured_gateway
+from tests.support.tiers import parametrize_once
 
 # What a message may have, less what the fields around the filled one take.
 _ROOM = 4 * 1024 * 1024 - 4096
@@ -332,28 +332,18 @@ async def over_http(http: httpx.AsyncClient) -> list[tuple[str, Call]]:
     return [(each.name, lambda each=each: call(each.path, each.make())) for each in http_calls(document, LIMITS)]
 
 
-async def test_some_fields_of_grpc_calls_at_their_limits(gateway):
-    async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
-        calls = list(over_grpc(channel))
-        assert await sweep(gateway, calls[::20]) > 30
-
-
-async def test_some_fields_of_http_bodies_at_their_limits(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        assert await sweep(gateway, (await over_http(http))[::30]) > 30
-
-
-# Calls fill each field of gRPC in two ways or more, each of HTTP in three: all ways in the third tier, else each field.
+# The first tier makes a few of the calls. Calls fill each field of gRPC in two ways or more, each of HTTP in three: all
+# ways in the third tier, each field in the second.
 GRPC_STEP, HTTP_STEP = (1, 1) if settings().max_examples > 100 else (2, 3)
 
 
-@pytest.mark.extended
-async def test_all_fields_of_grpc_calls_at_their_limits(gateway):
+@parametrize_once("step", [20, GRPC_STEP])
+async def test_fields_of_grpc_calls_at_their_limits(gateway, step):
     async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
-        assert await sweep(gateway, list(over_grpc(channel))[::GRPC_STEP]) > 700 // GRPC_STEP
+        assert await sweep(gateway, list(over_grpc(channel))[::step]) > 700 // step
 
 
-@pytest.mark.extended
-async def test_all_fields_of_http_bodies_at_their_limits(gateway):
+@parametrize_once("step", [30, HTTP_STEP])
+async def test_fields_of_http_bodies_at_their_limits(gateway, step):
     async with httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http:
-        assert await sweep(gateway, (await over_http(http))[::HTTP_STEP]) > 800 // HTTP_STEP
+        assert await sweep(gateway, (await over_http(http))[::step]) > 900 // step

@@ -21,7 +21,7 @@ from gateway.replicas.generation_request import NamedAdapter
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
 from quire.compatibility import ModelFingerprint
-from quire.rpc.errors import AlreadyExists, Internal
+from quire.rpc.errors import Internal
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
@@ -177,15 +177,6 @@ def test_missing_prompt_positions_are_a_gap():
     live = open_live(ledger)
     with pytest.raises(TokenGapError, match="log probabilities of its prompt up to position 1"):
         ledger.apply(REPLICA, prompt_run(live, 2, 1))
-
-
-def test_ids_are_unique_among_live_requests(ledger):
-    live = open_live(ledger, "same")
-    with pytest.raises(AlreadyExists, match="same"):
-        open_live(ledger, "same")
-    ledger.close(live)
-    ledger.close(live)
-    assert open_live(ledger, "same").handle != live.handle
 
 
 async def test_a_failure_by_numbers_that_are_not_finite_names_the_adapter(ledger):

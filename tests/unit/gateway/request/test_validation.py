@@ -40,10 +40,16 @@ def check(prompt: Prompt = PLAIN_PROMPT, **fields):
     check_request(make_options(prompt, **fields), LIMITS, "served")
 
 
-def fields_refused(*args, **fields):
+def refused(call, *args, **fields):
+    """The violations, each of which is in the message word for word."""
     with pytest.raises(InvalidArgument) as caught:
-        check(*args, **fields)
-    return [violation.field for violation in caught.value.violations]
+        call(*args, **fields)
+    assert all(f"{each.field} {each.description}" in caught.value.message for each in caught.value.violations)
+    return caught.value.violations
+
+
+def fields_refused(*args, **fields):
+    return [violation.field for violation in refused(*args, **fields)]
 
 
 def test_a_plain_request_passes():
@@ -109,12 +115,9 @@ BAD_PARAMETERS = [
 
 @pytest.mark.parametrize(("group", "asked", "parameter", "says"), BAD_PARAMETERS)
 def test_a_bad_parameter_is_named_with_its_value_and_its_limit(group, asked, parameter, says):
-    with pytest.raises(InvalidArgument) as caught:
-        check(**{group: asked})
-    (violation,) = caught.value.violations
+    (violation,) = refused(check, **{group: asked})
     assert violation.field == f"{group}.{parameter}"
     assert says in violation.description
-    assert f"{violation.field} {violation.description}" == caught.value.message
 
 
 HELLO = ChatMessage("user", "hello")
@@ -150,7 +153,7 @@ def test_a_bad_prompt_or_name_is_named_with_its_value_and_its_limit(prompt, fiel
 
 def test_a_large_constraint_is_refused_before_it_is_copied():
     large = Constraint(lark="x" * (1 << 20))
-    assert fields_refused(ChatPrompt([ChatMessage("user", "")], response_format=large)) == ["response_format"]
+    assert fields_refused(check, ChatPrompt([ChatMessage("user", "")], response_format=large)) == ["response_format"]
     options = make_options(PLAIN_PROMPT)
     options.sampling.constraint.CopyFrom(large)
     with pytest.raises(InvalidArgument, match=r"sampling.constraint has 1,048,580 bytes; the max is 1,048,576"):
@@ -178,7 +181,7 @@ def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
     wrong = [field for field, (value, is_valid) in ranges.items() if value is not None and not is_valid(value)]
     sampling = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "presence_penalty": penalty}
     if wrong:
-        assert fields_refused(sampling=sampling) == wrong
+        assert fields_refused(check, sampling=sampling) == wrong
     else:
         check(sampling=sampling)
 
@@ -247,12 +250,6 @@ def check_beams(width=4, *, stopping=None, limits=LIMITS, beam=None, **sampling)
     check_request(make_options(sampling=sampling, stopping=stopping), limits, "served")
 
 
-def beam_fields_refused(*args, **fields):
-    with pytest.raises(InvalidArgument) as caught:
-        check_beams(*args, **fields)
-    return [violation.field for violation in caught.value.violations]
-
-
 def test_beam_search_with_all_that_applies_to_it_passes():
     check_beams(n=4, best_of=4, beam={"length_penalty": -10.0, "early_stopping": EARLY_STOPPING_NEVER})
     sampling = {**EVERYTHING_ELSE, "beam_search": {"beam_width": 2}}
@@ -263,12 +260,12 @@ def test_beam_search_with_all_that_applies_to_it_passes():
 def test_the_widest_beam_is_what_a_scheduler_runs_at_once():
     limits = dataclasses.replace(LIMITS, max_n=3)
     check_beams(3, limits=limits)
-    assert beam_fields_refused(4, limits=limits) == ["sampling.beam_search.beam_width"]
+    assert fields_refused(check_beams, 4, limits=limits) == ["sampling.beam_search.beam_width"]
 
 
 def test_each_contradiction_is_named_once():
-    found = beam_fields_refused(
-        2, n=3, best_of=1, temperature=-1.0, top_k=5, top_p=0.0, min_p=2.0, stopping={"stop": ["x"]}
+    found = fields_refused(
+        check_beams, 2, n=3, best_of=1, temperature=-1.0, top_k=5, top_p=0.0, min_p=2.0, stopping={"stop": ["x"]}
     )
     assert found == [
         "sampling.n",
@@ -292,12 +289,6 @@ def call_options(sampling=None, stop=()):
     return make_options(sampling=sampling, stopping={"stop": list(stop)})
 
 
-def call_refused(call, num_requests):
-    with pytest.raises(InvalidArgument) as caught:
-        check_call(call, num_requests, LIMITS)
-    return caught.value.violations
-
-
 @pytest.mark.parametrize(
     ("sampling", "num_prompts", "field"),
     [
@@ -308,7 +299,7 @@ def call_refused(call, num_requests):
     ],
 )
 def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, field):
-    (violation,) = call_refused(call_options(sampling), num_prompts)
+    (violation,) = refused(check_call, call_options(sampling), num_prompts, LIMITS)
     assert violation.field == field
     for part in (f"{num_prompts} prompts", "sequences together", "at most 256", "send fewer prompts"):
         assert part in violation.description
@@ -318,7 +309,7 @@ def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, fi
 def test_stop_strings_of_all_sequences_are_bounded_together():
     stop = ["x" * (MAX_CALL_STOP_BYTES // 256)]
     check_call(call_options({"n": 4}, stop), 64, LIMITS)
-    (violation,) = call_refused(call_options({"n": 4}, [stop[0] + "x"]), 64)
+    (violation,) = refused(check_call, call_options({"n": 4}, [stop[0] + "x"]), 64, LIMITS)
     assert violation.field == "stopping.stop"
     assert "256 sequences" in violation.description
 
@@ -327,8 +318,7 @@ def test_parameters_of_all_prompts_are_bounded_together():
     limits_of_one = LIMITS.vocab_size
     num_prompts = MAX_CALL_PARAMETER_ENTRIES // limits_of_one + 1
     allowed = call_options({"allowed_token_ids": list(range(limits_of_one))})
-    violations = call_refused(allowed, num_prompts)
-    assert "sampling.allowed_token_ids" in [violation.field for violation in violations]
+    assert "sampling.allowed_token_ids" in fields_refused(check_call, allowed, num_prompts, LIMITS)
 
 
 def test_what_one_request_may_not_have_is_left_to_its_own_check():
