@@ -21,7 +21,7 @@ from gateway.replicas.generation_request import NamedAdapter
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
 from quire.compatibility import ModelFingerprint
-from quire.rpc.errors import Internal
+from quire.rpc.errors import AlreadyExists, Internal
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
@@ -187,3 +187,12 @@ async def test_a_failure_by_numbers_that_are_not_finite_names_the_adapter(ledger
         failed = RequestFailed(live.handle, Internal("row 3", reason=reason))
         ((_, error),) = ledger.apply(REPLICA, make_batch(failed=[failed])).failed
         assert ('adapter "one"' in error.message) == names_it
+
+
+def test_ids_are_unique_among_live_requests(ledger):
+    live = open_live(ledger, "same")
+    with pytest.raises(AlreadyExists, match="same"):
+        open_live(ledger, "same")
+    ledger.close(live)
+    ledger.close(live)
+    assert open_live(ledger, "same").handle != live.handle
