@@ -24,14 +24,12 @@ def make_adapter(
     alpha: float = 16,
     targets: Sequence[str] = ALL_LINEAR,
     seed: int = 0,
-    strength: float = 0.5,
     config: Mapping[str, object] | None = None,
 ) -> Path:
     """Writes an adapter of a model of transformers.
 
     Args:
         targets: last parts of the names of the modules that it adapts.
-        strength: of what it adds, beside the outputs of a layer.
         config: fields of adapter_config.json that differ.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,7 +40,7 @@ def make_adapter(
             continue
         num_inputs, num_outputs = shape_of(module)
         a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
-        b = torch.randn(num_outputs, rank, generator=generator) * strength * rank / alpha * rank**-0.5
+        b = torch.randn(num_outputs, rank, generator=generator) * 0.5 * rank / alpha * rank**-0.5
         tensors[f"base_model.model.{name}.lora_A.weight"] = a
         tensors[f"base_model.model.{name}.lora_B.weight"] = b * module.weight.detach().float().std() * num_inputs**0.5
     save_file(tensors, directory / "adapter_model.safetensors")

@@ -44,13 +44,6 @@ async def gateway(tmp_path: Path, authority: Authority) -> AsyncIterator[Running
         yield running
 
 
-@pytest.fixture
-async def asking_gateway(tmp_path: Path, authority: Authority) -> AsyncIterator[RunningGateway]:
-    """Asks for certificates."""
-    async with running_alone(tmp_path, tls_client_auth=True) as running:
-        yield running
-
-
 def running_alone(directory: Path, **settings):
     """A gateway whose scheduler never comes."""
     return running_gateway(schedulers=(f"unix:{directory / 'nobody.sock'}",), tls_dir=directory, **settings)
@@ -100,15 +93,16 @@ async def test_damaged_new_files_leave_the_old_ones_in_force(gateway: RunningGat
 
 
 async def test_a_session_from_before_does_not_spare_a_client_its_certificate(
-    asking_gateway: RunningGateway, tmp_path: Path
+    tmp_path: Path, authority: Authority
 ) -> None:
-    reader, writer = await connected(asking_gateway, ssl=trusting(tmp_path, tmp_path))
-    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
-    session = writer.get_extra_info("ssl_object").session
-    assert session is None or not session.has_ticket
-    assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
-    writer.close()
+    async with running_alone(tmp_path, tls_client_auth=True) as gateway:
+        reader, writer = await connected(gateway, ssl=trusting(tmp_path, tmp_path))
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
+        session = writer.get_extra_info("ssl_object").session
+        assert session is None or not session.has_ticket
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        writer.close()
 
 
 async def test_a_handshake_that_never_ends_is_broken_off(tmp_path: Path, authority: Authority) -> None:

@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 from gateway.api.kserve.inference import read_inputs
-from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.support.fake_scheduler import counting_rule
+from tests.support.fronts import GrpcGenerate
 from tests.support.gateway_process import running_gateway
 from tests.support.parameters import row_sampling
 
@@ -71,9 +71,7 @@ def gateway(rig):
 
 
 async def expected_text(gateway, prompt):
-    request = generation_pb2.GenerateRequest(text=prompt)
-    request.stopping.max_tokens = 8
-    return (await gateway.generation.Generate(request)).sequences[0].text
+    return (await GrpcGenerate(gateway).ask(prompt, max_tokens=8)).text
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -222,8 +220,8 @@ async def test_a_sampling_parameter_in_the_tensor_is_named_by_its_place(gateway,
     error = await refusal(gateway, make_request("hello", sampling=value))
     (violation,) = error.violations
     assert violation.field.startswith(f"{JSON}[")
-    assert next(iter(value))[:50] in violation.field or words is None
-    assert (words or "") in violation.description
+    assert next(iter(value)) in violation.field
+    assert words in violation.description
 
 
 @pytest.mark.parametrize(

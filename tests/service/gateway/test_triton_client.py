@@ -8,6 +8,7 @@ import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
+from tests.support.fronts import GrpcGenerate
 from tests.support.gateway_process import RunningGateway
 from tests.support.rig import Rig
 from tests.support.triton_client import TritonClient, TritonError, triton_client
@@ -35,12 +36,6 @@ def gateway(rig: Rig, scheduler: FakeScheduler) -> RunningGateway:
     return rig.gateway
 
 
-async def expected_text(gateway: RunningGateway, prompt: str) -> str:
-    request = generation_pb2.GenerateRequest(text=prompt)
-    request.stopping.max_tokens = 8
-    return (await gateway.generation.Generate(request)).sequences[0].text
-
-
 def streamed(prompt: str, request_id: str, **parameters) -> dict:
     return {
         "inputs": {"text_input": [prompt], "stream": [True]},
@@ -52,7 +47,10 @@ def streamed(prompt: str, request_id: str, **parameters) -> dict:
 @pytest.mark.parametrize("empty_final", [False, True])
 async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, client: TritonClient, empty_final):
     pieces = await client.stream(streamed("hello", "mine"), empty_final=empty_final)
-    assert "".join(piece["outputs"]["text_output"][0] for piece in pieces) == await expected_text(gateway, "hello")
+    assert (
+        "".join(piece["outputs"]["text_output"][0] for piece in pieces)
+        == (await GrpcGenerate(gateway).ask(max_tokens=8)).text
+    )
     assert len(pieces) > 2
     assert {piece["id"] for piece in pieces} == {"mine"}
     finals = [piece["parameters"]["triton_final_response"] for piece in pieces]
@@ -118,5 +116,5 @@ async def test_what_is_asked_of_another_model_is_not_found(client: TritonClient,
 
 async def test_a_request_without_stream_gets_one_final_response_in_a_stream(gateway, client: TritonClient):
     (response,) = await client.stream({"inputs": INPUTS, "parameters": EIGHT, "request_id": "whole"})
-    assert response["outputs"] == {"text_output": [await expected_text(gateway, "hello")]}
+    assert response["outputs"] == {"text_output": [(await GrpcGenerate(gateway).ask(max_tokens=8)).text]}
     assert response["parameters"] == {"triton_final_response": True}
