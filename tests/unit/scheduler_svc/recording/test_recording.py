@@ -1,8 +1,6 @@
 """Recordings as files: whole, cut, damaged, too large for one file, and on a disk that is full."""
 
-import errno
 import logging
-import os
 import pickle
 import random
 import shutil
@@ -13,7 +11,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -300,62 +298,6 @@ def test_a_snapshot_that_names_other_code_is_refused(
             file.write(files.frame(pickle.dumps(code)))
         assert main(["replay", str(path)]) == 2
         assert "does not fit the core of this version: it names" in capsys.readouterr().err
-
-
-def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "recording"
-    recorder = Recorder.open(str(path), with_token_ids=False, max_bytes=MANY_BYTES)
-    recorder._writer._file.close()
-    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 (the recorder closes it)
-    monkeypatch.setattr(recorder._writer, "_file", full)
-    monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
-    with caplog.at_level(logging.WARNING):
-        driver = Driver(make_config())
-        driver.submit(make_request(1))
-        driver.run_until_idle()
-        recorder.close()
-    assert driver.finished == {1}
-    assert [each.getMessage() for each in caplog.records] == [
-        f"the recording {path} ends here: [Errno 28] No space left on device"
-    ]
-
-
-@pytest.mark.parametrize(("error", "starts"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.EACCES, False)])
-def test_a_scheduler_starts_on_a_disk_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int, starts: bool
-) -> None:
-    monkeypatch.setattr(files, "open_file", lambda path: refuse(error))
-    path = str(tmp_path / "recording")
-    if not starts:
-        with pytest.raises(ConfigurationError, match="Permission denied"):
-            Recorder.open(path, with_token_ids=False, max_bytes=MANY_BYTES)
-        return
-    with caplog.at_level(logging.WARNING):
-        assert Recorder.open(path, with_token_ids=False, max_bytes=MANY_BYTES) is None
-    assert [f"nothing is recorded in {path}" in each.getMessage() for each in caplog.records] == [True]
-
-
-def test_a_file_that_cannot_be_begun_leaves_the_ones_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "recording"
-    create = files.create
-
-    def create_and_fill_the_disk(path: Path, header: files.Header) -> BinaryIO:
-        file = create(path, header)
-        monkeypatch.setattr(files, "open_file", lambda path: refuse(errno.ENOSPC))
-        return file
-
-    monkeypatch.setattr(files, "create", create_and_fill_the_disk)
-    record(path, monkeypatch, num_requests=20, max_bytes=4 * 4096)
-    assert files.read_header(path).segment == 0
-    report = replay(path)
-    assert report.is_equal
-    assert report.num_steps
-
-
-def refuse(error: int) -> Any:
-    raise OSError(error, os.strerror(error))
 
 
 def test_a_disk_that_is_slow_ends_the_recording(
