@@ -53,17 +53,6 @@ def test_a_request_waits_for_its_adapter_and_others_pass() -> None:
     assert driver.outputs[1] != expected_output(replace(first, adapter=None))
 
 
-def test_rows_of_several_adapters_and_of_none_run_together() -> None:
-    driver = make_driver(2)
-    requests = [make_request(1), with_adapter(2, A), with_adapter(3, B), with_adapter(4, A, num_sequences=3)]
-    driver.submit(*requests)
-    assert told(driver) == [(A, 0), (B, 1)]
-    while driver.compile_next():
-        pass
-    assert len(driver.next_plan().assign) == 4
-    driver.finish(*requests)
-
-
 def test_without_slots_adapters_are_refused() -> None:
     driver = make_driver(0)
     with pytest.raises(NoAdaptersError, match="--max-adapters"):
@@ -203,19 +192,6 @@ def test_a_preempted_request_has_its_adapter_loaded_again(mode: PreemptionMode) 
     driver.finish(first, second)
 
 
-def test_after_a_loss_of_the_worker_slots_are_empty() -> None:
-    driver = make_driver(2)
-    requests = [with_adapter(1, A), with_adapter(2, B), make_request(3)]
-    driver.submit(*requests)
-    driver.tell()
-    while driver.compile_next():
-        pass
-    driver.run_steps(2)
-    driver.crash()
-    assert not loaded(driver)
-    driver.finish(*requests)
-
-
 def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:
     driver = make_driver(2)
     prompt = [7] * 17
@@ -226,18 +202,6 @@ def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> No
         usages.append(driver.usage[handle].cached_tokens)
     assert usages == [0, 0, 0, 16, 16]
     assert len({root_hash("a"), root_hash("a", A), root_hash("a", B), root_hash("b", A)}) == 4
-
-
-def test_pins_are_of_an_adapter() -> None:
-    driver = make_driver(2)
-    plain, own = (driver.scheduler.pin("", [1] * 8, 0.0, 99.0, adapter) for adapter in (None, Adapter(A)))
-    assert plain.pin_id != own.pin_id
-    driver.run_until_idle()
-    assert plain.is_held
-    assert own.is_held
-    driver.submit(with_adapter(1, A, prompt=[1] * 9))
-    driver.run_until_idle()
-    assert driver.usage[1].cached_tokens == 8
 
 
 def test_groups_with_more_constraints_than_workers_keep_come_to_their_adapters(monkeypatch) -> None:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,14 +189,6 @@ def test_beams_wait_for_their_result_and_others_do_not():
     assert third.set_tokens[:, :2].tolist() == [[0, 6], [1, 6]]
 
 
-def fail_rows(driver: Driver, *rows: int) -> None:
-    """The oldest result says that the logits of these rows hold NaN."""
-    result = driver.results[0]
-    assert result is not None
-    candidates = {row: each for row, each in result.candidates.items() if row not in rows}
-    driver.results[0] = replace(result, candidates=candidates, failures=dict.fromkeys(rows, "not a number"))
-
-
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_beam_all_of_whose_tokens_are_banned_is_dropped_and_the_others_go_on(lost):
     driver = Driver(make_config(), max_in_flight=1)
@@ -221,20 +212,6 @@ def test_a_beam_all_of_whose_tokens_are_banned_is_dropped_and_the_others_go_on(l
     driver.run_until_idle()
     assert driver.finished == {1}
     assert driver.scheduler.batch.blocks.pool.num_used == 0
-
-
-@pytest.mark.parametrize("rows", [[0], [1], [2], [0, 1, 2]])
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_search_fails_alone_once_a_row_of_it_does(num_steps, rows):
-    driver = Driver(make_config(), max_in_flight=1)
-    search, other = make_beams(1, width=3), make_request(2, max_tokens=8)
-    driver.submit(search, other)
-    driver.run_steps(num_steps)
-    driver.plan()
-    fail_rows(driver, *rows)
-    (failure,) = driver.deliver()[CLIENT].failed
-    assert (failure.key, failure.reason, failure.message) == (search.key, "NON_FINITE_LOGITS", "not a number")
-    driver.finish(other)
 
 
 @pytest.mark.parametrize(("constraint", "reason"), [(b"", "NON_FINITE_LOGITS"), (b"a", "INVALID_SAMPLING")])

@@ -54,3 +54,15 @@ def test_a_tenant_is_charged_for_the_tokens_that_it_gets(stop: int | None) -> No
     num_kept = 5 if stop is None else 3
     # One of them was charged when the step was planned.
     assert scheduler.policy.counters.get(tenant, 0) - before == SAMPLE_WEIGHT * (num_kept - 1)
+
+
+def test_rows_may_have_a_single_draft() -> None:
+    scheduler = Scheduler(make_config(max_drafts=1, fixed_tokens=1 << 16))
+    scheduler.submit(make_request(0, max_tokens=30), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.apply(StepResult(plan.step_id, np.array([5])), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.max_drafts is not None
+    assert plan.max_drafts.tolist() == [1]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request, max_blocks
-from scheduler_svc.core.sequence import SequenceStatus
 from tests.support.core_driver import Driver, continued, make_config, make_request
 
 
@@ -116,30 +115,6 @@ def test_auto_swaps_several_sequences_and_recomputes_one():
     driver.finish(several, one)
 
 
-def test_a_shared_block_moves_once_and_is_shared_again():
-    driver = make_driver(block_size=4)
-    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
-    driver.submit(request)
-    driver.run_steps(3)
-    driver.preempt(request)
-    # Two blocks of the prompt, once, and one for each sequence.
-    host = driver.scheduler.swap_space.pool
-    assert host.num_used == 2 + 3
-    tables = [sequence.block_table for sequence in driver.scheduler.swapped.first().sequences]
-    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
-    assert [host.ref_count(block) for block in tables[0]] == [3, 3, 1]
-    # Somebody else takes all blocks for a moment, so that nothing of it is cached any more.
-    pool = driver.scheduler.batch.blocks.pool
-    pool.free(pool.allocate(pool.num_free))
-    plan = driver.next_plan()
-    assert len(plan.swap_out) == len(plan.swap_in) == 5
-    tables = [sequence.block_table for sequence in driver.scheduler.running.first().sequences]
-    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
-    assert [driver.scheduler.batch.blocks.pool.ref_count(block) for block in tables[0]] == [3, 3, 1]
-    driver.deliver()
-    driver.finish(request)
-
-
 def test_what_the_prefix_cache_still_has_is_not_moved_back():
     driver = make_driver(block_size=4)
     request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=2)
@@ -150,29 +125,3 @@ def test_what_the_prefix_cache_still_has_is_not_moved_back():
     assert (len(plan.swap_out), len(plan.swap_in)) == (4, 2)
     driver.deliver()
     driver.finish(request)
-
-
-def test_a_group_comes_back_only_with_room_for_the_copies_that_it_makes_then():
-    driver = make_driver(num_blocks=7, block_size=4)
-    other = make_request(1, prompt_len=14, max_tokens=3)
-    request = make_request(2, prompt_len=6, max_tokens=3, num_sequences=3)
-    driver.submit(other, request)
-    driver.run_steps(1)
-    driver.preempt(request)
-    # 3 blocks are free: enough for the 2 of the prompt, not for those and 2 copies of the second.
-    driver.run_steps(1)
-    assert request.key in driver.scheduler.swapped
-    driver.finish(other, request)
-
-
-def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
-    driver = make_driver(preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8, block_size=4)
-    request = make_request(1, prompt_len=30, max_tokens=4)
-    driver.submit(request)
-    driver.run_steps(2)
-    driver.preempt(request)
-    (sequence,) = driver.scheduler.swapped.first().sequences
-    assert (sequence.status, sequence.num_swapped_tokens) == (SequenceStatus.SWAPPED, 16)
-    computed = driver.device.num_computed
-    driver.finish(request)
-    assert driver.device.num_computed - computed == 30 - 16 + 3

@@ -62,16 +62,6 @@ def test_the_request_at_fault_fails_after_two_refusals_and_the_others_finish(cul
     assert driver.num_refusals == 2
 
 
-@pytest.mark.parametrize(("culprit", "nth", "max_in_flight"), CULPRITS)
-def test_the_request_that_the_worker_dies_of_fails_and_the_others_finish(culprit, nth, max_in_flight):
-    driver = make_driver(deadly={culprit: nth}, max_in_flight=max_in_flight)
-    assert_others_finish(driver)
-    assert driver.num_deaths == ENOUGH
-    # What came before was delivered: whatever is computed has been sampled.
-    sure = expected_output(make_request(culprit, max_tokens=12))[: max(nth - 5, 0)]
-    assert driver.outputs[culprit] == sure
-
-
 @pytest.mark.parametrize(
     ("fault", "num_refusals", "num_deaths"),
     [("poisoned", 4, 0), ("deadly", 0, LOSSES_BEFORE_TRIALS + 3 * LOSSES_ON_TRIAL)],
@@ -155,20 +145,6 @@ def test_several_culprits_among_many_are_all_found():
     assert driver.num_refusals == 1 + 3 + 4
 
 
-def test_kills_from_outside_while_cohorts_are_tried_fail_nobody():
-    driver = make_crowd()
-    for _ in range(LOSSES_BEFORE_TRIALS):
-        driver.plan()
-        driver.crash()
-    assert driver.scheduler.trials.are_on
-    for _ in range(12):
-        driver.run_steps(2)
-        driver.plan()
-        driver.crash()
-        assert not driver.failed
-    assert_others_finish(driver, num_requests=MANY)
-
-
 def test_the_failure_says_how_often_the_worker_was_lost():
     driver = make_driver(deadly={0: 1}, num_requests=1)
     for _ in range(ENOUGH - 1):
@@ -181,21 +157,6 @@ def test_the_failure_says_how_often_the_worker_was_lost():
     assert failure.message == (
         "the worker was lost 6 times in a row while this request ran, the last 3 times at one step of it alone"
     )
-
-
-def test_a_deadly_prompt_is_found_though_every_loss_comes_after_steps_of_others():
-    # All that ran before it is computed first after each loss, and gets a token each time.
-    driver = Driver(make_config(max_num_batched_tokens=8, num_blocks=200))
-    driver.deadly = {9: 30}
-    for handle in range(4):
-        driver.submit(make_request(handle, prompt_len=8, max_tokens=60))
-    driver.run_steps(8)
-    driver.submit(make_request(9, prompt_len=32, max_tokens=4))
-    driver.run_until_idle()
-    assert (driver.failed, driver.finished) == ({9}, {0, 1, 2, 3})
-    assert driver.num_deaths == ENOUGH
-    for handle in range(4):
-        assert driver.outputs[handle] == expected_output(make_request(handle, prompt_len=8, max_tokens=60))
 
 
 def kill_after(driver: Driver, num_answered: int, *, was_alive: bool = False) -> None:
@@ -258,46 +219,6 @@ def test_a_request_that_came_late_is_not_at_fault_after_the_losses_of_its_trial_
         assert driver.failed == set()
     kill_after(driver, 0)
     assert driver.failed == {1}
-
-
-def test_a_worker_that_is_lost_with_no_step_in_flight_fails_nobody():
-    driver = Driver(make_config(max_num_batched_tokens=8))
-    driver.submit(make_request(0, prompt_len=24, max_tokens=4))
-    for num_answered in [0, 1, 2] * ENOUGH:
-        driver.run_steps(num_answered)
-        driver.crash()
-        assert not driver.scheduler.trials.are_on
-    driver.run_until_idle()
-    assert driver.finished == {0}
-
-
-def test_a_broken_link_counts_only_where_no_step_was_answered_over_it():
-    driver = Driver(make_config(max_num_batched_tokens=8))
-    driver.submit(make_request(0, prompt_len=24, max_tokens=4))
-    for _ in range(2 * ENOUGH):
-        kill_after(driver, 1, was_alive=True)
-    assert not driver.scheduler.trials.are_on
-    for _ in range(ENOUGH - 1):
-        kill_after(driver, 0, was_alive=True)
-    assert driver.failed == set()
-    kill_after(driver, 0, was_alive=True)
-    assert driver.failed == {0}
-
-
-def test_a_request_that_is_aborted_before_the_worker_is_back_is_nobody_s_fault():
-    driver = make_driver(deadly={}, num_requests=2)
-    for _ in range(ENOUGH - 1):
-        kill_after(driver, 0)
-    scheduler = driver.scheduler
-    driver.plan()
-    scheduler.lose_in_flight()
-    scheduler.void_in_flight(driver.clock)
-    driver.results.clear()
-    assert scheduler.abort(make_request(0).key)
-    assert scheduler.judge_loss(was_alive=False) == {}
-    driver.crash()
-    driver.run_until_idle()
-    assert driver.finished == {1}
 
 
 def test_what_is_counted_since_the_start_goes_on_with_another_pool():

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from quire.prefix_hashes import block_hash, root_hash
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, FreeQueue, PrefixHashes
-from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.kv_cache import VictimTables
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult
@@ -75,44 +74,12 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     assert successor.usage[2].cached_tokens == 12
 
 
-def test_a_step_without_rows_seals_the_last_blocks_when_nothing_else_is_to_be_computed():
-    driver = Driver(make_config())
-    driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=1))
-    driver.run_steps(1)
-    assert driver.finished == {1}
-    assert driver.scheduler.is_sealing
-    plan = driver.next_plan()
-    assert (len(plan.rows), len(plan.sealed)) == (0, 3)
-    # What comes meanwhile does not wait for it.
-    driver.submit(make_request(2, prompt=SHORT_PROMPT[::-1], max_tokens=1))
-    assert len(driver.next_plan().rows) == 1
-    driver.run_until_idle()
-    assert len(driver.device.seals) == 6
-    assert (driver.scheduler.num_steps, driver.scheduler.is_sealing) == (4, False)
-    assert driver.scheduler.schedule(driver.clock) is None
-
-
 def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_first_said():
     pool, (first, second) = BlockPool(2), PrefixHashes(root_hash(""), 4).first(2, SHORT_PROMPT)
     for block, content in ((0, first), (0, second), (1, first)):
         pool.restore(BlockId(block), content)
     assert pool.sealed_hashes() == [first]
     assert pool.names(0, 2) == [first, None]
-
-
-def test_a_block_that_goes_to_another_before_its_seal_was_announced_is_never_announced():
-    driver = Driver(make_config(num_blocks=4))
-    # Its prompt is sealed by the result that ends it, and the blocks go to the second request at once.
-    for handle, prompt in ((1, SHORT_PROMPT), (2, [*reversed(SHORT_PROMPT)])):
-        driver.submit(make_request(handle, prompt=prompt, max_tokens=1))
-    driver.run_steps(1)
-    assert driver.finished == {1}
-    assert driver.scheduler.batch.blocks.pool.num_cached == 3
-    plan = driver.next_plan()
-    assert plan.assign[0].block_table == (3, 2, 1, 0)
-    assert plan.sealed == ()
-    driver.run_until_idle()
-    assert driver.finished == {1, 2}
 
 
 def test_the_pool_hands_out_unsealed_blocks_first_then_the_least_recently_freed_deepest_first():
@@ -205,37 +172,6 @@ def test_those_behind_pass_who_waits_for_blocks():
     driver.deliver()
     driver.plan()
     assert running(driver) == {2}
-
-
-def test_a_request_does_not_wait_for_one_that_it_goes_before():
-    driver = make_wide_driver(policy=PolicyKind.PRIORITY)
-    submit(driver, LONG_PROMPT, priority=0)
-    driver.plan()
-    submit(driver, LONG_PROMPT[:400], priority=1)
-    driver.plan()
-    assert running(driver) == {1, 2}
-
-
-@pytest.mark.parametrize(("steps", "max_in_flight"), [(1, 1), (2, 2)])
-def test_those_who_wait_go_on_at_once_when_the_one_that_computes_is_gone(steps, max_in_flight):
-    for leave in (
-        lambda driver, request: driver.scheduler.abort(request.key),
-        lambda driver, request: driver.preempt(request),
-    ):
-        driver = make_wide_driver(max_in_flight, max_num_batched_tokens=256)
-        requests = submit(driver, *[LONG_PROMPT] * 4)
-        for _ in range(steps):
-            driver.plan()
-        leave(driver, requests[0])
-        driver.check()
-        while driver.results:
-            driver.deliver()
-        driver.plan()
-        # The next one computes, from the chunks that were sealed in time; a preempted one goes on itself.
-        assert len(running(driver)) == 1
-        driver.run_until_idle()
-        assert driver.finished >= {2, 3, 4}
-        assert driver.device.num_computed <= 1000 + 256 * steps + 3 * 8
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["pop", "remove", "last", "first"]), st.integers(0, 7))))

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
-
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.moves import CommonTier, KvSource, Lease
+from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Tier
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
@@ -44,22 +42,6 @@ def told(driver: Driver) -> list[Preparation]:
     return found
 
 
-def test_a_request_that_leaves_keeps_its_sealed_blocks_until_the_lease_is_over() -> None:
-    driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
-    running(driver, request)
-    # 9 tokens of the prompt and those before the newest are computed, 4 a block.
-    assert len(hand_over(driver, request) or []) == 2
-    assert driver.scheduler.num_live == 0
-    assert used(driver) == 2
-    driver.scheduler.renew_lease(LEASE, driver.clock, 2 * LEASE_S)
-    driver.clock += 1.5 * LEASE_S
-    driver.plan()
-    assert used(driver) == 2
-    driver.clock += LEASE_S
-    driver.plan()
-    assert used(driver) == 0
-
-
 def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
     driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
     running(driver, request)
@@ -67,17 +49,6 @@ def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
     driver.scheduler.renew_lease(LEASE, driver.clock, 0)
     driver.check()
     assert used(driver) == 0
-
-
-def test_a_lease_gives_way_to_requests_that_run() -> None:
-    driver = Driver(make_config(num_blocks=8))
-    first, other = make_request(1, prompt_len=17, max_tokens=8), make_request(2, prompt_len=17, max_tokens=15)
-    running(driver, first, num_steps=2)
-    assert len(hand_over(driver, first) or []) == 4
-    driver.submit(other)
-    run(driver)
-    assert driver.outputs[2] == expected_output(other)
-    assert driver.scheduler.num_preemptions == 0
 
 
 def test_a_request_that_selects_at_its_end_stays() -> None:
@@ -107,23 +78,6 @@ def test_requests_that_never_ran_wait_for_others_to_take_them() -> None:
     assert [driver.outputs[each] for each in (1, 2)] == list(map(expected_output, (first, new)))
 
 
-def test_a_request_waits_for_its_blocks_and_others_pass() -> None:
-    driver, request, other = Driver(make_config()), moved(1), make_request(2)
-    driver.submit(request)
-    (preparation,) = told(driver)
-    assert preparation.arriving is not None
-    assert preparation.arriving.source == SOURCE
-    # 15 tokens, of which one at least is computed.
-    assert len(preparation.arriving.blocks) == 3
-    driver.submit(other)
-    run(driver)
-    assert driver.finished == {2}
-    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
-    driver.check()
-    run(driver)
-    assert driver.outputs[1] == expected_output(request)
-
-
 def test_blocks_that_came_are_not_computed() -> None:
     driver, request = Driver(make_config()), moved(1)
     driver.submit(request)
@@ -141,40 +95,6 @@ def test_blocks_are_fetched_once_however_often_the_worker_is_lost() -> None:
     assert len(told(driver)) == 1
     driver.crash()
     assert told(driver) == []
-    run(driver)
-    assert driver.outputs[1] == expected_output(request)
-
-
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_blocks_of_a_move_that_takes_too_long_or_whose_request_is_aborted_stay_its_own(is_aborted: bool) -> None:
-    driver, request = Driver(make_config()), moved(1)
-    driver.submit(request)
-    (preparation,) = told(driver)
-    driver.plan()
-    assert not driver.results
-    if is_aborted:
-        driver.scheduler.abort(request.key)
-        driver.check()
-    else:
-        driver.scheduler.give_up_preparation(preparation.number, 5.0)
-        driver.check()
-        run(driver)
-        assert driver.outputs[1] == expected_output(request)
-    assert used(driver) == 3
-    driver.scheduler.prepared(preparation.number)
-    driver.check()
-    assert used(driver) == 0
-
-
-def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() -> None:
-    driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
-    running(driver, other, num_steps=1)
-    driver.submit(request)
-    assert told(driver) == []
-    run(driver)
-    assert driver.finished == {2}
-    (preparation,) = told(driver)
-    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
     run(driver)
     assert driver.outputs[1] == expected_output(request)
 
@@ -234,29 +154,6 @@ def test_what_the_tier_does_not_give_is_computed_and_not_asked_for_again() -> No
     assert not driver.told
 
 
-def test_a_tier_that_takes_too_long_is_not_waited_for_again() -> None:
-    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
-    on_disk(driver, first)
-    driver.submit(again)
-    (preparation,) = told(driver)
-    driver.scheduler.give_up_preparation(preparation.number, 5.0)
-    driver.check()
-    run(driver)
-    assert driver.outputs[2] == expected_output(again)
-    driver.scheduler.prepared(preparation.number)
-    driver.finish(again)
-
-
-def test_blocks_of_the_tier_come_only_where_their_request_fits() -> None:
-    driver, first, other = Driver(make_config(num_blocks=8)), of_prefix(1), make_request(2, prompt_len=21)
-    on_disk(driver, first)
-    running(driver, other, num_steps=1)
-    again = of_prefix(3)
-    driver.submit(again)
-    assert told(driver) == []
-    driver.finish(other, again)
-
-
 def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -> None:
     swaps = {"policy": PolicyKind.PRIORITY, "preemption_mode": PreemptionMode.SWAP, "num_host_blocks": 16}
     driver = Driver(make_config(num_blocks=8, **swaps), max_in_flight=1)
@@ -287,6 +184,14 @@ def test_a_block_is_on_disk_once_all_ranks_have_their_part() -> None:
     assert common.change(1, [8], [a]) == ([0, 1], [a])
     assert common.change(0, [2, 5], []) == ([2], [])
     assert common.change(0, [6], [b]) == ([6], [b])
+
+
+def test_a_block_on_disk_gets_another_name() -> None:
+    tier, (a, b, c) = Tier(), (BlockHash(bytes([each]) * 32) for each in range(3))
+    tier.change([3], [a])
+    tier.rename(a, b)
+    tier.rename(c, a)
+    assert (tier.names(3, 9), tier.slot_of(b), len(tier), a in tier) == ([b], 3, 1, False)
 
 
 def offer(request: Request) -> Request:

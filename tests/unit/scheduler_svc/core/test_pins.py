@@ -8,7 +8,7 @@ from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError, RefusedError
 from scheduler_svc.core.scheduler import Scheduler
-from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.core_driver import Driver, make_config, make_request
 
 PREFIX = list(range(1, 13))
 
@@ -54,15 +54,6 @@ def test_a_pin_is_computed_once_and_hit_by_its_tenant_alone():
     assert run(driver, 2, [*PREFIX, 90], tenant="b") == 0
 
 
-def test_a_pin_outlives_what_evicts_all_else():
-    driver = make_driver()
-    pinned(driver)
-    run(driver, 1, [*range(20, 33)])
-    fill(driver, 2)
-    assert run(driver, 20, [*range(20, 33)]) == 0
-    assert run(driver, 21, [*PREFIX, 90]) == 12
-
-
 def test_only_whole_blocks_are_kept():
     driver = make_driver()
     assert pinned(driver, token_ids=[*PREFIX, 13, 14]).token_ids == PREFIX
@@ -81,28 +72,6 @@ def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
     assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 0
     # What was let go of is still cached, until somebody needs the room.
     assert run(driver, 1, [*PREFIX, 90]) == 12
-
-
-def test_a_prefix_can_be_pinned_while_a_request_computes_it():
-    driver = make_driver(max_num_batched_tokens=8)
-    request = make_request(1, prompt=[*PREFIX, 90], tenant="a", max_tokens=3)
-    driver.submit(request)
-    driver.plan()
-    made = pin(driver)
-    assert not made.is_held
-    driver.run_until_idle()
-    assert made.is_held
-    assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 3
-    assert driver.outputs[1] == expected_output(request)
-
-
-def test_overlapping_pins_share_blocks():
-    driver = make_driver()
-    pinned(driver)
-    longer = pinned(driver, token_ids=[*PREFIX, 50, 51, 52, 53])
-    assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 4
-    assert driver.scheduler.unpin("a", longer.pin_id)
-    assert driver.scheduler.pins.num_pinned == 3
 
 
 def test_quotas_hold_for_a_tenant_and_for_all():

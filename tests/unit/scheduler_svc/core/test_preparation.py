@@ -44,33 +44,6 @@ def run(driver: Driver) -> None:
         driver.deliver()
 
 
-def test_a_group_waits_for_its_constraint_and_others_pass() -> None:
-    driver = make_driver()
-    first, other = constrained(1), make_request(2)
-    driver.submit(first, other)
-    (first_told,) = told(driver)
-    assert parameters_of(first_told) == b"a"
-    run(driver)
-    assert driver.finished == {2}
-    assert not driver.outputs[1]
-    driver.compile_next()
-    run(driver)
-    assert driver.outputs[1] == expected_output(first)
-    assert driver.outputs[2] == expected_output(other)
-
-
-def test_a_constraint_is_prepared_once_for_all_that_have_it() -> None:
-    driver = make_driver()
-    for handle in (1, 2):
-        driver.submit(constrained(handle))
-    assert driver.plan() is None
-    assert prepare(driver) == [b"a"]
-    driver.submit(constrained(3))
-    assert not told(driver)
-    run(driver)
-    assert driver.finished == {1, 2, 3}
-
-
 def test_what_was_compiled_is_kept_until_a_constraint_fails_where_a_row_samples() -> None:
     driver = make_driver()
     driver.submit(constrained(1))
