@@ -249,6 +249,27 @@ def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_
     assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
 
 
+def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_it_is(bench):
+    connection = bench.connect(credit=10**6)
+    bench.requests = Requests(
+        bench.core.abort, bench.core.progress, DurableLimits(8, 3000, 60.0), bench.timers.call_later
+    )
+    first = bench.admit(make_request(1, prompt_len=10, max_tokens=10_000), connection, durable=True)
+    assert bench.requests.num_durable_tokens == 10 + MAX_GROWTH
+    for _ in range(2500):
+        bench.step(first)
+    assert bench.requests.num_durable_tokens == 10 + 2500 + MAX_GROWTH
+    with pytest.raises(ResourceExhausted, match=r"3\d\d\d tokens of durable requests would be kept; .* room for 3000"):
+        bench.admit(make_request(2, prompt_len=10, max_tokens=1), connection, durable=True)
+    bench.step(first, ends=True)
+    assert bench.requests.num_durable_tokens == 10 + 2501
+    assert bench.requests.find("", "request-1").history.num_tokens == 2501
+    # What is over makes room.
+    bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
+    with pytest.raises(NotFound):
+        bench.requests.find("", "request-1")
+
+
 def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(bench):
     connection = bench.connect()
     assert fill(bench, connection, "a") == 8
