@@ -42,6 +42,22 @@ def told(driver: Driver) -> list[Preparation]:
     return found
 
 
+def test_a_request_that_leaves_keeps_its_sealed_blocks_until_the_lease_is_over() -> None:
+    driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
+    running(driver, request)
+    # 9 tokens of the prompt and those before the newest are computed, 4 a block.
+    assert len(hand_over(driver, request) or []) == 2
+    assert driver.scheduler.num_live == 0
+    assert used(driver) == 2
+    driver.scheduler.renew_lease(LEASE, driver.clock, 2 * LEASE_S)
+    driver.clock += 1.5 * LEASE_S
+    driver.plan()
+    assert used(driver) == 2
+    driver.clock += LEASE_S
+    driver.plan()
+    assert used(driver) == 0
+
+
 def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
     driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
     running(driver, request)
@@ -49,6 +65,17 @@ def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
     driver.scheduler.renew_lease(LEASE, driver.clock, 0)
     driver.check()
     assert used(driver) == 0
+
+
+def test_a_lease_gives_way_to_requests_that_run() -> None:
+    driver = Driver(make_config(num_blocks=8))
+    first, other = make_request(1, prompt_len=17, max_tokens=8), make_request(2, prompt_len=17, max_tokens=15)
+    running(driver, first, num_steps=2)
+    assert len(hand_over(driver, first) or []) == 4
+    driver.submit(other)
+    run(driver)
+    assert driver.outputs[2] == expected_output(other)
+    assert driver.scheduler.num_preemptions == 0
 
 
 def test_a_request_that_selects_at_its_end_stays() -> None:
@@ -95,6 +122,19 @@ def test_blocks_are_fetched_once_however_often_the_worker_is_lost() -> None:
     assert len(told(driver)) == 1
     driver.crash()
     assert told(driver) == []
+    run(driver)
+    assert driver.outputs[1] == expected_output(request)
+
+
+def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() -> None:
+    driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
+    running(driver, other, num_steps=1)
+    driver.submit(request)
+    assert told(driver) == []
+    run(driver)
+    assert driver.finished == {2}
+    (preparation,) = told(driver)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
     run(driver)
     assert driver.outputs[1] == expected_output(request)
 
@@ -152,6 +192,19 @@ def test_what_the_tier_does_not_give_is_computed_and_not_asked_for_again() -> No
     assert [name in driver.scheduler.tier for name in names[:4]] == [True, False, False, False]
     driver.finish(again)
     assert not driver.told
+
+
+def test_a_tier_that_takes_too_long_is_not_waited_for_again() -> None:
+    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
+    on_disk(driver, first)
+    driver.submit(again)
+    (preparation,) = told(driver)
+    driver.scheduler.give_up_preparation(preparation.number, 5.0)
+    driver.check()
+    run(driver)
+    assert driver.outputs[2] == expected_output(again)
+    driver.scheduler.prepared(preparation.number)
+    driver.finish(again)
 
 
 def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -> None:
