@@ -3,13 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, write_keys
 from quire.client import AsyncClient, GenerationOptions
 from quire.progress import STARTING, LoadProgress
 from quire.rpc.channel import open_channel
@@ -19,16 +17,6 @@ _ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
 _CANARY_RETRY_S = 0.05
 _PROGRESS_EVERY_S = 5.0
 _DRAW_EVERY_S = 0.25
-_PROBE = "quire-serve-probe"
-
-
-def write_probe_key(file: Path, api_keys: tuple[str, ...]) -> str:
-    """A new key for these requests, of a tenant of its own, with which gateways read `file`. The keys of --api-key
-    stand beside it as hashes, so that no command line of a gateway has them."""
-    key = make_key()
-    probe = KeyEntry(id=_PROBE, sha256=hash_of(key).hex(), tenant=_PROBE)
-    write_keys(file, [probe, *entries_of(api_keys)])
-    return key
 
 
 async def wait_until_served(

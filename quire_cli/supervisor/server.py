@@ -36,6 +36,7 @@ _NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn
 _LISTENING = "quire-gateway: listening "
 # The maximum that a gateway needs to end after its live requests have drained; the others have nothing to drain.
 _EXIT_GRACE_S = 5.0
+_PROBE = "quire-serve-probe"
 _DIRECTORY_PREFIX = "quire-"
 _LOCK = "lock"
 # The path of a unix socket has at most 107 bytes, which a long TMPDIR would exceed.
@@ -235,10 +236,8 @@ class LocalServer:
         self._directory = RunDirectory.make()
         probe_keys = None
         if settings.requires_keys:
-            from quire_cli.supervisor.canary import write_probe_key
-
             probe_keys = self._directory.path / "probe-keys.json"
-            self._probe_key = write_probe_key(probe_keys, settings.api_keys)
+            self._probe_key = _write_probe_key(probe_keys, settings.api_keys)
         rendezvous_port = 0
         if settings.tensor_parallel_size > 1:
             # Kept, since rank 0 listens only some seconds later, and again after each restart.
@@ -398,6 +397,16 @@ def _remove_abandoned(parent: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def _write_probe_key(file: Path, api_keys: tuple[str, ...]) -> str:
+    """A new key by which this process finds out whether requests succeed, of a tenant of its own; gateways read `file`.
+    The keys of --api-key stand beside it as hashes, so that no command line of a gateway has them."""
+    from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, write_keys
+
+    key = make_key()
+    write_keys(file, [KeyEntry(id=_PROBE, sha256=hash_of(key).hex(), tenant=_PROBE), *entries_of(api_keys)])
+    return key
 
 
 def _check_files(settings: ServeSettings) -> None:

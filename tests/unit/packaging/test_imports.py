@@ -40,6 +40,8 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
         "gateway.__main__": (),
         "gateway.app": TRACES,
     },
+    # A worker starts when this is imported, and takes longest.
+    {"quire_cli.serve": ("pydantic", "quire.client", "quire.rpc.server")},
     {"kernels": ("numpy",), "quire.model_source": ("grpc", "tokenizers")},
 ]
 
