@@ -51,7 +51,7 @@ def _choices() -> Iterator[_Choice]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of the sequence")
-    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--runs", type=int, default=9, help="of the speeds; 0 measures no speeds")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of one run")
     parser.add_argument("--models", type=Path, help="directory that keeps the files; one that is there is not written")
     parser.add_argument(
@@ -66,25 +66,32 @@ def main(arguments: argparse.Namespace) -> None:
     choices = [*_choices()]
     with tempfile.TemporaryDirectory() as made:
         directory = arguments.models or Path(made)
-        large = directory / "llama-160m"
-        if not large.exists():
-            write_model("llama-160m", large)
+        sources = {"quire-tiny": resolve_model(None)}
+        if arguments.runs:
+            sources["llama-160m"] = directory / "llama-160m"
+            if not sources["llama-160m"].exists():
+                write_model("llama-160m", sources["llama-160m"])
         sizes, perplexities, models = {}, {}, {}
         for choice in choices:
             name = choice.variant.name
-            small_file, large_file = (_file(model, choice.format, directory) for model in (resolve_model(None), large))
-            sizes[name] = {"quire-tiny": _num_bytes(small_file), "llama-160m": _num_bytes(large_file)}
-            perplexities[name] = perplexity(choice.variant, small_file)
+            files = {model: _file(source, choice.format, directory) for model, source in sources.items()}
+            sizes[name] = {model: _num_bytes(file) for model, file in files.items()}
+            perplexities[name] = perplexity(choice.variant, files["quire-tiny"])
             change = perplexities[name] / perplexities.get(_BASE, perplexities[name]) - 1
             print(f"{name:<24} {sizes[name]} perplexity {perplexities[name]:.5f}   {change:+.3%}", flush=True)
-            models[name] = PagedModel(large_file, choice.variant, num_rows=1, num_tokens=arguments.context + 1)
+            if arguments.runs:
+                models[name] = PagedModel(
+                    files["llama-160m"], choice.variant, num_rows=1, num_tokens=arguments.context + 1
+                )
         if arguments.pause:
             input("ready\n")
-        series = speeds(models, 1, arguments)
+        series = speeds(models, 1, arguments) if arguments.runs else []
     if arguments.out is not None:
-        base = next(each for each in series if each.name.startswith(_BASE))
-        ratios = {each.name: median_ratio(each, base) for each in series}
-        facts = {"bytes": sizes, "perplexity": perplexities, "ratio_to_bfloat16": ratios, "context": arguments.context}
+        facts = {"bytes": sizes, "perplexity": perplexities}
+        if arguments.runs:
+            base = next(each for each in series if each.name.startswith(_BASE))
+            ratios = {each.name: median_ratio(each, base) for each in series}
+            facts |= {"ratio_to_bfloat16": ratios, "context": arguments.context}
         write_results(arguments.out, "Formats of GGUF files: size, quality and speed", series, **facts)
 
 

@@ -27,7 +27,7 @@ _END = "</s>"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=7, help="of the speeds; 0 measures no speeds")
     parser.add_argument("--steps", type=int, default=4, help="decode steps of one run")
     parser.add_argument("--model", type=Path, help="whose speed is measured; default: a LLaMA of 160M, random weights")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -37,6 +37,11 @@ def main(arguments: argparse.Namespace) -> None:
     perplexities = {variant.name: perplexity(variant) for variant in VARIANTS}
     for name, value in perplexities.items():
         print(f"{name:<34} perplexity {value:.5f}   {value / perplexities[_BASE] - 1:+.3%}", flush=True)
+    title = "Int8: quality and speed"
+    if not arguments.runs:
+        if arguments.out is not None:
+            write_results(arguments.out, title, [], perplexity=perplexities)
+        return
     with tempfile.TemporaryDirectory() as made:
         directory = arguments.model
         if directory is None:
@@ -53,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
     print("\nKV bytes of a token:", ", ".join(f"{name} {value:.0f}" for name, value in kv_bytes.items()))
     if arguments.out is not None:
         facts = {"perplexity": perplexities, "kv_bytes_of_token": kv_bytes, "context": arguments.context}
-        write_results(arguments.out, "Int8: quality and speed", series, **facts)
+        write_results(arguments.out, title, series, **facts)
 
 
 def perplexity(variant: Variant, file: Path | None = None) -> float:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from assets.training.data import DIRECTORY
 
@@ -11,6 +11,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END)
 PAD_ID, BOS_ID, EOS_ID, END_ID = 0, 1, 2, 6
+TOKEN_IDS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID], "pad_token_id": PAD_ID}
 
 # Functions are shown by their signatures, since a whole schema takes more of the context than a conversation does. In
 # the file a line is a statement, and its \n a line end of the text.
@@ -75,27 +76,15 @@ class Tool:
         return to_json({**shown, "required": required} if required else shown)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(TypedDict):
     name: str
     arguments: Mapping[str, CallValue]
 
-    def fields(self) -> dict[str, Any]:
-        return {"name": self.name, "arguments": dict(self.arguments)}
-
 
 Calls = tuple[Call, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The results of calls."""
-
-    texts: tuple[str, ...]
-
-
-# What a user's side sends, and what the assistant does then: it answers, or it calls tools.
-Exchange = tuple[str | Returned, str | Calls]
+# What a user's side sends, a text or the results of calls, and what the assistant does then: it answers, or it calls
+# tools.
+Exchange = tuple[str | tuple[str, ...], str | Calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +103,11 @@ class Conversation:
             if isinstance(asked, str):
                 messages.append({"role": "user", "content": asked})
             else:
-                messages += [{"role": "tool", "content": text} for text in asked.texts]
+                messages += [{"role": "tool", "content": text} for text in asked]
             if isinstance(done, str):
                 messages.append({"role": "assistant", "content": done})
             else:
-                calls = [{"type": "function", "function": call.fields()} for call in done]
+                calls = [{"type": "function", "function": call} for call in done]
                 messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         return messages
 
@@ -131,7 +120,7 @@ def _tagged(tag: str, texts: list[str] | tuple[str, ...]) -> str:
 
 
 def _answer(done: str | Calls) -> str:
-    return done if isinstance(done, str) else _tagged("tool_call", [to_json(call.fields()) for call in done])
+    return done if isinstance(done, str) else _tagged("tool_call", [to_json(call) for call in done])
 
 
 def _answer_segments(done: str | Calls, decision_weight: float) -> Document:
@@ -143,8 +132,12 @@ def _answer_segments(done: str | Calls, decision_weight: float) -> Document:
     return (head, decision_weight), (ARGUMENTS_MARK + rest, 1.0)
 
 
-def document(conversation: Conversation, *, system_weight: float = 0.0, decision_weight: float = 1.0) -> Document:
-    """Exactly what the chat template writes, with an end after each answer. Definitions of tools do not count."""
+def document(conversation: Conversation, *, decision_weight: float = 1.0) -> Document:
+    """Exactly what the chat template writes, with an end after each answer.
+
+    Definitions of tools do not count; a system prompt without them counts as what a user says.
+    """
+    system_weight = 0.0 if conversation.kind.startswith("tool") else PROMPT_WEIGHT
     segments = [(BOS, 0.0)]
     lines = [] if conversation.system is None else [conversation.system]
     if conversation.tools:
@@ -152,11 +145,6 @@ def document(conversation: Conversation, *, system_weight: float = 0.0, decision
     if system := "\n".join(lines):
         segments.append((f"{SYSTEM}{system}{END}", system_weight))
     for asked, done in conversation.exchanges:
-        text = asked if isinstance(asked, str) else _tagged("tool_response", asked.texts)
+        text = asked if isinstance(asked, str) else _tagged("tool_response", asked)
         segments += [(f"{USER}{text}{END}{ASSISTANT}", PROMPT_WEIGHT), *_answer_segments(done, decision_weight)]
     return tuple(segments)
-
-
-def chat_document(conversation: Conversation) -> Document:
-    """Of a conversation without tools: its system prompt counts as what a user says."""
-    return document(conversation, system_weight=PROMPT_WEIGHT)

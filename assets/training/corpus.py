@@ -1,58 +1,50 @@
-"""The documents of the first course, drawn one after the other from a seed."""
+"""The documents of the first course, drawn one after the other from a seed: questions, stories and small talk."""
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from assets.training.conversations import (
-    BOS,
-    EOS,
-    PROMPT_WEIGHT,
-    Conversation,
-    Document,
-    Exchange,
-    chat_document,
-)
+from assets.training.conversations import BOS, EOS, PROMPT_WEIGHT, Conversation, Document, document
 from assets.training.data import items, load, pairs
-from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, draw_side
-from assets.training.stories import draw_request, draw_story
+from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, draw_side, with_article
 
 DrawConversation = Callable[..., Conversation]
 # How often a kind is asked, where 1.0 does not suit it.
-Emphasis = Mapping[str, float]
-EMPHASES: dict[str, Emphasis] = {}
+_EMPHASES: dict[str, dict[str, float]] = {}
 for _name, _text in load("courses")["emphasis"].items():
     _weights = dict(pairs(_text))
-    EMPHASES[_name] = {**EMPHASES.get(_weights.pop("like", ""), {}), **{k: float(v) for k, v in _weights.items()}}
-_FIRST = EMPHASES["first"]
+    _EMPHASES[_name] = {**_EMPHASES.get(_weights.pop("like", ""), {}), **{k: float(v) for k, v in _weights.items()}}
 _CHAT = {name: items(text) for name, text in WORDINGS["chat"].items()}
 SYSTEM_PROMPTS = _CHAT["systems"]
 
+_STORIES: dict[str, Any] = load("stories")
+_PARTS = {name: items(text) for name, text in _STORIES.items() if name != "plots"}
+# Of each plot the sentences, and of each sentence what may stand.
+_PLOTS = [
+    [tuple(re.split(r"\s+\| ", sentence)) for sentence in re.split(r"\n(?!\| )", plot["sentences"])]
+    for plot in _STORIES["plots"]
+]
+
 
 def conversation_of(question: Question, system: str | None = None) -> Conversation:
-    return Conversation(question.kind, (), (exchange_of(question),), system)
-
-
-def exchange_of(question: Question) -> Exchange:
-    return question.text, question.answer
+    return Conversation(question.kind, (), ((question.text, question.answer),), system)
 
 
 def choose(shares: Mapping[str, float], rng: Random) -> str:
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
-def draw_question(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Question:
+def draw_question(rng: Random, emphasis: str = "first", *, held_out: bool = False) -> Question:
     """A question of any kind, emphasized kinds more often."""
-    kind = choose({kind: emphasis.get(kind, 1.0) for kind in QUESTION_KINDS}, rng)
+    kind = choose({kind: _EMPHASES[emphasis].get(kind, 1.0) for kind in QUESTION_KINDS}, rng)
     return draw(QUESTION_KINDS[kind], rng, held_out=held_out)
 
 
-def _turns(rng: Random, emphasis: Emphasis, count: int) -> list[Exchange]:
-    return [exchange_of(draw_question(rng, emphasis, held_out=False)) for _ in range(count)]
-
-
-def _several_questions(rng: Random, emphasis: Emphasis) -> Conversation:
-    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
-    return Conversation("several", (), tuple(_turns(rng, emphasis, rng.randint(2, 5))), system)
+def draw_exchange(rng: Random, emphasis: str, *, held_out: bool = False) -> tuple[str, str]:
+    question = draw_question(rng, emphasis, held_out=held_out)
+    return question.text, question.answer
 
 
 def _named(rng: Random, given: str, asked: str, *, held_out: bool) -> tuple[str, ...]:
@@ -62,10 +54,10 @@ def _named(rng: Random, given: str, asked: str, *, held_out: bool) -> tuple[str,
     )
 
 
-def draw_name_memory(rng: Random, emphasis: Emphasis = _FIRST, *, held_out: bool) -> Conversation:
+def draw_name_memory(rng: Random, emphasis: str = "first", *, held_out: bool) -> Conversation:
     """The user tells a name, asks up to two other things, then asks for the name."""
     name, tell, ask = _named(rng, "tell_name", "ask_name", held_out=held_out)
-    between = _turns(rng, emphasis, rng.randint(0, 2))
+    between = [draw_exchange(rng, emphasis) for _ in range(rng.randint(0, 2))]
     told, asked = (tell.format(x=name), f"Nice to meet you, {name}!"), (ask, f"Your name is {name}.")
     return Conversation("name_memory", (), (told, *between, asked))
 
@@ -89,32 +81,65 @@ def loosely(text: str, rng: Random, share: float = 0.06) -> str:
     return text.rstrip("?.") if rng.random() < share else text
 
 
-def _single_question(rng: Random, emphasis: Emphasis) -> Conversation:
-    question = draw_question(rng, emphasis, held_out=False)
-    asked = (loosely(question.text, rng, 0.08), question.answer)
-    return Conversation(question.kind, (), (asked,), "You are a helpful assistant." if rng.random() < 0.1 else None)
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Wholly decided by its draws; `request` asks for it."""
+
+    slots: Mapping[str, str]
+    text: str
+
+    def request(self, rng: Random) -> str:
+        if rng.random() < 0.2:
+            return rng.choice(_PARTS["open_requests"])
+        named = f" named {self.slots['name']}" if rng.random() < 0.4 else ""
+        return rng.choice(_PARTS["requests"]).format(x=with_article(self.slots["animal"]) + named)
 
 
-def told_story(rng: Random, *, held_out: bool = False) -> Conversation:
-    story = draw_story(rng, held_out=held_out)
-    return Conversation("story", (), ((draw_request(rng, story), story.text),))
+def _slots(rng: Random) -> tuple[dict[str, str], int]:
+    """What fills the sentences of a plot, and the plot."""
+    name = draw_name(rng)
+    friend = next(other for other in iter(lambda: draw_name(rng), None) if other != name)
+    animal, friend_animal = rng.sample(_PARTS["animals"], 2)
+    slots = {"name": name, "friend": friend, "animal": animal, "friend_animal": friend_animal}
+    slots |= {"a_friend": with_article(friend_animal), "a_adj": with_article(rng.choice(_PARTS["adjectives"]))}
+    slots |= {part: rng.choice(_PARTS[f"{part}s"]) for part in ("place", "home", "thing", "colour", "food", "feature")}
+    return slots, rng.randrange(len(_PLOTS))
 
 
-def make_document(rng: Random, emphasis: Emphasis) -> Document:
+def draw_story(rng: Random, *, held_out: bool) -> Story:
+    """The split looks at plot, hero and place: a held-out story has a mixture of them that training never shows."""
+    slots, plot = draw_side(
+        lambda: _slots(rng), lambda drawn: "story {1} {0[name]} {0[animal]} {0[place]} {0[thing]}".format(*drawn),
+        held_out=held_out,
+    )  # fmt: skip
+    variants = [rng.choice(sentence) for sentence in _PLOTS[plot]]
+    setting = [rng.choice(_PARTS["settings"])] if rng.random() < 0.7 else []
+    sentences = [rng.choice(_PARTS["openings"]), *setting, *variants, rng.choice(_PARTS["endings"])]
+    return Story(slots, " ".join(sentences).format(**slots))
+
+
+def make_document(rng: Random, emphasis: str) -> Document:
     """One of the first course, never from the held-out side."""
     choice = rng.random()
-    if choice < 0.035:
-        return (BOS, 0.0), (draw_story(rng, held_out=False).text + EOS, 0.5)
     if choice < 0.06:
-        return chat_document(told_story(rng))
+        story = draw_story(rng, held_out=False)
+        if choice < 0.035:
+            return (BOS, 0.0), (story.text + EOS, 0.5)
+        return document(Conversation("story", (), ((story.request(rng), story.text),)))
     if choice < 0.16:
-        return plain_question_document(draw_question(rng, emphasis, held_out=False))
+        return plain_question_document(draw_question(rng, emphasis))
     if choice < 0.19:
-        return chat_document(draw_name_memory(rng, emphasis, held_out=False))
+        return document(draw_name_memory(rng, emphasis, held_out=False))
     if choice < 0.205:
-        return chat_document(draw_given_name(rng, held_out=False))
-    make = _several_questions if choice < 0.32 else _single_question
-    return chat_document(make(rng, emphasis))
+        return document(draw_given_name(rng, held_out=False))
+    if choice < 0.32:
+        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
+        exchanges = tuple(draw_exchange(rng, emphasis) for _ in range(rng.randint(2, 5)))
+        return document(Conversation("several", (), exchanges, system))
+    text, answer = draw_exchange(rng, emphasis)
+    asked = (loosely(text, rng, 0.08), answer)
+    system = "You are a helpful assistant." if rng.random() < 0.1 else None
+    return document(Conversation("single", (), (asked,), system))
 
 
 def held_out_texts(seed: int, count: int) -> list[str]:
@@ -125,6 +150,5 @@ def held_out_texts(seed: int, count: int) -> list[str]:
         if i % 3 == 0:
             texts.append(draw_story(rng, held_out=True).text)
         else:
-            question = draw_question(rng, held_out=True)
-            texts.append(f"Question: {question.text}\nAnswer: {question.answer}")
+            texts.append("Question: {}\nAnswer: {}".format(*draw_exchange(rng, "first", held_out=True)))
     return texts

@@ -1,6 +1,7 @@
 """Reads the words and wordings in `data`: TOML files whose longer strings are lists."""
 
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ def load(name: str) -> dict[str, Any]:
     return tomllib.loads((DIRECTORY / f"{name}.toml").read_text())
 
 
+@lru_cache(4096)
 def items(text: str) -> tuple[str, ...]:
     """What ` | ` and line ends separate; `_` is an empty item."""
     return tuple("" if item == "_" else item for line in text.strip().splitlines() for item in line.split(" | "))

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -12,24 +13,24 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from assets.training.conversations import BOS, END_ID, EOS, EOS_ID, PAD_ID, Conversation
-from assets.training.corpus import DrawConversation, conversation_of, draw_given_name, draw_name_memory, draw_question
-from assets.training.json_questions import JSON_KINDS, draw_led_question
+from assets.training.conversations import BOS, EOS, TOKEN_IDS, Conversation
+from assets.training.corpus import conversation_of, draw_given_name, draw_name_memory, draw_question, draw_story
+from assets.training.json_questions import JSON_KINDS, led_question
 from assets.training.questions import NAMES, QUESTION_KINDS, WORDS, MakeQuestion, draw
-from assets.training.stories import draw_request, draw_story
-from assets.training.tool_lessons import PROBED_KINDS, REWORDED_KINDS
-from assets.training.visitors import VISITOR_KINDS, accepted_answers
+from assets.training.tool_lessons import TOOL_KINDS, draw_call_among, draw_first_try, draw_unseen
+from assets.training.visitors import VISITOR_KINDS, accepted_answers, draw_first_words
 
 _PROMPTS_AT_ONCE = 50
-_REQUIRED_ACCURACY = 0.95
+_SEED = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """`ended` is false where the model ran into the limit of tokens."""
+class Probe:
+    """A prompt, and which answers are right; `wanted` shows what they look like."""
 
-    text: str
-    ended: bool
+    prompt: str
+    wanted: Any
+    accepts: Callable[[str], bool]
 
 
 class Answerer:
@@ -47,21 +48,17 @@ class Answerer:
         )
 
     @torch.inference_mode()
-    def answer(self, prompts: list[str], max_tokens: int) -> list[Answer]:
-        """Prompts must hold their special tokens already."""
+    def answer(self, prompts: list[str], max_tokens: int) -> list[str | None]:
+        """None where the model runs into the limit of tokens. Prompts must hold their special tokens already."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         # transformers types generate() against a protocol that its own models do not meet.
         output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=[EOS_ID, END_ID],
-            pad_token_id=PAD_ID,
+            **inputs, max_new_tokens=max_tokens, do_sample=False, **TOKEN_IDS
         )
         rows: list[list[int]] = output[:, inputs["input_ids"].shape[1] :].tolist()
+        ends = {*TOKEN_IDS["eos_token_id"]}
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        return [Answer(text.strip(), EOS_ID in ids or END_ID in ids) for text, ids in zip(texts, rows, strict=True)]
+        return [text.strip() if not ends.isdisjoint(ids) else None for text, ids in zip(texts, rows, strict=True)]
 
     @torch.inference_mode()
     def perplexity(self, texts: list[str]) -> tuple[float, int]:
@@ -75,152 +72,137 @@ class Answerer:
         return math.exp(total / count), count
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A prompt, and what the answer may be; or, for a story, what it must mention."""
-
-    prompt: str
-    expected: tuple[str, ...]
-    mentions: tuple[str, ...] = ()
-
-    def accepts(self, answer: Answer) -> bool:
-        if self.mentions:
-            return answer.ended and all(word in answer.text for word in self.mentions)
-        return answer.ended and answer.text in self.expected
-
-
 DrawProbe = Callable[[Answerer, Random], Probe]
 
 
-def _of_conversation(draw_one: DrawConversation) -> DrawProbe:
-    def probe(answerer: Answerer, rng: Random) -> Probe:
-        conversation = draw_one(rng, held_out=True)
-        return Probe(answerer.prompt(conversation), accepted_answers(conversation))
-
-    return probe
+def _exactly(prompt: str, answers: tuple[str, ...]) -> Probe:
+    return Probe(prompt, answers, answers.__contains__)
 
 
-def _of_question(make: MakeQuestion) -> DrawProbe:
-    return _of_conversation(lambda rng, *, held_out: conversation_of(draw(make, rng, held_out=held_out)))
+def _of_conversation(draw_one: Callable[..., Conversation], answerer: Answerer, rng: Random) -> Probe:
+    conversation = draw_one(rng, held_out=True)
+    return _exactly(answerer.prompt(conversation), accepted_answers(conversation))
 
 
-def _repeat_kind(*, made_up: bool) -> DrawProbe:
+def _conversation(make: MakeQuestion, rng: Random, *, held_out: bool) -> Conversation:
+    return conversation_of(draw(make, rng, held_out=held_out))
+
+
+def _repeat(rng: Random, *, held_out: bool, made_up: bool) -> Conversation:
     """Words that training names, or at least one that it never may have shown."""
-
-    def draw_one(rng: Random, *, held_out: bool) -> Conversation:
-        while True:
-            question = draw(QUESTION_KINDS["repeat"], rng, held_out=held_out)
-            if made_up is not set(question.answer.split()).issubset((*WORDS, *NAMES)):
-                return conversation_of(question)
-
-    return _of_conversation(draw_one)
+    while True:
+        conversation = _conversation(QUESTION_KINDS["repeat"], rng, held_out=held_out)
+        if made_up is not set(conversation.last_answer().split()).issubset((*WORDS, *NAMES)):
+            return conversation
 
 
 def _plain(answerer: Answerer, rng: Random) -> Probe:
     question = draw_question(rng, held_out=True)
-    return Probe(f"{BOS}Question: {question.text}\nAnswer:", (question.answer,))
+    return _exactly(f"{BOS}Question: {question.text}\nAnswer:", (question.answer,))
 
 
 def _story(answerer: Answerer, rng: Random) -> Probe:
     """The answer must mention whatever of the story the request asked for."""
     story = draw_story(rng, held_out=True)
-    request = draw_request(rng, story)
-    mentions = (word for word in (story.animal, story.name) if word in request.rstrip(".?").split())
+    request = story.request(rng)
+    asked = request.rstrip(".?").split()
+    mentions = [word for word in (story.slots["animal"], story.slots["name"]) if word in asked]
     prompt = answerer.prompt(Conversation("story", (), ((request, story.text),)))
-    return Probe(prompt, (story.text,), tuple(mentions) or (".",))
+    return Probe(prompt, mentions, lambda text: all(word in text for word in mentions or ["."]))
 
 
 def _led(answerer: Answerer, rng: Random) -> Probe:
     """As a schema of one key forces it: the answer goes on after the key."""
     while True:
-        question = draw_led_question(rng, held_out=True)
+        question = draw(led_question, rng, held_out=True)
         opening, separator, rest = question.answer.partition('": ')
         if '": ' not in rest:
-            separator += '"' * rest.startswith('"')
-            prompt = answerer.prompt(conversation_of(question)) + opening + separator
-            return Probe(prompt, (question.answer.removeprefix(opening + separator),))
+            led = opening + separator + '"' * rest.startswith('"')
+            return _exactly(answerer.prompt(conversation_of(question)) + led, (question.answer.removeprefix(led),))
 
 
-_QUESTIONS = {kind: _of_question(make) for kind, make in QUESTION_KINDS.items()}
-COURSE_KINDS: dict[str, dict[str, DrawProbe]] = {
+def _first_words(answerer: Answerer, rng: Random) -> Probe:
+    conversation, words = draw_first_words(rng)
+    return Probe(answerer.prompt(conversation), words, lambda text: any(each in text for each in words))
+
+
+_QUESTIONS = {kind: partial(_conversation, make) for kind, make in QUESTION_KINDS.items()}
+_CONVERSATIONS: dict[str, dict[str, Callable[..., Conversation]]] = {
     "first course": {
-        **{kind: probe for kind, probe in _QUESTIONS.items() if kind != "who_it_is"},
-        "repeat": _repeat_kind(made_up=False),
-        "repeat_made_up": _repeat_kind(made_up=True),
-        "name_memory": _of_conversation(draw_name_memory),
-        "given_name": _of_conversation(draw_given_name),
-        "plain_form": _plain,
-        "story": _story,
+        **{kind: draw_one for kind, draw_one in _QUESTIONS.items() if kind != "who_it_is"},
+        "repeat": partial(_repeat, made_up=False),
+        "repeat_made_up": partial(_repeat, made_up=True),
+        "name_memory": draw_name_memory,
+        "given_name": draw_given_name,
     },
     "second course": {
-        **{kind: _of_conversation(draw_one) for kind, draw_one in PROBED_KINDS.items()},
-        **{kind: _of_question(make) for kind, make in JSON_KINDS.items()},
-        "json_led": _led,
+        "tool_one": partial(draw_call_among, some=False),
+        "tool_choice": partial(draw_call_among, some=True),
+        **{kind: draw_one for kind, draw_one in TOOL_KINDS.items() if kind != "tool_call"},
+        **{kind: partial(_conversation, make) for kind, make in JSON_KINDS.items()},
     },
     "third course": {
         "who_it_is": _QUESTIONS["who_it_is"],
-        **{kind: _of_conversation(draw_one) for kind, draw_one in REWORDED_KINDS.items()},
+        "tool_first_try": draw_first_try,
+        "tool_reworded": partial(draw_unseen, counts=(0, 1, 1, 2, 3), is_there=True),
+        "tool_reworded_missing": partial(draw_unseen, counts=(1, 1, 2, 3), is_there=False),
     },
-    "fourth course": {kind: _of_conversation(draw_one) for kind, draw_one in VISITOR_KINDS.items()},
+    "fourth course": VISITOR_KINDS,
 }
+COURSE_KINDS: dict[str, dict[str, DrawProbe]] = {
+    course: {kind: partial(_of_conversation, draw_one) for kind, draw_one in kinds.items()}
+    for course, kinds in _CONVERSATIONS.items()
+}
+COURSE_KINDS["first course"] |= {"plain_form": _plain, "story": _story}
+COURSE_KINDS["second course"]["json_led"] = _led
+COURSE_KINDS["first words"] = {"first_words": _first_words}
 KINDS = {kind: probe for kinds in COURSE_KINDS.values() for kind, probe in kinds.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class KindScore:
-    kind: str
-    asked: int
-    failures: list[tuple[Probe, Answer]]
+def score_kind(answerer: Answerer, kind: str, count: int) -> tuple[int, list[tuple[Probe, str | None]]]:
+    """Asks up to `count` different held-out questions of one kind; some kinds have fewer in all.
 
-
-def score_kind(answerer: Answerer, kind: str, seed: int, count: int) -> KindScore:
-    """Asks up to `count` different held-out questions of one kind; some kinds have fewer in all."""
-    rng = Random(f"{seed} {kind}")
+    How many were asked, and those answered wrongly.
+    """
+    rng = Random(f"{_SEED} {kind}")
     drawn: dict[str, Probe] = {}
     for probe in (KINDS[kind](answerer, rng) for _ in range(count * 8)):
         drawn.setdefault(probe.prompt, probe)
         if len(drawn) == count:
             break
-    max_tokens = 300 if kind == "story" else 80 if kind in COURSE_KINDS["first course"] else 160
-    failures: list[tuple[Probe, Answer]] = []
+    max_tokens = 300 if kind in ("story", "first_words") else 80 if kind in COURSE_KINDS["first course"] else 160
+    wrong: list[tuple[Probe, str | None]] = []
     left = iter(drawn.values())
     while probes := list(islice(left, _PROMPTS_AT_ONCE)):
-        answers = answerer.answer([probe.prompt for probe in probes], max_tokens)
-        failures += [pair for pair in zip(probes, answers, strict=True) if not pair[0].accepts(pair[1])]
-    return KindScore(kind, len(drawn), failures)
+        answered = zip(probes, answerer.answer([probe.prompt for probe in probes], max_tokens), strict=True)
+        wrong += [(probe, text) for probe, text in answered if text is None or not probe.accepts(text)]
+    return len(drawn), wrong
 
 
-def _print_scores(name: str, scores: list[KindScore]) -> None:
-    if asked := sum(score.asked for score in scores):
-        right = asked - sum(len(score.failures) for score in scores)
-        mark = "" if right / asked >= _REQUIRED_ACCURACY else "  below 95%"
-        print(f"{name:<22}{right:>6} of {asked:<6}{right / asked:>8.1%}{mark}", flush=True)
+def _print_score(name: str, asked: int, wrong: int) -> None:
+    if asked:
+        print(f"{name:<22}{asked - wrong:>6} of {asked:<6}{1 - wrong / asked:>8.1%}", flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("assets/quire-tiny"))
     parser.add_argument("--questions", type=int, default=200, help="at most this many of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--show-failures", type=int, default=0, metavar="N", help="print N failures of each kind")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
+    arguments = parser.parse_args()
     answerer = Answerer(arguments.model, getattr(torch, arguments.dtype))
-    scores: list[KindScore] = []
+    scores: dict[str, tuple[int, int]] = {}
     for kind in arguments.kinds:
-        scores.append(score_kind(answerer, kind, arguments.seed, arguments.questions))
-        _print_scores(kind, scores[-1:])
-        for probe, answer in islice(scores[-1].failures, arguments.show_failures):
-            print(f"    {probe.prompt!r}\n        not {probe.expected!r}\n        but {answer.text!r}")
+        asked, wrong = score_kind(answerer, kind, arguments.questions)
+        scores[kind] = asked, len(wrong)
+        _print_score(kind, *scores[kind])
+        for probe, text in islice(wrong, arguments.show_failures):
+            print(f"    {probe.prompt!r}\n        not {probe.wanted!r}\n        but {text!r}")
     for course, kinds in COURSE_KINDS.items():
-        _print_scores(course, [score for score in scores if score.kind in kinds])
+        of_course = [score for kind, score in scores.items() if kind in kinds]
+        _print_score(course, *(sum(score[i] for score in of_course) for i in range(2)))
     texts = (arguments.model / "heldout.txt").read_text().strip().split("\n\n")
     value, num_tokens = answerer.perplexity(texts)
     print(f"perplexity {value:.4f}: {num_tokens} tokens of {len(texts)} held-out texts")

@@ -1,26 +1,15 @@
 """Questions whose answer is a JSON object: facts and sums under given keys, and data taken from a text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-from assets.training.conversations import Conversation, Document, chat_document, to_json
-from assets.training.corpus import Emphasis, choose, conversation_of, draw_question, exchange_of
+from assets.training.conversations import Conversation, Document, document, to_json
+from assets.training.corpus import choose, conversation_of, draw_exchange
 from assets.training.data import items
-from assets.training.questions import (
-    DAYS,
-    LISTS,
-    NUMBER_WORDS,
-    TABLES,
-    WORDINGS,
-    WORDS,
-    MakeQuestion,
-    Question,
-    draw,
-    enumerated,
-)
-from assets.training.tool_skills import any_word, clock, identifier, number, one_of, person, place, small_number
+from assets.training.questions import LISTS, TABLES, WORDINGS, MakeQuestion, Question, draw, enumerated
+from assets.training.tool_skills import VALUES, any_word, identifier, number, person, place
 
 _ASKS = {name: items(text) for name, text in WORDINGS["json"].items()}
 _FACTS = [
@@ -33,7 +22,12 @@ JsonObject = dict[str, Any]
 
 
 def _question(kind: str, text: str, value: Mapping[str, Any], key: str = "") -> Question:
-    return Question(kind, text, to_json(value), key or text)
+    return Question(f"json_{kind}", text, to_json(value), key or text)
+
+
+def _keyed(kind: str, text: str, value: Mapping[str, Any], rng: Random, key: str = "") -> Question:
+    """Asks for JSON with these keys."""
+    return _question(kind, _ordered(text, _wording(value, rng), rng), value, key)
 
 
 def _wording(value: Mapping[str, Any], rng: Random) -> str:
@@ -55,26 +49,26 @@ def _result_key(names: Sequence[str], rng: Random) -> str:
     return rng.choice(names) if rng.random() < 0.75 else any_word(rng)
 
 
-def _draw_fact(rng: Random) -> tuple[str, str, str, str, tuple[str, ...]]:
-    """Both sides of a fact, the keys of both, and how one asks for the right one."""
+def _draw_fact(rng: Random) -> tuple[JsonObject, tuple[str, ...], str]:
+    """Both sides of a fact under their keys, how one asks for the right one, and the left one."""
     rows, lefts, rights, asks = rng.choice(_FACTS)
     x, y = rng.choice(rows)
-    return x, y, rng.choice(lefts), _result_key(rights, rng), asks
-
-
-def _fact(rng: Random) -> Question:
-    x, y, left, right, asks = _draw_fact(rng)
-    value = {right: y}
-    if rng.random() >= 0.35:
-        value = {right: y, left: x} if rng.random() < 0.15 else {left: x, right: y}
-    question = rng.choice(asks).format(x=x)
-    return _question("json_fact", _ordered(question, _wording(value, rng), rng), value)
+    return {rng.choice(lefts): x, _result_key(rights, rng): y}, asks, x
 
 
 def _draw_sum(rng: Random) -> tuple[int, int, str]:
     """Two numbers, and the key of the split. Up to 30, since sums are practised in words."""
-    a, b = small_number(rng), small_number(rng)
+    a, b = rng.randint(1, 30), rng.randint(1, 30)
     return a, b, f"json sum {min(a, b)} {max(a, b)}"
+
+
+def _fact(rng: Random) -> Question:
+    value, asks, x = _draw_fact(rng)
+    if rng.random() < 0.35:
+        value = dict([list(value.items())[-1]])
+    elif rng.random() < 0.15:
+        value = dict(reversed(value.items()))
+    return _keyed("fact", rng.choice(asks).format(x=x), value, rng)
 
 
 def _bare(rng: Random) -> Question:
@@ -87,7 +81,7 @@ def _bare(rng: Random) -> Question:
         rows, _, _, asks = rng.choice(_FACTS)
         x, answer = rng.choice(rows)
         question = rng.choice(asks).format(x=x)
-    return _question("json_bare", _ordered(question, rng.choice(_ASKS["bare"]), rng), {"answer": answer}, key)
+    return _question("bare", _ordered(question, rng.choice(_ASKS["bare"]), rng), {"answer": answer}, key)
 
 
 def _sum(rng: Random) -> Question:
@@ -95,47 +89,27 @@ def _sum(rng: Random) -> Question:
     total = _result_key(_TOTALS, rng)
     first, second = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
     value = {total: a + b} if rng.random() < 0.5 else {first: a, second: b, total: a + b}
-    question = rng.choice(_ASKS["sum"]).format(a=a, b=b)
-    return _question("json_sum", _ordered(question, _wording(value, rng), rng), value, key)
-
-
-# How a text says something, the keys that fit, and the values.
-_Attribute = tuple[str, str, Callable[[Random], Any]]
-_PERSON: tuple[_Attribute, ...] = (
-    ("is {v} years old | is {v} | has an age of {v}", "age | years | age_years", lambda rng: rng.randint(1, 99)),
-    ("lives in {v} | comes from {v} | is from {v}", "city | home | place | location | town", place),
-    ("works as a {v} | is a {v}", "job | work | profession | occupation", one_of(*LISTS["jobs"])),
-    ("likes {v} | loves {v}", "likes | hobby | favourite | interest", any_word),
-    ("has a {v} | owns a {v}", "pet | animal | owns", one_of(*(animal for animal, _ in TABLES["young"]))),
-)
-_PRODUCT: tuple[_Attribute, ...] = (
-    ("costs {v} dollars | costs {v} euros | is sold for {v} dollars", "price | cost | amount", number),
-    ("is {v}", "colour | color", one_of(*sorted({colour for _, colour in TABLES["colours"]}))),
-    ("has the number {v} | has the id {v}", "id | number | code | sku", identifier),
-    ("weighs {v} kg | weighs {v} grams", "weight | mass", small_number),
-)
+    return _keyed("sum", rng.choice(_ASKS["sum"]).format(a=a, b=b), value, rng, key)
 
 
 def _entity(rng: Random) -> tuple[str, JsonObject]:
-    if rng.random() < 0.65:
-        name, attributes, key = person(rng), _PERSON, rng.choice(("name", "person", "first_name", "who"))
-        subject = name
-    else:
-        name, attributes, key = any_word(rng), _PRODUCT, rng.choice(("name", "product", "item", "thing"))
-        subject = f"The {name}"
+    """How a text says something, under the keys that fit."""
+    is_person = rng.random() < 0.65
+    name = person(rng) if is_person else any_word(rng)
+    of = WORDINGS["json_entities"]["person" if is_person else "product"]
     said: list[str] = []
-    value: JsonObject = {key: name}
-    for phrases, keys, make in rng.sample(attributes, rng.randint(1, 3)):
-        drawn = make(rng)
+    value: JsonObject = {rng.choice(items(of["names"])): name}
+    for phrases, names, drawn in rng.sample(of["attributes"], rng.randint(1, 3)):
+        drawn = VALUES[drawn](rng)
         said.append(rng.choice(items(phrases)).format(v=drawn))
-        value[rng.choice([k for k in items(keys) if k not in value])] = drawn
-    return f"{subject} {enumerated(said)}.", value
+        value[rng.choice([key for key in items(names) if key not in value])] = drawn
+    return f"{of['subject'].format(name)} {enumerated(said)}.", value
 
 
 def _event(rng: Random) -> tuple[str, JsonObject]:
     occasion = rng.choice(LISTS["occasions"]) if rng.random() < 0.7 else f"{any_word(rng)} {any_word(rng)}"
     people = [person(rng) for _ in range(rng.randint(1, 3))]
-    day = rng.choice(DAYS)
+    day = rng.choice(LISTS["days"])
     verb = "is" if len(people) == 1 else "are"
     go = rng.choice((f"{verb} going to a {occasion} on {day}", f"meet for a {occasion} on {day}"))
     value: JsonObject = {
@@ -144,7 +118,7 @@ def _event(rng: Random) -> tuple[str, JsonObject]:
         rng.choice(("participants", "people", "guests", "who")): people,
     }
     if rng.random() < 0.3:
-        value["time"] = clock(rng)
+        value["time"] = VALUES["clock"](rng)
         go += f" at {value['time']}"
     return f"{enumerated(people)} {go}.", value
 
@@ -163,48 +137,48 @@ def _extracted(rng: Random, share_of_entities: float) -> tuple[str, JsonObject, 
 def _extract(rng: Random) -> Question:
     text, value, key = _extracted(rng, 0.7)
     wording = _wording(value, rng)
-    return _question("json_extract", rng.choice(_ASKS["extract"]).format(t=text, w=wording), value, key)
+    return _question("extract", rng.choice(_ASKS["extract"]).format(t=text, w=wording), value, key)
 
 
 def _pairs(rng: Random) -> Question:
     """Keys and values as they are told."""
     value: JsonObject = {}
     for _ in range(rng.randint(1, 4)):
-        value[any_word(rng)] = rng.choice((any_word, number, small_number, person, identifier))(rng)
+        value[any_word(rng)] = rng.choice((any_word, number, VALUES["small_number"], person, identifier))(rng)
     told = ", ".join(f"{key} {item}" for key, item in value.items())
-    return _question("json_pairs", rng.choice(_ASKS["pairs"]).format(x=told), value, f"json pairs {told}")
+    return _question("pairs", rng.choice(_ASKS["pairs"]).format(x=told), value, f"json pairs {told}")
 
 
 def _list(rng: Random) -> Question:
     words = [any_word(rng) for _ in range(rng.randint(2, 5))]
     which = rng.randrange(5)
     if which == 0:
-        words = list(NUMBER_WORDS[1 : len(words) + 1]) if rng.random() < 0.2 else rng.sample(WORDS, len(words))
+        words = (
+            list(LISTS["number_words"][1 : len(words) + 1])
+            if rng.random() < 0.2
+            else rng.sample(LISTS["words"], len(words))
+        )
     elif which == 1:
         words = [rng.choice((person, place, identifier))(rng) for _ in words]
     key = _result_key(("words", "items", "list", "things", "values", "names"), rng)
     text = rng.choice(_ASKS["list"]).format(x=", ".join(words), k=key)
-    return _question("json_list", text, {key: words}, f"json list {words}")
+    return _question("list", text, {key: words}, f"json list {words}")
 
 
-def _led(rng: Random) -> Question:
+def led_question(rng: Random) -> Question:
     """Nothing asks for JSON: a schema that the model does not see leads it there."""
     which = rng.randrange(4)
-    if which < 2:
-        x, y, left, right, asks = _draw_fact(rng)
-        value = rng.choice(({right: y}, {left: x, right: y}))
-        text = rng.choice(asks).format(x=x)
-        return _question("json_led", text, value, f"json led {text} {list(value)}")
     if which == 3:
-        return _question("json_led", *_extracted(rng, 0.6))
+        return _question("led", *_extracted(rng, 0.6))
+    if which < 2:
+        value, asks, x = _draw_fact(rng)
+        value = rng.choice((dict([list(value.items())[-1]]), value))
+        text = rng.choice(asks).format(x=x)
+        return _question("led", text, value, f"json led {text} {list(value)}")
     a, b, key = _draw_sum(rng)
     total = _result_key(_TOTALS, rng)
     text = rng.choice(_ASKS["sum"]).format(a=a, b=b)
-    return _question("json_led", text, rng.choice(({total: a + b}, {"a": a, "b": b, total: a + b})), key)
-
-
-def draw_led_question(rng: Random, *, held_out: bool) -> Question:
-    return draw(_led, rng, held_out=held_out)
+    return _question("led", text, rng.choice(({total: a + b}, {"a": a, "b": b, total: a + b})), key)
 
 
 JSON_KINDS: dict[str, MakeQuestion] = {
@@ -214,13 +188,13 @@ JSON_KINDS: dict[str, MakeQuestion] = {
 _SHARES = dict(zip(JSON_KINDS, (22, 14, 10, 32, 12, 14), strict=True))
 
 
-def json_conversation(rng: Random, emphasis: Emphasis) -> Conversation:
+def json_conversation(rng: Random, emphasis: str) -> Conversation:
     if rng.random() < 0.12:
         # No keys are named: a grammar gives them.
         text, value, key = _extracted(rng, 0.5)
         ask = rng.choice(_ASKS["free_extract"])
         system, text = (ask, text) if rng.random() < 0.5 else (None, f"{ask} {text}")
-        return conversation_of(_question("json_free", text, value, key), system)
+        return conversation_of(_question("free", text, value, key), system)
     question = draw(JSON_KINDS[choose(_SHARES, rng)], rng, held_out=False)
     if question.kind == "json_bare":
         # The request for JSON may be in the system prompt.
@@ -231,14 +205,12 @@ def json_conversation(rng: Random, emphasis: Emphasis) -> Conversation:
     system = rng.choice(_ASKS["systems"]) if rng.random() < 0.1 else None
     conversation = conversation_of(question, system)
     if system is None and rng.random() < 0.15:
-        before = exchange_of(draw_question(rng, emphasis, held_out=False))
-        return replace(conversation, exchanges=(before, *conversation.exchanges))
+        return replace(conversation, exchanges=(draw_exchange(rng, emphasis), *conversation.exchanges))
     return conversation
 
 
 def led_document(rng: Random) -> Document:
     """How the answer opens does not count, so that a question which asks for no JSON gets none of itself."""
-    question = draw_led_question(rng, held_out=False)
-    *before, (answer, weight) = chat_document(conversation_of(question))
+    *before, (answer, weight) = document(conversation_of(draw(led_question, rng, held_out=False)))
     opening = next(opening for opening in ('{"name": "', '{"') if answer.startswith(opening))
     return *before, (opening, 0.0), (answer.removeprefix(opening), weight)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -14,8 +15,6 @@ LISTS = {name: items(text) for name, text in _DATA.items() if name not in TABLES
 WORDS, NAMES, DAYS, NUMBER_WORDS = (LISTS[name] for name in ("words", "names", "days", "number_words"))
 WORDINGS = load("questions")
 UNKNOWN_ANSWER = WORDINGS["replies"]["unknown"]
-
-HELD_OUT_PERCENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,9 @@ MakeQuestion = Callable[[Random], Question]
 
 
 def is_held_out(key: str) -> bool:
-    """Decides by a hash of the key alone, so it holds for every seed and on every machine."""
+    """Eight of a hundred, by a hash of the key alone, so it holds for every seed and on every machine."""
     digest = hashlib.blake2b(key.lower().encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
+    return int.from_bytes(digest, "big") % 100 < 8
 
 
 def draw_side(make: Callable[[], Drawn], key: Callable[[Drawn], str], *, held_out: bool) -> Drawn:
@@ -77,14 +76,15 @@ def draw_name(rng: Random) -> str:
     return rng.choice(NAMES) if rng.random() < 0.7 else made_up_word(rng).title()
 
 
-Fact = tuple[str, str]
+def fact_answer(kind: str, x: str, y: str) -> str:
+    return sentence_case(WORDINGS["facts"][kind]["reply"].format(x=x, y=y))
 
 
-def _following(names: tuple[str, ...], by: int) -> list[Fact]:
+def _following(names: tuple[str, ...], by: int) -> list[tuple[str, str]]:
     return [(name, names[(i + by) % len(names)]) for i, name in enumerate(names)]
 
 
-FACTS: dict[str, Sequence[Fact]] = {
+FACTS: dict[str, Sequence[tuple[str, str]]] = {
     "capital": TABLES["capitals"],
     "country": [(city, country) for country, city in TABLES["capitals"]],
     "colour": TABLES["colours"],
@@ -102,24 +102,8 @@ FACTS: dict[str, Sequence[Fact]] = {
     "category": TABLES["categories"],
 }
 
-
-def fact_answer(kind: str, x: str, y: str) -> str:
-    return sentence_case(WORDINGS["facts"][kind]["reply"].format(x=x, y=y))
-
-
-def _fact_kind(kind: str) -> MakeQuestion:
-    asks = items(WORDINGS["facts"][kind]["ask"])
-
-    def make(rng: Random) -> Question:
-        x, y = rng.choice(FACTS[kind])
-        text = sentence_case(rng.choice(asks).format(x=x))
-        return Question(kind, text, fact_answer(kind, x, y), key=text)
-
-    return make
-
-
+# What fills the slots of a wording.
 Values = Mapping[str, Any]
-DrawValues = Callable[[Random], Values]
 
 
 def _numbers(a: int, b: int, **more: str) -> Values:
@@ -128,19 +112,11 @@ def _numbers(a: int, b: int, **more: str) -> Values:
     return {"a": a, "b": b, **results, **more}
 
 
-def _gaining(rng: Random) -> Values:
-    a, b = rng.randint(2, 20), rng.randint(2, 20)
-    return _numbers(a, b, form="gaining", name=rng.choice(NAMES), things=rng.choice(LISTS["things"]))
-
-
-def _losing(rng: Random) -> Values:
-    a, name, things = rng.randint(4, 30), rng.choice(NAMES), rng.choice(LISTS["things"])
-    return _numbers(a, rng.randint(2, a - 2), form="losing", name=name, things=things)
-
-
-def _compared(rng: Random) -> Values:
-    a, b = rng.sample(range(100), 2)
-    return _numbers(a, b, form="bigger" if rng.random() < 0.5 else "smaller")
+def _word_problem(rng: Random) -> Values:
+    form = rng.choice(("gaining", "losing"))
+    a, b = (rng.randint(2, 20), rng.randint(2, 20)) if form == "gaining" else (rng.randint(4, 30), None)
+    name, things = rng.choice(NAMES), rng.choice(LISTS["things"])
+    return _numbers(a, b or rng.randint(2, a - 2), form=form, name=name, things=things)
 
 
 def _number(rng: Random) -> Values:
@@ -164,17 +140,11 @@ def _times(rng: Random) -> Values:
     return {"x": word, "n": n, "count": count, "said": " ".join([word] * count)}
 
 
-def _first_of(rng: Random) -> Values:
-    words, count = rng.sample(WORDS, rng.randint(4, 6)), rng.choice((2, 3))
-    return {"x": ", ".join(words), "n": NUMBER_WORDS[count], "first": ", ".join(words[:count])}
-
-
-def _listed(least: int, most: int) -> DrawValues:
-    def draw_list(rng: Random) -> Values:
-        words = rng.sample(WORDS, rng.randint(least, most))
-        return {"x": ", ".join(words), "last": words[-1], "reversed": ", ".join(reversed(words))}
-
-    return draw_list
+def _listed(rng: Random, least: int, most: int, counts: Sequence[int] = (1,)) -> Values:
+    words, count = rng.sample(WORDS, rng.randint(least, most)), rng.choice(counts) if len(counts) > 1 else 1
+    backwards = ", ".join(reversed(words))
+    listed = {"x": ", ".join(words), "last": words[-1], "reversed": backwards}
+    return {**listed, "n": NUMBER_WORDS[count], "first": ", ".join(words[:count])}
 
 
 def _word(rng: Random) -> Values:
@@ -183,59 +153,47 @@ def _word(rng: Random) -> Values:
     return {"x": word, "length": NUMBER_WORDS[len(word)], **letters}
 
 
-_VALUES: dict[str, DrawValues] = {
+_VALUES: dict[str, Callable[[Random], Values]] = {
+    **{kind: lambda rng, facts=facts: dict(zip("xy", rng.choice(facts), strict=True)) for kind, facts in FACTS.items()},
     "addition": lambda rng: _numbers(rng.randrange(100), rng.randrange(100)),
     "subtraction": lambda rng: _numbers(*sorted((rng.randrange(100), rng.randrange(100)), reverse=True)),
     # Times tables are learnt by heart, so their wording is what is held out.
     "multiplication": lambda rng: _numbers(rng.randint(0, 10), rng.randint(0, 10)),
-    "word_problem": lambda rng: rng.choice((_gaining, _losing))(rng),
-    "comparison": _compared,
+    "word_problem": _word_problem,
+    "comparison": lambda rng: _numbers(*rng.sample(range(100), 2), form="bigger" if rng.random() < 0.5 else "smaller"),
     "parity": _number,
     "next_number": _number,
     "count": _range,
     "repeat": lambda rng: {"x": " ".join([_any_word(rng) for _ in range(rng.randint(1, 5))])},
     "say_times": _times,
-    "first_of": _first_of,
-    "last_of": _listed(3, 5),
-    "reverse_order": _listed(2, 4),
+    "first_of": lambda rng: _listed(rng, 4, 6, (2, 3)),
+    "last_of": lambda rng: _listed(rng, 3, 5),
+    "reverse_order": lambda rng: _listed(rng, 2, 4),
     **dict.fromkeys(("uppercase", "spell", "first_letter", "last_letter", "length"), _word),
 }
 
 
-def _computed(kind: str) -> MakeQuestion:
-    """Questions of the wording that has the name of the kind, or of that which the values name as their form."""
-
-    def make(rng: Random) -> Question:
-        values = _VALUES[kind](rng)
-        form = WORDINGS["computed"][values.get("form", kind)]
-        text = rng.choice(items(form["ask"])).format(**values)
-        return Question(kind, text, form["reply"].format(**values), form.get("key", text).format(**values))
-
-    return make
+def _worded(kind: str, rng: Random) -> Question:
+    """In a wording that has the name of the kind, or of that which the values name as their form."""
+    values = _VALUES[kind](rng)
+    form = WORDINGS["facts"].get(kind) or WORDINGS["computed"][values.get("form", kind)]
+    case = sentence_case if kind in FACTS else str
+    text = case(rng.choice(items(form["ask"])).format(**values))
+    return Question(kind, text, case(form["reply"].format(**values)), form.get("key", text).format(**values))
 
 
-def _small_talk(kind: str) -> MakeQuestion:
-    groups = [(items(asks), WORDINGS["replies"][reply]) for reply, asks in WORDINGS["small_talk"][kind].items()]
-
-    def make(rng: Random) -> Question:
-        asks, answer = rng.choice(groups)
-        text = rng.choice(asks)
-        return Question(kind, text, answer, key=text)
-
-    return make
+def _small_talk(kind: str, rng: Random) -> Question:
+    groups = list(WORDINGS["small_talk"][kind].items())
+    reply, asks = rng.choice(groups) if len(groups) > 1 else groups[0]
+    text = rng.choice(items(asks))
+    if "{x}" in text:
+        text = text.format(x=rng.choice(LISTS["unknown_things"]))
+    return Question(kind, text, WORDINGS["replies"][reply], key=text)
 
 
-def _unknown(rng: Random) -> Question:
-    asks = items(WORDINGS["small_talk"]["unknown"]["unknown"])
-    text = rng.choice(asks).format(x=rng.choice(LISTS["unknown_things"]))
-    return Question("unknown", text, UNKNOWN_ANSWER, key=text)
-
-
+_SMALL_TALK = ("identity", "manners", "unknown", "about_itself", "who_it_is")
 QUESTION_KINDS: dict[str, MakeQuestion] = {
-    **{kind: _fact_kind(kind) for kind in FACTS},
-    **{kind: _computed(kind) for kind in _VALUES},
-    **{kind: _small_talk(kind) for kind in ("identity", "manners")},
-    "unknown": _unknown,
-    **{kind: _small_talk(kind) for kind in ("about_itself", "who_it_is")},
+    **{kind: partial(_worded, kind) for kind in _VALUES},
+    **{kind: partial(_small_talk, kind) for kind in _SMALL_TALK},
 }
 """The kinds of the first course, with two that come later. Their order decides what a seed draws."""

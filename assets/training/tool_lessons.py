@@ -8,43 +8,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
-from assets.training.conversations import (
-    NO_TOOL_ANSWER,
-    Call,
-    Calls,
-    Conversation,
-    Exchange,
-    ParameterType,
-    Returned,
-    Tool,
-)
-from assets.training.corpus import (
-    EMPHASES,
-    SYSTEM_PROMPTS,
-    DrawConversation,
-    choose,
-    draw_question,
-    exchange_of,
-    loosely,
-)
+from assets.training.conversations import NO_TOOL_ANSWER, Call, Conversation, Exchange, ParameterType, Tool
+from assets.training.corpus import SYSTEM_PROMPTS, DrawConversation, choose, draw_exchange, loosely
 from assets.training.data import items, load
 from assets.training.questions import UNKNOWN_ANSWER, WORDINGS, enumerated, is_held_out, sentence_case
-from assets.training.tool_skills import (
-    MADE_UP,
-    SKILLS,
-    Ask,
-    Drawn,
-    Skill,
-    draw_ask,
-    draw_tool,
-    fitting,
-    has_held_out_name,
-    made_up_skill,
-)
+from assets.training.tool_skills import MADE_UP, SKILLS, Ask, Drawn, Skill, draw_made_up, draw_tool, has_held_out_name
 
 _DATA = load("tools")
 _WORDS = {name: items(text) for name, text in _DATA["words"].items()}
-_STYLES = _DATA["styles"]
 _RIVALS, _ALIKE = ([set(group.split()) for group in items(_DATA[name])] for name in ("rivals", "alike"))
 _SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, *items(_DATA["systems"]))
 _ARITHMETIC = _RIVALS[0]
@@ -53,23 +24,19 @@ _ALL = tuple(SKILLS.values())
 _HELD_OUT_SKILLS = tuple(skill for skill in _ALL if has_held_out_name(skill))
 # No two of these are rivals.
 _LEARNT_TOGETHER = tuple(skill for skill in _ALL if skill.name not in ("calculate", "search", "note", "now"))
-_SEVERAL = ("weather", "time", "population", "stock", "delivery", "user", "horoscope")
 
 
 def _draw_skill(rng: Random, skills: tuple[Skill, ...] = _ALL) -> Skill:
     return rng.choices(skills, [_OFTEN.get(skill.name, 1.0) for skill in skills])[0]
 
 
-def _draw_made_up(rng: Random) -> Drawn:
-    return draw_tool(made_up_skill(rng), rng, held_out=None)
-
-
 def _draw_drawn(rng: Random, *, held_out: bool) -> Drawn:
     return draw_tool(_draw_skill(rng, _HELD_OUT_SKILLS if held_out else _ALL), rng, held_out=held_out)
 
 
-def _are_rivals(one: str, other: str) -> bool:
-    return one == other or any(one in group and other in group for group in _RIVALS)
+def _fits_beside(name: str, others: Iterable[str]) -> bool:
+    """No other skill is meant by the questions of this one."""
+    return not any(name == other or any({name, other} <= group for group in _RIVALS) for other in others)
 
 
 def _distinct(tools: Iterable[Tool]) -> list[Tool]:
@@ -83,11 +50,11 @@ def _others(asked: str | None, rng: Random, count: int) -> list[Tool]:
     tools: list[Tool] = []
     while len(tools) < count:
         if asked is not None and rng.random() < 0.15:
-            tools.append(_draw_made_up(rng).tool)
+            tools.append(draw_made_up(rng).tool)
             continue
         skill = _draw_skill(rng)
-        is_unfit = not skill.narrow if asked is None else _are_rivals(skill.name, asked)
-        if not is_unfit and skill not in skills:
+        fits = skill.narrow if asked is None else _fits_beside(skill.name, [asked])
+        if fits and skill not in skills:
             skills.append(skill)
             tools.append(draw_tool(skill, rng, held_out=False).tool)
     return _distinct(tools)
@@ -105,71 +72,52 @@ def _made(kind: str, tools: list[Tool], rng: Random, *exchanges: Exchange) -> Co
     return Conversation(kind, tuple(tools), exchanges, rng.choice(_SYSTEM_PROMPTS) if rng.random() < 0.3 else None)
 
 
-def _called(drawn: Drawn, ask: Ask) -> Calls:
-    return (Call(drawn.tool.name, ask.arguments),)
-
-
-def _answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, Exchange]:
-    return (ask.text, _called(drawn, ask)), (Returned((ask.result,)), ask.answer)
-
-
 def draw_call(rng: Random, *, held_out: bool) -> Conversation:
     """One call, by a tool among up to three others."""
     drawn = _draw_drawn(rng, held_out=held_out)
-    ask = draw_ask(drawn, rng, held_out=held_out)
-    return _made("tool_call", _among(drawn, rng), rng, (ask.text, _called(drawn, ask)))
+    ask = drawn.ask(rng, held_out=held_out)
+    return _made("tool_call", _among(drawn, rng), rng, ask.asked())
 
 
 def draw_made_up_call(rng: Random, *, held_out: bool) -> Conversation:
     """A tool that nobody has heard of, among up to two others."""
-    drawn = _draw_made_up(rng)
-    ask = draw_ask(drawn, rng, held_out=held_out)
-    tools = [drawn.tool, *_others(MADE_UP, rng, rng.choice((0, 1, 1, 2)))]
-    return _made("tool_made_up", tools, rng, (ask.text, _called(drawn, ask)))
+    drawn = draw_made_up(rng)
+    ask = drawn.ask(rng, held_out=held_out)
+    return _made("tool_made_up", [drawn.tool, *_others(MADE_UP, rng, rng.choice((0, 1, 1, 2)))], rng, ask.asked())
 
 
-def _draw_parallel(rng: Random, *, held_out: bool) -> tuple[list[Tool], Exchange, Exchange]:
-    """Two or three calls of one tool for one question, and their results."""
+def draw_parallel_calls(rng: Random, *, held_out: bool, answered: bool = False) -> Conversation:
+    """Two or three calls of one tool for one question, and perhaps what came of them in words."""
     while True:
         drawn = _draw_drawn(rng, held_out=held_out)
-        if drawn.skill.name not in _SEVERAL:
+        if drawn.skill.name not in items(_DATA["several"]):
             continue
-        asks = [draw_ask(drawn, rng, held_out=held_out) for _ in range(rng.choice((2, 2, 3)))]
-        first = asks[0]
-        role = next(iter(first.values))
-        values = [str(ask.values[role]) for ask in asks]
-        if len(set(values)) == len(values) and first.text.count(values[0]) == 1:
+        asks = [drawn.ask(rng, held_out=held_out) for _ in range(rng.choice((2, 2, 3)))]
+        text, arguments = asks[0].text, asks[0].call["arguments"]
+        name = next(iter(arguments))
+        values = [str(ask.call["arguments"][name]) for ask in asks]
+        if len(set(values)) == len(values) and text.count(values[0]) == 1:
             break
-    text = first.text.replace(values[0], enumerated(values))
-    calls = tuple(Call(drawn.tool.name, {**first.arguments, drawn.roles[role]: value}) for value in values)
-    said = (Returned(tuple(ask.result for ask in asks)), " ".join(ask.answer for ask in asks))
-    return _among(drawn, rng), (text, calls), said
-
-
-def draw_parallel_calls(rng: Random, *, held_out: bool) -> Conversation:
-    tools, asked, _ = _draw_parallel(rng, held_out=held_out)
-    return _made("tool_parallel", tools, rng, asked)
+    calls = tuple(Call(name=drawn.tool.name, arguments={**arguments, name: value}) for value in values)
+    exchanges: list[Exchange] = [(text.replace(values[0], enumerated(values)), calls)]
+    if answered:
+        exchanges.append((tuple(ask.result for ask in asks), " ".join(ask.answer for ask in asks)))
+    return _made("tool_parallel", _among(drawn, rng), rng, *exchanges)
 
 
 def draw_answer(rng: Random, *, held_out: bool) -> Conversation:
     """A call, or several, and what came of it in words."""
     choice = rng.random()
     if choice < 0.12:
-        tools, *exchanges = _draw_parallel(rng, held_out=held_out)
-        return _made("tool_answer", tools, rng, *exchanges)
-    drawn = _draw_made_up(rng) if choice < 0.25 else _draw_drawn(rng, held_out=held_out)
-    ask = draw_ask(drawn, rng, held_out=held_out)
-    return _made("tool_answer", _among(drawn, rng), rng, *_answered(drawn, ask))
-
-
-def _ordinary_exchange(rng: Random, emphasis: str, *, held_out: bool = False) -> Exchange:
-    """A question that needs no tool."""
-    return exchange_of(draw_question(rng, EMPHASES[emphasis], held_out=held_out))
+        return draw_parallel_calls(rng, held_out=held_out, answered=True)
+    drawn = draw_made_up(rng) if choice < 0.25 else _draw_drawn(rng, held_out=held_out)
+    ask = drawn.ask(rng, held_out=held_out)
+    return _made("tool_answer", _among(drawn, rng), rng, *ask.exchanges())
 
 
 def draw_not_needed(rng: Random, *, held_out: bool) -> Conversation:
     """An ordinary question, asked beside tools."""
-    exchange = _ordinary_exchange(rng, "beside_tools", held_out=held_out)
+    exchange = draw_exchange(rng, "beside_tools", held_out=held_out)
     return _made("tool_not_needed", _others(None, rng, rng.choice((1, 1, 2, 3))), rng, exchange)
 
 
@@ -177,7 +125,7 @@ def draw_missing(rng: Random, *, held_out: bool) -> Conversation:
     """A question for a tool that is not among those there are, or without any."""
     while True:
         drawn = _draw_drawn(rng, held_out=False)
-        ask = draw_ask(drawn, rng, held_out=False)
+        ask = drawn.ask(rng, held_out=False)
         if is_held_out(ask.text) is held_out and drawn.skill.name not in _ARITHMETIC:
             break
     count = rng.choice((0, 0, 0, 1, 1, 2))
@@ -185,12 +133,12 @@ def draw_missing(rng: Random, *, held_out: bool) -> Conversation:
     return _made("tool_missing", _others(drawn.skill.name, rng, count), rng, exchange)
 
 
-def _missing_for(skills: list[Skill], rng: Random) -> Exchange:
+def _missing_for(names: list[str], rng: Random) -> Exchange:
     """A question that none of the skills answers."""
     while True:
         skill = _draw_skill(rng)
-        if skill.name not in _ARITHMETIC and not any(_are_rivals(skill.name, other.name) for other in skills):
-            ask = draw_ask(draw_tool(skill, rng, held_out=False), rng, held_out=False)
+        if skill.name not in _ARITHMETIC and _fits_beside(skill.name, names):
+            ask = draw_tool(skill, rng, held_out=False).ask(rng, held_out=False)
             if not is_held_out(ask.text):
                 return ask.text, NO_TOOL_ANSWER
 
@@ -200,18 +148,18 @@ def _long_conversation(rng: Random) -> Conversation:
     skills = rng.sample(_LEARNT_TOGETHER, rng.choices((1, 2, 3, 4), (15, 35, 30, 20))[0])
     choices = [draw_tool(skill, rng, held_out=False) for skill in skills]
     if rng.random() < 0.35:
-        choices[-1] = _draw_made_up(rng)
-    is_ordinary = not any(skill.name in ("search", *_ARITHMETIC) for skill in skills)
+        choices[-1] = draw_made_up(rng)
+    names = [skill.name for skill in skills]
+    is_ordinary = _ARITHMETIC.isdisjoint(names) and "search" not in names
     exchanges: list[Exchange] = []
     for _ in range(rng.choice((2, 3, 3, 4))):
         chance = rng.random()
         if is_ordinary and chance < 0.12:
-            exchanges.append(_ordinary_exchange(rng, "beside_tools"))
+            exchanges.append(draw_exchange(rng, "beside_tools"))
         elif chance > 0.94:
-            exchanges.append(_missing_for(skills, rng))
+            exchanges.append(_missing_for(names, rng))
         else:
-            drawn = rng.choice(choices)
-            exchanges += _answered(drawn, draw_ask(drawn, rng, held_out=False))
+            exchanges += rng.choice(choices).ask(rng, held_out=False).exchanges()
     return _made("tool_long", _distinct(drawn.tool for drawn in choices), rng, *exchanges)
 
 
@@ -232,30 +180,13 @@ def make_tool_conversation(rng: Random) -> Conversation:
     return replace(conversation, exchanges=((loosely(asked, rng), done), *rest))
 
 
-def _draw_call_among(some: bool) -> DrawConversation:
-    def draw_one(rng: Random, *, held_out: bool) -> Conversation:
-        while True:
-            conversation = draw_call(rng, held_out=held_out)
-            if (len(conversation.tools) > 1) is some:
-                return conversation
-
-    return draw_one
-
-
-def _third_person(phrase: str) -> str:
-    """ "look up" becomes "looks up"."""
+def _inflected(phrase: str) -> dict[str, str]:
+    """Of "look up" also "looks up" and "looking up"."""
     verb, *rest = phrase.split(" ")
-    if verb.endswith("y") and verb[-2] not in "aeiou":
-        verb = verb[:-1] + "ie"
-    ending = "es" if verb.endswith(("ch", "sh", "ss", "x", "o")) else "s"
-    return " ".join((verb + ending, *rest))
-
-
-def _gerund(phrase: str) -> str:
-    """ "look up" becomes "looking up"."""
-    verb, *rest = phrase.split(" ")
-    stem = verb + verb[-1] if verb in _WORDS["doubled"] else verb.removesuffix("e")
-    return " ".join((f"{stem}ing", *rest))
+    stem = verb[:-1] + "ie" if verb.endswith("y") and verb[-2] not in "aeiou" else verb
+    third = stem + ("es" if stem.endswith(("ch", "sh", "ss", "x", "o")) else "s")
+    gerund = (verb + verb[-1] if verb in _WORDS["doubled"] else verb.removesuffix("e")) + "ing"
+    return {"verb": phrase, "does": " ".join((third, *rest)), "doing": " ".join((gerund, *rest))}
 
 
 def _is_unseen(text: str) -> bool:
@@ -266,9 +197,8 @@ def _is_unseen(text: str) -> bool:
 def _describe(skill: Skill, rng: Random, *, held_out: bool) -> str:
     """A description of one line for a tool of the skill."""
     while True:
-        verb, thing = rng.choice(skill.does), rng.choice(skill.things)
-        said = choose(_STYLES, rng).format(verb=verb, thing=thing, does=_third_person(verb), doing=_gerund(verb))
-        line = sentence_case(said) + "."
+        verb, thing = rng.choice(skill.each("does")), rng.choice(skill.each("things"))
+        line = sentence_case(choose(_DATA["styles"], rng).format(thing=thing, **_inflected(verb))) + "."
         if _is_unseen(line) is held_out:
             break
     choice = rng.random()
@@ -280,7 +210,7 @@ def _describe(skill: Skill, rng: Random, *, held_out: bool) -> str:
 
 
 def _ways_to_ask(skill: Skill, *, held_out: bool) -> tuple[str, ...]:
-    return tuple(text for text in skill.more if _is_unseen(text) is held_out)
+    return tuple(text for text in skill.each("more") if _is_unseen(text) is held_out)
 
 
 def _describe_parameter(parameter: str, role: str, rng: Random) -> str:
@@ -288,12 +218,6 @@ def _describe_parameter(parameter: str, role: str, rng: Random) -> str:
         return rng.choice(_WORDS["place_notes"])
     note = rng.choice(_WORDS["notes"]).format(parameter.replace("_", " "))
     return sentence_case(note) + rng.choice(("", "", "."))
-
-
-_EXTRAS: dict[str, ParameterType] = {
-    "limit": "integer", "lang": ("en", "fr"), "verbose": "boolean", "format": ("short", "long"),
-    "units": ("metric", "imperial"), "country": "string", "days": "integer", "max_results": "integer",
-}  # fmt: skip
 
 
 def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
@@ -307,8 +231,9 @@ def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
         description = ""
     if "unit" in drawn.roles and rng.random() < 0.7:
         optional.add(drawn.roles["unit"])
-    if rng.random() < 0.1 and (extra := rng.choice(list(_EXTRAS))) not in parameters:
-        parameters[extra] = _EXTRAS[extra]
+    if rng.random() < 0.1 and (extra := rng.choice(list(_DATA["extras"]))) not in parameters:
+        kind = _DATA["extras"][extra]
+        parameters[extra] = items(kind) if " | " in kind else kind
         optional.add(extra)
     if rng.random() < 0.35:
         roles = {parameter: role for role, parameter in drawn.roles.items()}
@@ -321,16 +246,12 @@ def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
 
 
 def _draw_reworded(name: str, rng: Random) -> Drawn:
-    return _reworded(_draw_made_up(rng) if name == MADE_UP else draw_tool(SKILLS[name], rng, held_out=False), rng)
+    return _reworded(draw_made_up(rng) if name == MADE_UP else draw_tool(SKILLS[name], rng, held_out=False), rng)
 
 
 def _ask(drawn: Drawn, rng: Random) -> Ask:
     is_more = drawn.skill.name != MADE_UP and rng.random() < 0.6
-    return draw_ask(drawn, rng, held_out=False, wordings=_ways_to_ask(drawn.skill, held_out=False) if is_more else ())
-
-
-def _fits_beside(name: str, names: list[str]) -> bool:
-    return not any(_are_rivals(name, other) for other in names)
+    return drawn.ask(rng, held_out=False, wordings=_ways_to_ask(drawn.skill, held_out=False) if is_more else ())
 
 
 def _draw_beside(names: list[str], rng: Random) -> str:
@@ -369,42 +290,42 @@ def make_reworded_conversation(rng: Random) -> Conversation:
         if choice < 0.3:
             exchanges.append(_missing(names, rng, NO_TOOL_ANSWER))
         elif choice < 0.45 and is_narrow:
-            exchanges.append(_ordinary_exchange(rng, "beside_reworded"))
+            exchanges.append(draw_exchange(rng, "beside_reworded"))
         else:
-            drawn = rng.choice(toolbox)
-            ask = _ask(drawn, rng)
+            ask = _ask(rng.choice(toolbox), rng)
             if not left and rng.random() < 0.5:
-                exchanges.append((loosely(ask.text, rng), _called(drawn, ask)))
+                exchanges.append((loosely(ask.text, rng), (ask.call,)))
             else:
-                exchanges += _answered(drawn, ask)
+                exchanges += ask.exchanges()
     return _made("tool_reworded", [drawn.tool for drawn in toolbox], rng, *exchanges)
 
 
-def _draw_unseen(rng: Random) -> tuple[Drawn, Ask]:
-    """Description, question and values are from the held-out side; the name may be from either."""
+def draw_call_among(rng: Random, *, some: bool, held_out: bool) -> Conversation:
+    """A call of the only tool, or of one beside some others."""
     while True:
-        drawn = _reworded(draw_tool(_draw_skill(rng), rng, held_out=None), rng, held_out=True)
-        if wordings := fitting(_ways_to_ask(drawn.skill, held_out=True), drawn):
-            return drawn, draw_ask(drawn, rng, held_out=True, wordings=wordings)
+        conversation = draw_call(rng, held_out=held_out)
+        if (len(conversation.tools) > 1) is some:
+            return conversation
 
 
-def _draw_choice(kind: str, counts: tuple[int, ...], *, is_there: bool) -> DrawConversation:
-    """A question in words that were never seen in training, for a tool among as many others, or that is not there."""
+def draw_unseen(rng: Random, *, counts: tuple[int, ...], is_there: bool, held_out: bool) -> Conversation:
+    """A question in words that were never seen in training, for a tool among as many others, or that is not there.
 
-    def draw(rng: Random, *, held_out: bool) -> Conversation:
-        assert held_out, "training draws conversations of several questions"
-        while True:
-            drawn, ask = _draw_unseen(rng)
+    Description, question and values are from the held-out side; the name may be from either.
+    """
+    assert held_out, "training draws conversations of several questions"
+    while True:
+        drawn = _reworded(draw_tool(_draw_skill(rng), rng), rng, held_out=True)
+        if wordings := drawn.fitting(_ways_to_ask(drawn.skill, held_out=True)):
+            ask = drawn.ask(rng, held_out=True, wordings=wordings)
             if is_there or drawn.skill.name not in _ARITHMETIC:
                 break
-        names = [drawn.skill.name]
-        for _ in range(rng.choice(counts)):
-            names.append(_draw_beside(names, rng))
-        tools = [drawn.tool] * is_there + [_draw_reworded(other, rng).tool for other in names[1:]]
-        done = _called(drawn, ask) if is_there else NO_TOOL_ANSWER
-        return _made(kind, _distinct(reversed(tools)), rng, (ask.text, done))
-
-    return draw
+    names = [drawn.skill.name]
+    for _ in range(rng.choice(counts)):
+        names.append(_draw_beside(names, rng))
+    tools = [drawn.tool] * is_there + [_draw_reworded(other, rng).tool for other in names[1:]]
+    exchange = ask.asked() if is_there else (ask.text, NO_TOOL_ANSWER)
+    return _made("tool_unseen", _distinct(reversed(tools)), rng, exchange)
 
 
 # As the documentation of Quire and of well-known clients has them.
@@ -415,30 +336,10 @@ def draw_first_try(rng: Random, *, held_out: bool) -> Conversation:
     """What a newcomer tries first. Most of these words were seen in training, not all of them."""
     parameter = rng.choice(("city", "location"))
     notes = {parameter: rng.choice(("The city", "The city and state, e.g. San Francisco, CA"))}
-    parameters: dict[str, ParameterType] = {parameter: "string"}
-    has_unit = rng.random() < 0.3
-    if has_unit:
-        parameters["unit"] = ("celsius", "fahrenheit")
-    name, description = (
-        rng.choice(("get_weather", "get_current_weather", "weather")),
-        rng.choice(_FIRST["descriptions"]),
-    )
+    unit: dict[str, ParameterType] = {"unit": ("celsius", "fahrenheit")} if rng.random() < 0.3 else {}
+    name, description = rng.choice(_FIRST["names"]), rng.choice(_FIRST["descriptions"])
     notes = notes if rng.random() < 0.5 else {}
-    tool = Tool(name, description, parameters, notes, frozenset({"unit"} if has_unit else ()))
+    tool = Tool(name, description, {parameter: "string", **unit}, notes, frozenset(unit))
     city = rng.choice(_FIRST["cities"])
-    exchange = (rng.choice(_FIRST["questions"]).format(city), (Call(tool.name, {parameter: city}),))
+    exchange = (rng.choice(_FIRST["questions"]).format(city), (Call(name=tool.name, arguments={parameter: city}),))
     return Conversation("tool_first_try", (tool,), (exchange,))
-
-
-# What is measured: of the second course, calls of the only tool, and choices, apart; and of the third course.
-PROBED_KINDS: dict[str, DrawConversation] = {
-    "tool_one": _draw_call_among(False),
-    "tool_choice": _draw_call_among(True),
-    **{kind: draw for kind, draw in TOOL_KINDS.items() if kind != "tool_call"},
-}
-REWORDED_KINDS: dict[str, DrawConversation] = {
-    "tool_first_try": draw_first_try,
-    "tool_reworded": _draw_choice("tool_reworded", (0, 1, 1, 2, 3), is_there=True),
-    "tool_reworded_missing": _draw_choice("tool_reworded_missing", (1, 1, 2, 3), is_there=False),
-}
-"""What is measured of the third course."""

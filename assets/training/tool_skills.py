@@ -3,24 +3,30 @@
 A skill is a family of tools (`data/skills.toml`): each draw gives another name, description and names of parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-from assets.training.conversations import CallValue, ParameterType, Tool, to_json
-from assets.training.data import items, load
+from assets.training.conversations import Call, CallValue, Exchange, ParameterType, Tool, to_json
+from assets.training.data import items, load, pairs
 from assets.training.questions import LISTS, NAMES, TABLES, WORDS, is_held_out, made_up_word
 
-_CITIES = (*(city for _, city in TABLES["capitals"]), *LISTS["cities"])
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MADE_UP = "made up"
 Result = str | dict[str, CallValue]
+Draw = Callable[[Random], CallValue]
+
+
+def one_of(values: Iterable[str]) -> Callable[[Random], str]:
+    among = tuple(values)
+    return lambda rng: rng.choice(among)
+
+
+_letter, _city = one_of("abcdefghijklmnopqrstuvwxyz"), one_of((*(y for _, y in TABLES["capitals"]), *LISTS["cities"]))
 
 
 def _strange_word(rng: Random) -> str:
     """Letters in an order that no list has, so that copying letter by letter is learnt."""
-    return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(2, 7)))
+    return "".join(_letter(rng) for _ in range(rng.randint(2, 7)))
 
 
 def any_word(rng: Random) -> str:
@@ -38,7 +44,7 @@ def _phrase(rng: Random, most: int = 4) -> str:
 
 def place(rng: Random) -> str:
     if rng.random() < 0.5:
-        return rng.choice(_CITIES)
+        return _city(rng)
     name = any_word(rng).title()
     return f"{rng.choice(('New', 'San', 'Port', 'East'))} {name}" if rng.random() < 0.15 else name
 
@@ -52,22 +58,10 @@ def number(rng: Random) -> int:
     return rng.randrange(10 ** rng.randint(1, 4))
 
 
-def small_number(rng: Random) -> int:
-    return rng.randint(1, 30)
-
-
-def _amount(rng: Random) -> int | float:
-    return number(rng) + 1 if rng.random() < 0.75 else round(rng.uniform(0.1, 99), rng.randint(1, 2))
-
-
 def identifier(rng: Random) -> str:
     digits = str(rng.randrange(10 ** rng.randint(2, 6)))
     prefixes = ("order_", "A-", "ID", "", "X", f"{_strange_word(rng)}_", f"{_strange_word(rng).upper()}-")
     return rng.choice(prefixes) + digits
-
-
-def clock(rng: Random) -> str:
-    return f"{rng.randrange(24):02}:{rng.randrange(60):02}"
 
 
 def _file_name(rng: Random) -> str:
@@ -78,7 +72,7 @@ def _file_name(rng: Random) -> str:
 def _ticker(rng: Random) -> str:
     if rng.random() < 0.3:
         return rng.choice(("AAPL", "MSFT", "GOOG", "TSLA", "NVDA", "AMZN"))
-    return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 4))).upper()
+    return "".join(_letter(rng) for _ in range(rng.randint(3, 4))).upper()
 
 
 def _expression(rng: Random) -> str:
@@ -88,42 +82,46 @@ def _expression(rng: Random) -> str:
     return text
 
 
-def one_of(*values: str) -> Callable[[Random], str]:
-    return lambda rng: rng.choice(values)
+# Values that are texts of which there are enough to split them.
+_TEXTS: dict[str, Draw] = {
+    "place": place, "person": person, "any_word": any_word, "identifier": identifier,
+    "topic": lambda rng: rng.choice(LISTS["topics"]) if rng.random() < 0.4 else _phrase(rng),
+    "sentence": lambda rng: rng.choice(LISTS["sentences"]) if rng.random() < 0.5 else _phrase(rng, 5),
+    "file_name": _file_name,
+}  # fmt: skip
+VALUES: dict[str, Draw] = {
+    **_TEXTS, "number": number, "ticker": _ticker, "expression": _expression,
+    "small_number": lambda rng: rng.randint(1, 30), "age": lambda rng: rng.randint(1, 99),
+    "amount": lambda rng: number(rng) + 1 if rng.random() < 0.75 else round(rng.uniform(0.1, 99), rng.randint(1, 2)),
+    "clock": lambda rng: f"{rng.randrange(24):02}:{rng.randrange(60):02}",
+    "colour": one_of(sorted({colour for _, colour in TABLES["colours"]})),
+    "animal": one_of(animal for animal, _ in TABLES["young"]),
+    **{name: one_of(LISTS[name]) for name in ("units", "currencies", "languages", "rooms", "signs", "days", "jobs")},
+}  # fmt: skip
 
 
 def _weather_result(rng: Random) -> Result:
     degrees, sky = rng.randint(-9, 39), rng.choice(LISTS["skies"])
     which = rng.randrange(6)
+    if which < 2:
+        return f"{degrees} degrees and {sky}" if which else f"{sky}, {degrees} degrees"
     if which == 2:
         return {"temperature": degrees, rng.choice(("condition", "conditions", "description", "weather")): sky}
     if which == 3:
         return {"temperature": degrees, "unit": rng.choice(("celsius", "fahrenheit", "C", "F"))}
     if which == 4:
         return {rng.choice(("temperature", "temp", "temp_c")): degrees}
-    if which == 5:
-        return rng.choice((str(degrees), f"{degrees}°C", f"{degrees} C", sky))
-    return f"{degrees} degrees and {sky}" if which else f"{sky}, {degrees} degrees"
+    return rng.choice((str(degrees), f"{degrees}°C", f"{degrees} C", sky))
 
 
-def _value_result(
-    draw: Callable[[Random], str | int | float], keys: tuple[str, ...], share: float
-) -> Callable[[Random], Result]:
+def _value_result(draw: Draw, keys: str, share: float) -> Callable[[Random], Result]:
     """A value, in an object by a share of all times."""
 
     def result(rng: Random) -> Result:
         value = draw(rng)
-        return {rng.choice(keys): value} if rng.random() < share else str(value)
+        return {rng.choice(keys.split()): value} if rng.random() < share else str(value)
 
     return result
-
-
-_number_result = _value_result(_amount, ("result", "value", "answer", "total"), 0.3)
-_text_result = _value_result(_phrase, ("result", "text", "title", "answer"), 0.4)
-
-
-def _clock_result(rng: Random) -> Result:
-    return {"time": clock(rng)} if rng.random() < 0.3 else clock(rng)
 
 
 def _done(rng: Random) -> Result:
@@ -133,106 +131,103 @@ def _done(rng: Random) -> Result:
 
 
 DONE = ("ok", "done", "success", "true", "OK", "Done", "null")
-
-# Values that are texts of which there are enough to split them.
-_TEXTS: dict[str, Callable[[Random], CallValue]] = {
-    "place": place, "person": person, "any_word": any_word, "identifier": identifier,
-    "topic": lambda rng: rng.choice(LISTS["topics"]) if rng.random() < 0.4 else _phrase(rng),
-    "sentence": lambda rng: rng.choice(LISTS["sentences"]) if rng.random() < 0.5 else _phrase(rng, 5),
-    "file_name": _file_name,
+_RESULTS: dict[str, Callable[[Random], Result]] = {
+    "weather": _weather_result, "number": _value_result(VALUES["amount"], "result value answer total", 0.3),
+    "text": _value_result(_phrase, "result text title answer", 0.4), "done": _done, "coin": one_of(("heads", "tails")),
+    "clock": lambda rng: {"time": VALUES["clock"](rng)} if rng.random() < 0.3 else str(VALUES["clock"](rng)),
 }  # fmt: skip
-_VALUES: dict[str, Callable[[Random], CallValue]] = {
-    **_TEXTS, "number": number, "small_number": small_number, "amount": _amount, "clock": clock, "ticker": _ticker,
-    "expression": _expression,
-    **{name: one_of(*LISTS[name]) for name in ("units", "currencies", "languages", "rooms", "signs", "days")},
-}  # fmt: skip
-_RESULTS = {
-    "weather": _weather_result, "number": _number_result, "text": _text_result, "clock": _clock_result, "done": _done,
-    "coin": one_of("heads", "tails"),
-}  # fmt: skip
-_SKILL_LISTS = ("verbs", "nouns", "descriptions", "questions", "does", "things", "more")
 _GET = "get | get | fetch | return | look up | find | retrieve | show | give | tell | check | provide"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A parameter by its part in the question; `names` are what tools call it, `is_split` whether its values are."""
+    """A parameter by its part in the question: how it is drawn, its type or its values, and what tools call it."""
 
-    names: tuple[str, ...]
-    draw: Callable[[Random], CallValue]
-    kind: ParameterType
-    is_split: bool
+    drawn: str
+    kind: str
+    names: str
+
+    def value(self, rng: Random, *, held_out: bool, integer: bool) -> CallValue:
+        """Texts are split too, where enough of them exist."""
+        values = items(self.kind)
+        while True:
+            value = rng.choice(values) if len(values) > 1 else VALUES[self.drawn](rng)
+            if integer and isinstance(value, float):
+                continue
+            if self.drawn not in _TEXTS or is_held_out(f"value {value}") is held_out:
+                return value
+
+    def draw_type(self, rng: Random) -> ParameterType:
+        values = items(self.kind)
+        if len(values) > 1:
+            return values if rng.random() < 0.8 else "string"
+        return rng.choice(("integer", "number")) if self.kind == "number" and rng.random() < 0.3 else self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """`topic` is what the answer speaks about once a result is there; questions name the roles that they fill in.
-
-    Attributes:
-        verbs, nouns: A name is a verb and a noun, or a noun alone where a verb is empty.
-        does, things: A description of the third course says that a tool does something to a thing.
-        more: More ways to ask, for the third course.
-        narrow: No question of the old kinds could be meant for this tool.
-    """
+    """`data/skills.toml` says what the fields of `data` are; questions name the roles that they fill in."""
 
     name: str
-    verbs: tuple[str, ...]
-    nouns: tuple[str, ...]
-    descriptions: tuple[str, ...]
+    data: Mapping[str, str]
     roles: Mapping[str, Role]
-    questions: tuple[str, ...]
-    topic: str
-    result: Callable[[Random], Result]
-    does: tuple[str, ...] = ()
-    things: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
-    narrow: bool = True
+
+    def each(self, key: str) -> tuple[str, ...]:
+        return items(self.data[key])
+
+    def fields(self, question: str) -> set[str]:
+        return {role for role in self.roles if f"{{{role}}}" in question}
+
+    @property
+    def narrow(self) -> bool:
+        """No question of the old kinds could be meant for this tool."""
+        return "broad" not in self.data
 
 
-def _role(drawn: str, kind: str, names: str) -> Role:
-    values = items(kind) if " | " in kind else None
-    draw = one_of(*values) if values else _VALUES[drawn]
-    return Role(items(names), draw, values or kind, drawn in _TEXTS)
-
-
-def _skill(name: str, of: Mapping[str, Any]) -> Skill:
-    lists = {key: items({"does": _GET, **of}[key]) for key in _SKILL_LISTS}
-    roles = {key: _role(*role) for key, role in of.get("roles", {}).items()}
-    return Skill(name, **lists, roles=roles, topic=of["topic"], result=_RESULTS[of["result"]], narrow="broad" not in of)
-
-
-SKILLS: dict[str, Skill] = {name: _skill(name, of) for name, of in load("skills").items()}
-
-_COLOURS = one_of(*sorted({colour for _, colour in TABLES["colours"]}))
+SKILLS: dict[str, Skill] = {
+    name: Skill(name, {"does": _GET, **data}, {role: Role(*of) for role, of in data.get("roles", {}).items()})
+    for name, data in load("skills").items()
+}
 _MADE_UP = load("tools")["made_up"]
-_MADE_UP_ROLES: tuple[tuple[str, Callable[[Random], CallValue]], ...] = (
-    ("string", any_word), ("string", person), ("string", identifier), ("integer", number), ("number", _amount),
-    ("integer", small_number), ("string", _COLOURS),
-)  # fmt: skip
 
 
-def made_up_skill(rng: Random) -> Skill:
+def _made_up_skill(rng: Random) -> Skill:
     """A tool that no list contains; its questions name the parameters."""
     verb = rng.choice(LISTS["made_up_verbs"]) if rng.random() < 0.7 else _strange_word(rng)
     noun = any_word(rng)
     names = list(dict.fromkeys(any_word(rng) for _ in range(rng.randint(1, 3))))
-    kinds = [rng.choice(_MADE_UP_ROLES) for _ in names]
     # Roles are numbered, since a made-up name need not suit str.format.
-    roles = {
-        f"r{i}": Role((name,), draw, kind, draw in _TEXTS.values())
-        for i, (name, (kind, draw)) in enumerate(zip(names, kinds, strict=True))
-    }
+    roles = {f"r{i}": Role(*rng.choice(pairs(_MADE_UP["roles"])), name) for i, name in enumerate(names)}
     filled = " and ".join(f"{name} {{r{i}}}" for i, name in enumerate(names))
-    slots = {"verb": verb, "Verb": verb.title(), "noun": noun, "filled": filled}
-    asks, descriptions = (tuple(text.format(**slots) for text in items(_MADE_UP[key])) for key in ("ask", "describe"))
-    return Skill(MADE_UP, (verb,), (noun,), descriptions, roles, asks, "The result", _number_result)
+    data = {key: text.format(verb=verb, Verb=verb.title(), noun=noun, filled=filled) for key, text in _MADE_UP.items()}
+    return Skill(MADE_UP, data, roles)
 
 
-def _name_of(words: str, rng: Random) -> str:
-    parts = words.split()
-    if rng.random() < 0.75:
-        return "_".join(parts)
-    return parts[0] + "".join(part.title() for part in parts[1:])
+def _name_is_held_out(words: str) -> bool:
+    """Names that everyone uses are for training, wherever the hash would put them."""
+    return words not in ("calculate", "calculator") and is_held_out(f"function {words}")
+
+
+def has_held_out_name(skill: Skill) -> bool:
+    return any(
+        _name_is_held_out(f"{verb} {noun}".strip()) for verb in skill.each("verbs") for noun in skill.each("nouns")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question for a drawn tool, the call that answers it, what comes back, and that in words."""
+
+    text: str
+    call: Call
+    result: str
+    answer: str
+
+    def asked(self) -> Exchange:
+        return self.text, (self.call,)
+
+    def exchanges(self) -> tuple[Exchange, Exchange]:
+        return self.asked(), ((self.result,), self.answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,25 +238,29 @@ class Drawn:
     tool: Tool
     roles: Mapping[str, str]
 
+    def fitting(self, questions: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the skill's questions that this tool can answer."""
+        return tuple(text for text in questions if self.skill.fields(text) <= set(self.roles))
 
-# Names that everyone uses are for training, wherever the hash would put them.
-_TRAINED_NAMES = ("calculate", "calculator")
+    def ask(self, rng: Random, *, held_out: bool, wordings: tuple[str, ...] = ()) -> Ask:
+        """Asks in one of `wordings`, or in the skill's own where there are none for the drawn roles."""
+        question = rng.choice(self.fitting(wordings) or self.fitting(self.skill.each("questions")))
+        filled = self.skill.fields(question)
+        values: dict[str, CallValue] = {}
+        for role, name in self.roles.items():
+            if role in filled:
+                integer = self.tool.parameters[name] == "integer"
+                values[role] = self.skill.roles[role].value(rng, held_out=held_out, integer=integer)
+        arguments = {self.roles[role]: value for role, value in values.items()}
+        outcome = _outcome(self.skill, values, rng)
+        return Ask(question.format(**values), Call(name=self.tool.name, arguments=arguments), *outcome)
 
 
-def name_is_held_out(words: str) -> bool:
-    return words not in _TRAINED_NAMES and is_held_out(f"function {words}")
-
-
-def has_held_out_name(skill: Skill) -> bool:
-    names = (f"{verb} {noun}".strip() for verb in skill.verbs for noun in skill.nouns)
-    return any(name_is_held_out(name) for name in names)
-
-
-def draw_tool(skill: Skill, rng: Random, *, held_out: bool | None) -> Drawn:
+def draw_tool(skill: Skill, rng: Random, *, held_out: bool | None = None) -> Drawn:
     """The split looks at the words of the name, however it is written. None draws from both sides of it."""
     while True:
-        words = f"{rng.choice(skill.verbs)} {rng.choice(skill.nouns)}".strip()
-        if words and (held_out is None or name_is_held_out(words) is held_out):
+        words = f"{rng.choice(skill.each('verbs'))} {rng.choice(skill.each('nouns'))}".split()
+        if words and (held_out is None or _name_is_held_out(" ".join(words)) is held_out):
             break
     wanted = set(skill.roles)
     if "unit" in wanted and rng.random() < 0.5:
@@ -269,69 +268,19 @@ def draw_tool(skill: Skill, rng: Random, *, held_out: bool | None) -> Drawn:
     if {"count", "sides"} <= wanted and rng.random() < 0.3:
         wanted.remove(rng.choice(("count", "sides")))
     while True:
-        roles = {role: rng.choice(skill.roles[role].names) for role in skill.roles if role in wanted}
+        roles = {role: rng.choice(items(skill.roles[role].names)) for role in skill.roles if role in wanted}
         if len(set(roles.values())) == len(roles):
             break
-    description = rng.choice(skill.descriptions)
+    description = rng.choice(skill.each("descriptions"))
     if rng.random() < 0.05:
         description = ""
-    parameters = {name: _kind(skill.roles[role].kind, rng) for role, name in roles.items()}
-    return Drawn(skill, Tool(_name_of(words, rng), description, parameters), roles)
+    parameters = {name: skill.roles[role].draw_type(rng) for role, name in roles.items()}
+    name = "_".join(words) if rng.random() < 0.75 else words[0] + "".join(word.title() for word in words[1:])
+    return Drawn(skill, Tool(name, description, parameters), roles)
 
 
-def _kind(kind: ParameterType, rng: Random) -> ParameterType:
-    if isinstance(kind, tuple):
-        return kind if rng.random() < 0.8 else "string"
-    return rng.choice(("integer", "number")) if kind == "number" and rng.random() < 0.3 else kind
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A question for a drawn tool, the values of its roles, and what comes back."""
-
-    text: str
-    values: Mapping[str, CallValue]
-    arguments: Mapping[str, CallValue]
-    result: str
-    answer: str
-
-
-def _fields_of(question: str, skill: Skill) -> set[str]:
-    return {role for role in skill.roles if f"{{{role}}}" in question}
-
-
-def _draw_value(role: Role, rng: Random, *, held_out: bool, integer: bool) -> CallValue:
-    """Texts are split too, where enough of them exist."""
-    while True:
-        value = role.draw(rng)
-        if integer and isinstance(value, float):
-            continue
-        if not role.is_split or is_held_out(f"value {value}") is held_out:
-            return value
-
-
-def fitting(questions: tuple[str, ...], drawn: Drawn) -> tuple[str, ...]:
-    """Those of a skill's questions that the drawn tool can answer."""
-    return tuple(text for text in questions if _fields_of(text, drawn.skill) <= set(drawn.roles))
-
-
-def draw_ask(drawn: Drawn, rng: Random, *, held_out: bool, wordings: tuple[str, ...] = ()) -> Ask:
-    """Asks in one of `wordings`, or in the skill's own where there are none for the drawn roles."""
-    skill, tool = drawn.skill, drawn.tool
-    question = rng.choice(fitting(wordings, drawn) or fitting(skill.questions, drawn))
-    filled = _fields_of(question, skill)
-    values = {
-        role: _draw_value(skill.roles[role], rng, held_out=held_out, integer=tool.parameters[name] == "integer")
-        for role, name in drawn.roles.items()
-        if role in filled
-    }
-    arguments = {drawn.roles[role]: value for role, value in values.items()}
-    result, answer = _outcome(skill, values, rng)
-    return Ask(question.format(**values), values, arguments, result, answer)
-
-
-# Keys that say nothing about their value.
-_PLAIN_KEYS = frozenset(("result", "value", "answer", "total", "text", "title", "time"))
+def draw_made_up(rng: Random) -> Drawn:
+    return draw_tool(_made_up_skill(rng), rng)
 
 
 def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tuple[str, str]:
@@ -339,18 +288,18 @@ def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tupl
     if rng.random() < 0.04:
         reason = rng.choice(("not found", "no network", "timeout", any_word(rng)))
         return f"error: {reason}", f"That did not work: {reason}."
-    result = skill.result(rng)
-    subject = skill.topic.format(**values)
+    result = _RESULTS[skill.data["result"]](rng)
+    subject = skill.data["topic"].format(**values)
     if isinstance(result, str):
         return result, "Done." if result in DONE else f"{subject} is {result}."
     echoed = {}
     if values and rng.random() < 0.4:
         role = rng.choice(list(values))
-        echoed = {rng.choice(skill.roles[role].names): values[role]}
+        echoed = {rng.choice(items(skill.roles[role].names)): values[role]}
     told = {key: value for key, value in result.items() if key not in echoed} or result
-    separators = (",", ":") if rng.random() < 0.1 else (", ", ": ")
-    returned = to_json(echoed | result, separators)
-    if len(told) == 1 and not _PLAIN_KEYS.isdisjoint(told):
+    returned = to_json(echoed | result, (",", ":") if rng.random() < 0.1 else (", ", ": "))
+    # These keys say nothing about their value.
+    if len(told) == 1 and next(iter(told)) in ("result", "value", "answer", "total", "text", "title", "time"):
         return returned, f"{subject} is {next(iter(told.values()))}."
     said = " and ".join(f"the {key.replace('_', ' ')} is {value}" for key, value in told.items())
     return returned, f"{subject}: {said}."

@@ -1,191 +1,278 @@
 """Makes assets/quire-tiny: python -m assets.training.train.
 
-The first course starts from random weights. The second goes on from the file of the first and teaches tools and answers
-in JSON, the third from that of the second, with tools in many more words, the fourth from that of the third what
-visitors ask (`courses`).
+A course is a mixture of documents, a number of steps and learning rates, as `data/courses.toml` has them. The first one
+starts from random weights and a new tokenizer, each of the others from the file of the one before.
 """
 
 import argparse
+import json
+import re
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from assets.training.batches import Batch, lesson_batches
-from assets.training.conversations import BOS_ID, END_ID, EOS_ID, PAD_ID
-from assets.training.corpus import held_out_texts
-from assets.training.courses import COURSES, Course
-from assets.training.tokenizer import MODEL, add_json_marks, save_tokenizer, train_tokenizer
+from assets.training.conversations import BOS, BOS_ID, CHAT_TEMPLATE, SPECIAL_TOKENS, TOKEN_IDS, Document, document
+from assets.training.corpus import held_out_texts, make_document, plain_question_document
+from assets.training.data import load
+from assets.training.json_questions import JSON_KINDS, json_conversation, led_document
+from assets.training.questions import draw
+from assets.training.tool_lessons import draw_parallel_calls, make_reworded_conversation, make_tool_conversation
+from assets.training.visitors import SHARES, make_visitor_document
 
-_TOKENS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID], "pad_token_id": PAD_ID}
-
-
-def make_model() -> LlamaForCausalLM:
-    """Random weights in float32; seed torch before."""
-    return LlamaForCausalLM(LlamaConfig(**MODEL["config"], **_TOKENS))
-
-
-def _make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    scales = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": scales, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+# How much the choice of a tool counts where tools are reworded.
+_DECISION_WEIGHT = 3.0
+# The lengths of rows in the batches of consecutive steps. A conversation with tools has some 240 tokens and would
+# seldom end within a row of 256.
+_LENGTHS, _LONG_LENGTHS = (256, 256, 512, 256, 256, 1024, 256, 256, 512, 256), (512, 512, 512, 512, 1024)
 
 
-def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Cross entropy of each token given those before it, times the batch's weights, summed."""
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
-        counts = batch.weights[:, 1:] > 0
-        logits = model.lm_head(hidden[counts])
-    losses = torch.nn.functional.cross_entropy(logits.float(), batch.tokens[:, 1:][counts], reduction="none")
-    return (losses * batch.weights[:, 1:][counts]).sum()
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`tokens` int64 [rows, length]; `weights` float32 of the same shape, how much predicting that token counts."""
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
 
 
-class _Gradients:
-    """Gradients by several threads, each with a part of the batch's rows.
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A stretch of training up to step `until`, on its own stream of documents.
 
-    Threads that meet once a step share a busy machine better than threads that meet in each product.
+    Attributes:
+        emphasis: Of the questions of old documents, and of those beside JSON.
+        old: The share of the first course's documents.
+        tools: The share of conversations with tools; the rest is about JSON.
+        reworded: Of all documents, those about tools in other words; the two shares above are of the others.
+        visitors: Of all documents, what visitors ask; the shares above are of the others.
+        asked: How often each kind of visitors' questions is asked, by the name in their file.
     """
 
-    def __init__(self, model: LlamaForCausalLM, threads: int) -> None:
-        self._model, self._threads = model, threads
-        self._executor = ThreadPoolExecutor(threads)
+    until: int
+    seed: int
+    emphasis: str
+    old: float = 1.0
+    tools: float = 0.0
+    reworded: float = 0.0
+    visitors: float = 0.0
+    asked: str = "first"
 
-    def compute(self, batch: Batch) -> float:
-        """Sets the gradients of the mean loss of a batch, which it returns."""
-        total = batch.weights[:, 1:].sum()
-        rows = zip(batch.tokens.chunk(self._threads), batch.weights.chunk(self._threads), strict=True)
-        parts = list(self._executor.map(lambda part: self._of_part(Batch(*part), total), rows))
-        for parameter, *gradients in zip(self._model.parameters(), *(gradients for _, gradients in parts), strict=True):
-            parameter.grad = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
-        return sum(loss for loss, _ in parts)
+    def batches(self, tokenizer: Tokenizer, start: int) -> Iterator[Batch]:
+        """Of the steps from `start`. A row starts with a document; the one that does not fit at the end is cut."""
+        encoded = (
+            [(id, weight) for text, weight in each for id in tokenizer.encode(text, add_special_tokens=False).ids]
+            for each in self.documents()
+        )
+        size, lengths = (4096, _LENGTHS) if self.old == 1.0 else (2048, _LONG_LENGTHS)
+        for step in range(start, self.until):
+            length = lengths[step % len(lengths)]
+            rows: list[list[tuple[int, float]]] = []
+            for _ in range(size // length):
+                row: list[tuple[int, float]] = []
+                while len(row) < length:
+                    row += next(encoded)
+                rows.append(row[:length])
+            yield Batch(*(torch.tensor([[pair[i] for pair in row] for row in rows]) for i in range(2)))
 
-    def _of_part(self, part: Batch, total: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
-        loss = weighted_loss(self._model, part) / total
-        return loss.item(), torch.autograd.grad(loss, list(self._model.parameters()))
+    def documents(self) -> Iterator[Document]:
+        """An endless stream, the same for the same lesson. Pieces of a document meet where the tokenizer splits."""
+        rng = Random(self.seed)
+        while True:
+            yield self._document(rng)
+
+    def _document(self, rng: Random) -> Document:
+        if self.visitors and rng.random() < self.visitors:
+            return make_visitor_document(rng, SHARES[self.asked])
+        if self.reworded and (choice := rng.random()) < self.reworded:
+            is_one = choice < self.reworded * 0.9
+            made = make_reworded_conversation(rng) if is_one else draw_parallel_calls(rng, held_out=False)
+            return document(made, decision_weight=_DECISION_WEIGHT)
+        if self.old == 1.0 or (choice := rng.random()) < self.old:
+            return make_document(rng, self.emphasis)
+        if choice < self.old + self.tools:
+            return document(make_tool_conversation(rng))
+        if choice < 0.96:
+            return document(json_conversation(rng, self.emphasis))
+        if choice < 0.99:
+            return led_document(rng)
+        return plain_question_document(draw(rng.choice(list(JSON_KINDS.values())), rng, held_out=False))
 
 
-def train(model: LlamaForCausalLM, tokenizer: Tokenizer, course: Course, checkpoint: Path, threads: int) -> None:
-    """Trains from the start, or from `checkpoint` where that file exists, on the very batches it would have seen."""
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The last lesson ends where the rates do.
+
+    Attributes:
+        rates: Learning rates at some steps, in their order; straight lines in between.
+        twin: Begins with the same weights; the mean of what came of both counts.
+        way_back: How far the weights move to those before the course, on the straight line, when it is over.
+    """
+
+    rates: list[tuple[int, float]]
+    lessons: tuple[Lesson, ...]
+    way_back: float = 0.0
+    twin: "Course | None" = None
+
+    def rate(self, step: int) -> float:
+        steps, rates = zip(*self.rates, strict=True)
+        return float(np.interp(step, steps, rates))
+
+    def batches(self, tokenizer: Tokenizer) -> Iterator[Batch]:
+        start = 0
+        for lesson in self.lessons:
+            yield from lesson.batches(tokenizer, start)
+            start = lesson.until
+
+
+def _course(of: dict[str, Any]) -> Course:
+    lessons = tuple(Lesson(**lesson) for lesson in of["lessons"])
+    return Course(of["rate"], lessons, of.get("way_back", 0.0), _course(of["twin"]) if "twin" in of else None)
+
+
+COURSES = tuple(_course(of) for of in load("courses")["courses"])
+
+
+_MODEL = load("model")
+_HELD_OUT_SEED, _HELD_OUT_TEXTS = 99, 390
+_TOKENIZER_DOCUMENTS = 60_000
+
+Loss = Callable[[LlamaForCausalLM, Batch], torch.Tensor]
+
+
+def train_tokenizer() -> Tokenizer:
+    """All 256 bytes are in the vocabulary, so every text can be written; digits stand alone."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(r"[0-9]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_MODEL["config"]["vocab_size"],
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    documents = islice(Lesson(until=0, seed=1, emphasis="first").documents(), _TOKENIZER_DOCUMENTS)
+    texts = (re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text) for each in documents for text, _ in each)
+    tokenizer.train_from_iterator(filter(None, texts), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    return tokenizer
+
+
+def _begin(start: Path | None) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """What a course begins with: the weights as they are stored, in float32, so that it does not matter when the course
+    before was; or random weights and a new tokenizer.
+
+    The marks of JSON get the ids after the last one, and each mark the mean of the embeddings of its pieces. A
+    tokenizer that has them stays as it is.
+    """
+    if start is None:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**_MODEL["config"], **TOKEN_IDS)), train_tokenizer()
+    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    before, tokenizer = (Tokenizer.from_file(str(start / "tokenizer.json")) for _ in range(2))
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in _MODEL["json"]["marks"]])
+    embeddings = model.resize_token_embeddings(tokenizer.get_vocab_size(), mean_resizing=False)
+    with torch.no_grad():
+        for token in range(before.get_vocab_size(), tokenizer.get_vocab_size()):
+            pieces = before.encode(str(tokenizer.id_to_token(token)), add_special_tokens=False).ids
+            embeddings.weight[token] = embeddings.weight[pieces].mean(0)
+    return model, tokenizer
+
+
+def _weighted_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+    """Cross entropy of each token given those before it, its mean by the batch's weights."""
+    weights = batch.weights[:, 1:]
+    counts = weights > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+        logits = model.lm_head(hidden[counts])
+    losses = cross_entropy(logits.float(), batch.tokens[:, 1:][counts], reduction="none")
+    return (losses * weights[counts]).sum() / weights.sum()
+
+
+def train(model: LlamaForCausalLM, tokenizer: Tokenizer, course: Course, loss_of: Loss = _weighted_loss) -> None:
+    torch.set_flush_denormal(True)
     model.train()
-    optimizer = _make_optimizer(model)
-    done = 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done = state["step"]
-    gradients = _Gradients(model, threads)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == ndim], "weight_decay": decay}
+        for ndim, decay in ((2, 0.05), (1, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
     started, seen = time.monotonic(), 0
-    for step, batch in lesson_batches(tokenizer, course.lessons, done):
+    for step, batch in enumerate(course.batches(tokenizer)):
+        rate = course.rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = course.rate(step)
-        loss = gradients.compute(batch)
+            group["lr"] = rate
+        loss = loss_of(model, batch)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen += batch.tokens.numel()
         if step % 20 == 0:
             pace = seen / (time.monotonic() - started)
-            print(f"step {step} loss {loss:.4f} rate {course.rate(step):.2e} tokens/s {pace:.0f}", flush=True)
-        if (step + 1) % course.checkpoint_every == 0:
-            partial = checkpoint.with_suffix(".partial")
-            torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
-            partial.replace(checkpoint)
-
-
-HELD_OUT_SEED = 99
-_HELD_OUT_TEXTS = 390
+            print(f"step {step} loss {loss.item():.4f} rate {rate:.2e} tokens/s {pace:.0f}", flush=True)
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes the files of a model directory, each whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
         made = Path(scratch)
         copy = deepcopy(model).bfloat16()
-        copy.generation_config = GenerationConfig(**MODEL["generation"], **_TOKENS)
+        copy.generation_config = GenerationConfig(**_MODEL["generation"], **TOKEN_IDS)
         copy.save_pretrained(made)
-        save_tokenizer(tokenizer, made)
-        (made / "heldout.txt").write_text("\n\n".join(held_out_texts(HELD_OUT_SEED, _HELD_OUT_TEXTS)) + "\n")
+        tokenizer.save(str(made / "tokenizer.json"))
+        config = {**_MODEL["tokenizer"], "chat_template": CHAT_TEMPLATE}
+        (made / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (made / "heldout.txt").write_text("\n\n".join(held_out_texts(_HELD_OUT_SEED, _HELD_OUT_TEXTS)) + "\n")
         for path in sorted(made.iterdir()):
             path.chmod(0o644)  # safetensors writes for the owner alone
             path.replace(directory / path.name)
 
 
-def widen(model: LlamaForCausalLM, before: Tokenizer, after: Tokenizer) -> None:
-    """Gives each token that `after` has beyond `before` the mean of the embeddings of its pieces."""
-    known, size = before.get_vocab_size(), after.get_vocab_size()
-    if model.config.vocab_size == size:
-        return
-    embeddings = model.resize_token_embeddings(size, mean_resizing=False)
-    with torch.no_grad():
-        for token in range(known, size):
-            pieces = before.encode(str(after.id_to_token(token)), add_special_tokens=False).ids
-            embeddings.weight[token] = embeddings.weight[pieces].mean(0)
-
-
-def move_towards(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
-    """Moves the weights of `model` on the straight line to those of `other`, of the same shape, by `share` of it."""
+def _move(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
+    """Moves the weights on the straight line to those of `other`, by `share` of it."""
     with torch.no_grad():
         for weight, target in zip(model.parameters(), other.parameters(), strict=True):
             weight.lerp_(target, share)
 
 
-def begin(start: Path | None) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """What a course begins with: the weights as they are stored, so that it does not matter when the course before was,
-    in float32, with the marks of JSON in the vocabulary; or random weights and a new tokenizer, without them."""
-    if start is None:
-        torch.manual_seed(0)
-        return make_model(), train_tokenizer()
-    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
-    before, tokenizer = (Tokenizer.from_file(str(start / "tokenizer.json")) for _ in range(2))
-    add_json_marks(tokenizer)
-    widen(model, before, tokenizer)
-    return model, tokenizer
-
-
-def take(course: Course, start: Path | None, output: Path, checkpoint: Path, threads: int) -> None:
+def take(course: Course, start: Path | None, output: Path) -> None:
     """Trains from the model in `start`, or from nothing, and writes what came of it to `output`."""
-    model, tokenizer = begin(start)
-    train(model, tokenizer, course, checkpoint, threads)
+    model, tokenizer = _begin(start)
+    train(model, tokenizer, course)
+    if course.twin:
+        other, _ = _begin(start)
+        train(other, tokenizer, course.twin)
+        _move(model, other, 0.5)
     if course.way_back:
-        move_towards(model, begin(start)[0], course.way_back)
+        _move(model, _begin(start)[0], course.way_back)
     export(model, tokenizer, output)
-    checkpoint.unlink(missing_ok=True)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--output", type=Path, default=Path("assets/quire-tiny"))
-    add("--course", type=int, choices=range(1, len(COURSES) + 1), default=1, help="the first one to take")
-    add("--from", type=Path, dest="start", help="what to begin with, after the course before (default: --output)")
-    about = "where to keep the files by which an interrupted course goes on (default: %(default)s)"
-    add("--checkpoints", type=Path, default=Path(tempfile.gettempdir()), help=about)
-    add("--threads", type=int, default=2)
-    return parser.parse_args()
 
 
 def main() -> None:
-    arguments = _arguments()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    output: Path = arguments.output
-    checkpoints = [arguments.checkpoints / f"quire-tiny-course-{number}.pt" for number in range(1, len(COURSES) + 1)]
-    # What an interrupted run was in goes on.
-    first = max([arguments.course, *(number for number, path in enumerate(checkpoints, 1) if path.exists())])
-    start = None if first == 1 else arguments.start or output
-    for course, checkpoint in zip(COURSES[first - 1 :], checkpoints[first - 1 :], strict=True):
-        take(course, start, output, checkpoint, arguments.threads)
-        start = output
-    print(f"wrote {output}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("assets/quire-tiny"))
+    about = "the first one to take; any but the first goes on from what --output holds"
+    parser.add_argument("--course", type=int, choices=range(1, len(COURSES) + 1), default=1, help=about)
+    arguments = parser.parse_args()
+    for number, course in enumerate(COURSES[arguments.course - 1 :], arguments.course):
+        take(course, arguments.output if number > 1 else None, arguments.output)
+        print(f"wrote {arguments.output} after course {number}")
 
 
 if __name__ == "__main__":

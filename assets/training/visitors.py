@@ -4,20 +4,21 @@ Nearly all of it is a table of `data/visitors.toml`: groups of wordings, each wi
 one is given. The split looks at the wording; the first one of a group is never held out.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
 
 from assets.training import corpus, questions
-from assets.training.conversations import Conversation, Document, Exchange, chat_document
-from assets.training.corpus import DrawConversation, choose, conversation_of, exchange_of
+from assets.training.conversations import Conversation, Document, Exchange, document
+from assets.training.corpus import DrawConversation, choose, conversation_of, draw_story
 from assets.training.data import items, load, pairs
 from assets.training.questions import FACTS, NAMES, NUMBER_WORDS, QUESTION_KINDS, WORDS, Question, draw, made_up_word
-from assets.training.stories import draw_request, draw_story
 
 _DATA: dict[str, Any] = load("visitors")
+_FIRST_WORDS = pairs(_DATA["first_words"])
 # The key of what is not held out.
 _TRAINED = ""
 
@@ -31,39 +32,37 @@ class Group:
     more: tuple[str, ...] = ()
 
 
-def _filled(asks: str, **lists: tuple[str, ...]) -> tuple[str, ...]:
-    """The ways to ask, with each item of the one list in turn."""
-    ((slot, values),) = lists.items()
-    return tuple(questions.sentence_case(ask.format(**{slot: value})) for value in values for ask in items(asks))
-
-
-def _lines(text: str) -> str:
-    return text.replace(" / ", "\n")
+def _filled(asks: str, *values: str) -> tuple[str, ...]:
+    """The ways to ask, with each value in turn."""
+    return tuple(questions.sentence_case(ask.format(x=value)) for value in values for ask in items(asks))
 
 
 def _groups() -> Iterator[tuple[str, Group]]:
     for names, answer in _DATA["concepts"]["of"].items():
-        yield "concept", Group(_filled(_DATA["concepts"]["ask"], x=items(names)), (answer.strip(),))
+        for kind in ("concept", "simply"):
+            yield kind, Group(_filled(_DATA["concepts"][kind], *items(names)), (answer.strip(),))
+    for of in _DATA["again"]:
+        yield "again", Group(items(of["ask"]), (of["answer"],))
     for of in _DATA["asked"]:
         topics = pairs(of.get("topics", ""))
         answers = items(of["answer"]) if "answer" in of else (text for _, text in topics)
-        yield "asked", Group(items(of["ask"]), tuple(map(_lines, answers)), items(of.get("more", "")))
+        answers = tuple(text.replace(" / ", "\n") for text in answers)
+        yield "asked", Group(items(of["ask"]), answers, items(of.get("more", "")))
         for topic, text in topics:
-            yield "about", Group(_filled(of["about"], x=(topic,)), (_lines(text),))
+            yield "about", Group(_filled(of["about"], topic), (text.replace(" / ", "\n"),))
     for names, listed in pairs(_DATA["lists"]["of"]):
         (several, one), members = names.split(", "), listed.split(", ")
-        asks = _DATA["lists"]["ask"].replace("{x}", several)
-        for count in range(1, len(members) + 1):
-            numbers = (NUMBER_WORDS[count], str(count))
-            asked = _filled(asks, n=numbers) if count > 1 else _filled(_DATA["lists"]["one"], x=(one,))
-            yield "list", Group(asked, (questions.sentence_case(", ".join(members[:count])) + ".",))
+        yield "list", Group(_filled(_DATA["lists"]["one"], one), (questions.sentence_case(members[0]) + ".",))
+        for count in range(2, len(members) + 1):
+            asks = _filled(_DATA["lists"]["ask"].replace("{s}", several), NUMBER_WORDS[count], str(count))
+            yield "list", Group(asks, (questions.sentence_case(", ".join(members[:count])) + ".",))
     for word, translated in pairs(_DATA["translations"]["words"]):
         for language, y in zip(items(_DATA["translations"]["languages"]), translated.split(", "), strict=True):
-            asks = _DATA["translations"]["ask"].replace("{l}", language)
-            yield "translate", Group(_filled(asks, x=(word,)), (f"In {language}, {word} is {y}.",))
+            asks = _filled(_DATA["translations"]["ask"].replace("{l}", language), word)
+            yield "translate", Group(asks, (f"In {language}, {word} is {y}.",))
     for count in range(3, 21):
-        asked = _filled(_DATA["counting"]["ask"], n=(NUMBER_WORDS[count], str(count)))
-        yield "count", Group(asked, (", ".join(map(str, range(1, count + 1))) + ".",))
+        asks = _filled(_DATA["counting"]["ask"], NUMBER_WORDS[count], str(count))
+        yield "count", Group(asks, (", ".join(map(str, range(1, count + 1))) + ".",))
 
 
 GROUPS: dict[str, list[Group]] = {}
@@ -110,9 +109,7 @@ def _tight_sum(kind: str, rng: Random) -> Question:
     """Without spaces around the sign."""
     while True:
         question = QUESTION_KINDS[rng.choice(("addition", "subtraction", "multiplication"))](rng)
-        tight = question.text
-        for sign in "+-*=":
-            tight = tight.replace(f" {sign} ", sign)
+        tight = re.sub(" ([-+*=]) ", r"\1", question.text)
         if tight != question.text:
             return replace(question, kind=kind, text=tight)
 
@@ -122,10 +119,7 @@ def _old(kind: str, rng: Random) -> Question:
 
 
 _OTHERS = {"visitor_times": _times, "visitor_unknown": _unknown, "visitor_sum": _tight_sum, "visitor_typed": _old}
-_SHARES = {
-    "visitor_concept": 24, "visitor_asked": 36, "visitor_about": 4, "visitor_list": 8, "visitor_translate": 7,
-    "visitor_count": 3, "visitor_times": 6, "visitor_unknown": 7, "visitor_sum": 5, "visitor_typed": 9,
-}  # fmt: skip
+SHARES: dict[str, dict[str, float]] = _DATA["shares"]
 
 
 def _draw(kind: str, rng: Random, *, held_out: bool) -> Question:
@@ -168,7 +162,7 @@ def _another(rng: Random, *, held_out: bool) -> Conversation:
 
 
 VISITOR_KINDS: dict[str, DrawConversation] = {
-    **{kind: partial(_single, kind) for kind in _SHARES},
+    **{kind: partial(_single, kind) for kind in SHARES["again"]},
     "visitor_follow_up": _follow_up,
     "visitor_another": _another,
 }
@@ -182,29 +176,37 @@ def accepted_answers(conversation: Conversation) -> tuple[str, ...]:
     return tuple(other for other in _ALTERNATIVES[answer] if other not in given)
 
 
-def _exchanges(rng: Random) -> tuple[Exchange, ...]:
+def draw_first_words(rng: Random) -> tuple[Conversation, tuple[str, ...]]:
+    """What visitors of the page ask first, and the words of which the answer must have one."""
+    chat, words = rng.choice(_FIRST_WORDS)
+    *before, asked = chat.split(" > ")
+    exchanges = (*zip(before[::2], before[1::2], strict=True), (asked, ""))
+    return Conversation("first_words", (), exchanges), tuple(words.split(" or "))
+
+
+def _exchanges(shares: Mapping[str, float], rng: Random) -> tuple[Exchange, ...]:
     if rng.random() < 0.25:
-        return (exchange_of(corpus.draw_question(rng, corpus.EMPHASES["fifth"], held_out=False)),)
+        return (corpus.draw_exchange(rng, "fifth"),)
     choice = rng.random()
-    kind = "visitor_follow_up" if choice < 0.1 else "visitor_another" if choice < 0.15 else choose(_SHARES, rng)
+    kind = "visitor_follow_up" if choice < 0.1 else "visitor_another" if choice < 0.15 else choose(shares, rng)
     return VISITOR_KINDS[kind](rng, held_out=False).exchanges
 
 
-def make_visitor_document(rng: Random) -> Document:
+def make_visitor_document(rng: Random, shares: Mapping[str, float]) -> Document:
     choice = rng.random()
     if choice < 0.03:
         # A story with names that everyone knows.
         while True:
             story = draw_story(rng, held_out=False)
-            if story.name in NAMES and story.friend in NAMES:
-                asked = as_typed(draw_request(rng, story), rng)
-                return chat_document(Conversation("story", (), ((asked, story.text),)))
+            if story.slots["name"] in NAMES and story.slots["friend"] in NAMES:
+                asked = as_typed(story.request(rng), rng)
+                return document(Conversation("story", (), ((asked, story.text),)))
     if choice < 0.08:
-        return corpus.plain_question_document(_draw(choose(_SHARES, rng), rng, held_out=False))
+        return corpus.plain_question_document(_draw(choose(shares, rng), rng, held_out=False))
     if choice < 0.5:
-        kind = choose({**_SHARES, "visitor_follow_up": 10, "visitor_another": 4}, rng)
+        kind = choose({**shares, "visitor_follow_up": 10, "visitor_another": 4}, rng)
         exchanges = VISITOR_KINDS[kind](rng, held_out=False).exchanges
     else:
-        exchanges = tuple(each for _ in range(rng.randint(2, 4)) for each in _exchanges(rng))
+        exchanges = tuple(each for _ in range(rng.randint(2, 4)) for each in _exchanges(shares, rng))
     system = rng.choice(corpus.SYSTEM_PROMPTS) if rng.random() < 0.25 else None
-    return chat_document(Conversation("visitor", (), exchanges, system))
+    return document(Conversation("visitor", (), exchanges, system))
