@@ -19,6 +19,7 @@ from tests.sim.world.faults import (
     Fault,
     Glitch,
     HalfOpen,
+    Hang,
     Kill,
     KillAt,
     OtherModel,
@@ -27,6 +28,7 @@ from tests.sim.world.faults import (
     PowerOff,
     Reset,
     SetClock,
+    SlowBlockDisk,
     draw_bad_disks,
     draw_block_disk_faults,
     draw_drains,
@@ -36,7 +38,7 @@ from tests.sim.world.faults import (
 )
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.http_calls import with_http
-from tests.sim.world.knobs import MOVES, REPLAYS, draw_low_limits, low_limits
+from tests.sim.world.knobs import LEASES, MOVES, REPLAYS, draw_low_limits, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
@@ -47,6 +49,7 @@ from tests.sim.world.traffic import (
     VOCAB_SIZE,
     Generate,
     Kind,
+    Pin,
     Request,
     Verb,
     draw_requests,
@@ -94,6 +97,8 @@ _WITH_DISKS = 0.15
 """The share of the others whose workers have such disks."""
 _HANDED = 0.05
 """The share of worlds in which rows, blocks and streams change hands in the middle of what they do."""
+_SHORT = 0.06
+"""The share of worlds in which what is short is asked for by many at once, or answers are late."""
 _DISK_BLOCKS = (4, 32, 500, 500)
 """For how many blocks a disk may have room."""
 _KEPT_S = 130.0
@@ -129,6 +134,9 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
+    short = Random(f"short {seed}")
+    if short.random() < _SHORT:
+        return short.choice(_SHORTAGES)(seed, short)
     draw = Random(f"worker {seed}")
     if draw.random() < 0.5 * _RARE:
         return draw.choice(_OF_WORKERS)(seed, draw)
@@ -231,7 +239,7 @@ def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
     several = [
         replace(
             each,
-            prompt=tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(40)),
+            prompt=_fresh(draw, 40),
             options=GenerationOptions(
                 n=3, temperature=1.0, seed=draw.randrange(1 << 64), max_tokens=MAX_OUTPUT, ignore_eos=True
             ),
@@ -318,7 +326,7 @@ def draw_on_disk(seed: int, draw: Random) -> Plan:
     pool_tokens = 2 * LONGEST + 40
     worker = replace(worker, num_blocks=pool_tokens // worker.block_size)
     drawn = draw_requests(draw, draw.choice((Kind.CALM, Kind.TIGHT)), layout.clients, pool_tokens, over_s)
-    prompts = [tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(100)) for _ in range(6)]
+    prompts = [_fresh(draw, 100) for _ in range(6)]
     tenant = draw.choice((None, "ann", "ann"))
     drawn = _doubled(drawn)
     requests = [
@@ -382,8 +390,9 @@ def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
     worker = replace(layout.worker, max_num_batched_tokens=16, block_size=16, num_blocks=100)
     layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
     request = draw_requests(draw, Kind.RESTARTS, layout.clients, 1600, 0.0)[0]
-    prompt = tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(100))
-    requests = [Generate(0, 0.0, request.client, "ann", prompt, GenerationOptions(max_tokens=4), Verb.STREAM)]
+    requests = [
+        Generate(0, 0.0, request.client, "ann", _fresh(draw, 100), GenerationOptions(max_tokens=4), Verb.STREAM)
+    ]
     point, first = "worker.step.admitted", draw.randint(1, 3)
     times = [sum(0.1 * 2**number + 0.5 for number in range(count)) for count in range(draw.randint(6, 8))]
     faults = [KillAt(at, "worker-0", point, first + count % 2) for count, at in enumerate(times)]
@@ -460,6 +469,115 @@ def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
     return _plan(seed, layout, requests, [*away, *resets])
 
 
+def _pins_that_give_way(seed: int, draw: Random) -> Plan:
+    """Tenants pin more than there is room for while requests move, and workers come back with other pools."""
+    plan = draw_moving(seed, draw)
+    settings = replace(plan.layout.settings, pin_quota=draw.choice((0.25, 0.45)), max_pinned=0.9)
+    requests, faults, worker = list(plan.requests), list(plan.faults), plan.layout.worker
+    for number in range(2000, 2000 + draw.choice((8, 16))):
+        at, client, tenant = draw.uniform(0, 1.5), draw.choice(plan.layout.clients), draw.choice(("ann", "bob"))
+        requests.append(Pin(number, _START_S + at, client, tenant, _fresh(draw, draw.randint(20, 104)), 60_000))
+    if draw.random() < 0.5:
+        size = draw.choice((2, 4, 16))
+        num_blocks = worker.num_blocks * worker.block_size // size + draw.choice((0, 7))
+        faults.append(OtherPool(_START_S + draw.uniform(0.5, 3), "worker-0", size, num_blocks, 32))
+    layout = replace(plan.layout, settings=settings)
+    return replace(plan, layout=layout, requests=tuple(requests), faults=tuple(faults))
+
+
+def _fresh(draw: Random, count: int) -> tuple[int, ...]:
+    """So many tokens that no other prompt has."""
+    return tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(count))
+
+
+def _leases_that_give_way(seed: int, draw: Random) -> Plan:
+    """Requests move with their first token, slowly, and beam searches that stay take their blocks meanwhile."""
+    layout, requests = _preempting(draw)
+    size = draw.choice((2, 4))
+    worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
+    weather = replace(layout.weather, max_delay_s=0.001, bytes_per_s=draw.choice((2e4, 1e5)), window_bytes=256)
+    options = replace(layout.gateway, long_prompt=1)
+    layout = replace(layout, num_replicas=2, first_role="prefill", gateway=options, worker=worker, weather=weather)
+    beams = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
+    changed: list[Request] = []
+    for each in _doubled(requests):
+        if isinstance(each, Generate) and draw.random() < 0.4:
+            changed.append(replace(each, options=beams, at=draw.uniform(0, 1)))
+        elif isinstance(each, Generate):
+            prompt = _fresh(draw, draw.randint(40, 100))
+            changed.append(replace(each, prompt=prompt, at=draw.uniform(0, 2)))
+    # Where they go there is room.
+    larger = OtherPool(-1.5, "worker-1", size, 8 * worker.num_blocks, 0)
+    return _plan(seed, replace(layout, slowness=5.0), changed, [larger], low=LEASES)
+
+
+def _moves_that_end_late(seed: int, draw: Random) -> Plan:
+    """A scheduler is gone, and the next one uses blocks that a slow disk still brings to the worker for the one before,
+    whose stream is open as long as its answers cannot go out."""
+    plan = draw_on_disk(seed, draw)
+    at = min(each.at for each in plan.requests) + draw.uniform(0.3, 2.0)
+    slow = SlowBlockDisk(at - 0.3, "worker-0", draw.choice((1.0, 2.0)), 20.0)
+    layout = replace(plan.layout, num_replicas=1, weather=replace(plan.layout.weather, window_bytes=32))
+    gone = HalfOpen(at, "scheduler", 0), Kill(at + draw.uniform(0.01, 0.3), "scheduler-0")
+    return replace(plan, layout=layout, faults=(slow, *gone), low_limits=MOVES)
+
+
+def _displacing(seed: int, draw: Random) -> Plan:
+    """Requests of several sequences, of which some begin alike, displace each other, or end together and leave blocks
+    that are not free at once."""
+    layout, requests = _preempting(draw)
+    settings = replace(layout.settings, policy=draw.choice(("priority", "priority", "fair")))
+    size, counts = draw.choice((2, 4)), draw.choice(((1, 1, 2), (1, 4, 4)))
+    stems = [_fresh(draw, 60) for _ in range(draw.choice((2, 8)))]
+    worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
+    low = tuple(f"scheduler_svc.core.kv_cache.{name}" for name in ("_MAX_RECLAIMED", "_MAX_RECLAIMED_BLOCKS"))
+    changed: list[Request] = []
+    for each in _doubled(requests):
+        options = GenerationOptions(n=draw.choice(counts), temperature=1.0, seed=draw.randrange(1 << 64))
+        options = replace(options, max_tokens=draw.choice((20, 20, 50)), ignore_eos=True)
+        prompt = draw.choice(stems)[: draw.choice((4, 60))] + _fresh(draw, draw.randint(1, 9))
+        given = {"priority": draw.randint(-2, 2), "tenant": draw.choice(("ann", "bob")), "at": draw.uniform(0, 2.0)}
+        changed.append(replace(cast(Any, each), prompt=prompt, options=options, **given))
+    layout = replace(layout, worker=worker, settings=settings, num_replicas=1, slowness=draw.choice((5.0, 10.0)))
+    return _plan(seed, layout, changed, low=low if draw.random() < 0.7 else ())
+
+
+def _deadly_crowds(seed: int, draw: Random) -> Plan:
+    """So many requests run when a worker dies of one that they are tried in cohorts."""
+    layout, requests = _preempting(draw)
+    worker = replace(layout.worker, block_size=16, num_blocks=400, max_num_batched_tokens=512)
+    layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
+    options = GenerationOptions(max_tokens=MAX_OUTPUT, ignore_eos=True)
+    stay = {"options": options, "timeout_s": None, "leaves_after_s": None, "cancels_after_s": None}
+    many = [replace(cast(Any, each), **stay) for each in _doubled(requests)]
+    return _plan(seed, layout, with_deadly(draw, many))
+
+
+def _late_answers(seed: int, draw: Random) -> Plan:
+    """Steps that wait for each other take long together, and a scheduler that stands still finds late heartbeats before
+    their answers."""
+    plan = _restarting(seed, draw, lambda at: Hang(at, "worker-0", 4.0))
+    at = plan.faults[0].at
+    others = (Hang(at + 3.9, "worker-0", 4.0), Pause(at + 0.1, "scheduler-0", draw.uniform(5.5, 8.0)))
+    layout, several = plan.layout, {"max_steps_in_flight": 4}
+    layout = replace(layout, worker=replace(layout.worker, **several), settings=replace(layout.settings, **several))
+    faults = plan.faults[0], draw.choice(others)
+    return replace(plan, layout=replace(layout, slowness=10.0), faults=faults)
+
+
+def _paid(seed: int, draw: Random) -> Plan:
+    """One key pays for all, of which some is refused and some is read by several calls; nothing breaks."""
+    layout = replace(draw_layout(draw, Kind.CALM), num_gateways=1, num_replicas=1, slowness=10.0)
+    settings = replace(layout.settings, max_waiting_requests=draw.choice((2, MANY)), max_durable_requests=MANY)
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=4))
+    drawn = draw_requests(draw, Kind.CALM, layout.clients, layout.worker.num_blocks * layout.worker.block_size, 0.3)
+    asked = [each for each in drawn if isinstance(each, Generate)]
+    requests = [replace(each, tenant="metered", prompt=each.prompt[:20]) for each in asked]
+    return _plan(seed, layout, with_takeovers(draw, requests) if draw.random() < 0.5 else requests)
+
+
+_SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
+_SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
 _OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 _OF_WORKERS = (
     _slow_preparations,

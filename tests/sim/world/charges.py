@@ -24,11 +24,11 @@ class Charges:
     _buckets: list[TokenBucket] = field(default_factory=list[TokenBucket])
     """So that no other one has the identity of one that is gone."""
 
-    def check(self, accounts: Iterable[Account], stories: Iterable[Story]) -> None:
+    def check(self, accounts: Iterable[Account], stories: Iterable[Story], num_gateways: int) -> None:
         """Raises FalseAnswerError unless all accounts of one tenant, who made these requests, paid for what it got, and
         for no more. To be called where nothing broke and nothing runs."""
         paid = sum(self._taken[id(account._tokens)] for account in accounts if account._tokens is not None)
-        bounds = [_bounds(story) for story in stories]
+        bounds = [_bounds(story, num_gateways) for story in stories]
         least, most = (sum(each) for each in zip(*bounds, strict=True)) if bounds else (0.0, 0.0)
         if not least - _TOLERANCE <= paid <= most + _TOLERANCE:
             raise FalseAnswerError(f"a key pays for {paid} tokens, not {least} to {most}")
@@ -48,7 +48,7 @@ class Charges:
             yield
 
 
-def _bounds(story: Story) -> tuple[float, float]:
+def _bounds(story: Story, num_gateways: int) -> tuple[float, float]:
     """The least and the most that a request may cost."""
     request = story.request
     if story.error is not None and story.error.reason in _REFUSED:
@@ -60,8 +60,8 @@ def _bounds(story: Story) -> tuple[float, float]:
     options = request.options
     width = options.best_of or 1 if options.beam_search is None else options.beam_search.beam_width
     num_computed = max(width, request.num_returned)
-    # Two calls may read a token before the first one hears of the other.
-    num_calls = 1 if request.taken_over_after_s is None else 1 + request.num_takeovers
+    # Two calls may read a token at two gateways before the first one hears of the other.
+    num_calls = 1 if request.taken_over_after_s is None or num_gateways == 1 else 1 + request.num_takeovers
     if story.has_ended and story.witness is not None:
         num_said = sum(len(each.token_ids) for each in story.witness.last.expected.sequences)
         cost = num_said * num_computed / request.num_returned

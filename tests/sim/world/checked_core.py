@@ -4,6 +4,7 @@ policies, pins, leases and trials promise."""
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from quire.clock import CLOCK, monotonic
 from quire.prefix_hashes import BlockHash
@@ -29,6 +30,8 @@ from tests.sim.world.traffic import Generate
 from tests.sim.world.watch import Names, NamingBlocks
 from tests.sim.world.world import Node
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 STEP_TIMEOUT_S = 5.0
 """How long a step may take."""
 
@@ -52,6 +55,16 @@ class CheckedScheduler(Scheduler):
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
         self._compiled: list[Constraint] = []
         self._arrivals = itertools.count()
+        self._own_losses: dict[RequestKey, tuple[int, int]] = {}
+        self._answered_at = 0.0
+        pins_give_way = self.pins.give_way
+
+        def give_way(pool: BlockPool) -> bool:
+            if len(self.leases) or len(self.promises):
+                self._report(AssertionError("a pin ends before leases and promises do"))
+            return pins_give_way(pool)
+
+        self.pins.give_way = give_way
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
             charge = self.policy.charge
@@ -72,7 +85,9 @@ class CheckedScheduler(Scheduler):
 
     def _make_pools(self) -> None:
         super()._make_pools()
-        requeue, victims = self._placement.requeue, self._room.victims
+        requeue, victims, take_slot = self._placement.requeue, self._room.victims, self.batch.adapters.take
+        self._placement.start = self._with_room(self._placement.start, comes_back=False)
+        self._placement.swap_in = self._with_room(self._placement.swap_in, comes_back=True)
 
         def leave(group: SequenceGroup) -> None:
             if self._fairness is not None:
@@ -81,9 +96,57 @@ class CheckedScheduler(Scheduler):
 
         def note(group: SequenceGroup, candidates: Sequence[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
             self._entering = group
-            return victims(group, candidates, to_grow)
+            chosen = victims(group, candidates, to_grow)
+            if chosen != candidates and self._make_room_by(chosen or candidates, group, to_grow) != bool(chosen):
+                self._report(AssertionError(f"{len(chosen)} of {len(candidates)} are to make room"))
+            return chosen
 
-        self._placement.requeue, self._room.victims = leave, note
+        def take(adapter: Adapter, kept: set[Adapter]) -> int | None:
+            before, owed = self.batch.adapters.num_rows(), {*self.preparations._owed.values()}
+            slot = take_slot(adapter, kept)
+            if owed & before.keys() - self.batch.adapters.num_rows().keys() - {adapter}:
+                self._report(
+                    AssertionError("an adapter leaves its slot before the request that it was loaded for runs")
+                )
+            return slot
+
+        self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
+
+    def _with_room(self, enter: F, *, comes_back: bool) -> F:
+        """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back
+        in."""
+
+        def call(group: SequenceGroup, now: float) -> Any:
+            batch, alone = self.batch, self._room.is_empty
+            reserve = self._growth() - (batch.blocks_for_decodes() if comes_back else 0)
+            done = enter(group, now)
+            left = batch.blocks.pool.num_free - (batch.blocks_for_decodes() if comes_back else 0)
+            if left < (0 if alone else max(reserve, batch.blocks._watermark_blocks)):
+                self._report(AssertionError(f"{group.request.request_id} leaves {left} blocks, others need {reserve}"))
+            return done
+
+        return cast(F, call)
+
+    def _growth(self) -> int:
+        """Blocks that those that run take for the token after their next one, counted one by one."""
+        table, blocks, count = self.batch.rows, self.batch.blocks, 0
+        for each in (each for group in self.running for each in group.unfinished):
+            if each.row is not None and table.active[each.row]:
+                slots = min(int(table.num_tokens[each.row]) + 1, each.request.max_len - 1)
+                count += max(blocks.blocks_for(slots) - len(each.block_table), 0)
+        return count
+
+    def _make_room_by(self, leaving: Sequence[SequenceGroup], group: SequenceGroup, to_grow: int) -> bool:
+        """Whether the group may enter beside others when these have left."""
+        blocks, pool = self.batch.blocks, self.batch.blocks.pool
+        sequences = [each for other in leaving for each in other.unfinished]
+        if len(group.unfinished) > self.batch.rows.num_free + len(sequences):
+            return False
+        taken = {block for each in group.computing for block in blocks.cached_start(each).blocks}
+        holders = Counter(block for each in sequences for block in each.block_table)
+        num_freed = sum(count == pool.ref_count(block) for block, count in holders.items() if block not in taken)
+        needed, reserve = self._room._blocks_needed(group, to_grow)
+        return blocks.missing(needed, reserve=reserve) <= num_freed
 
     def _counter(self, tenant: str) -> int:
         """What the policy `fair` says that a tenant got."""
@@ -110,7 +173,8 @@ class CheckedScheduler(Scheduler):
     @property
     def is_late(self) -> bool:
         """Whether the oldest step in flight takes longer than it may."""
-        return bool(self.in_flight) and monotonic() - self.in_flight[0].planned > STEP_TIMEOUT_S
+        since = max(self.in_flight[0].planned, self._answered_at) if self.in_flight else monotonic()
+        return monotonic() - since > STEP_TIMEOUT_S
 
     def _start(self, group: SequenceGroup, now: float) -> None:
         """Who waits or is swapped, and is not held, enters in the order of arrival, by the policy `priority` after
@@ -163,6 +227,12 @@ class CheckedScheduler(Scheduler):
         self._check()
         return sealed
 
+    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
+        super().renew_lease(lease, now, lease_s)
+        leased = self.leases._leases.get(lease)
+        if leased is not None and (not lease_s or leased.expires_at != now + lease_s):
+            self._report(AssertionError("a lease whose blocks are fetched ends as before"))
+
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         done = super().abort_sequence(key, index)
         self._check()
@@ -171,6 +241,7 @@ class CheckedScheduler(Scheduler):
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         charged = self._charged_drafts()
         events = super().apply(result, now)
+        self._answered_at = now
         charged()
         self._check()
         return events
@@ -215,10 +286,15 @@ class CheckedScheduler(Scheduler):
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
         """A link that broke counts against nobody where steps were answered over it, and nobody is at fault before it
         was tried alone."""
-        has_answered, before = self.trials._has_answered, dict(self.trials._losses)
+        loss, has_answered, before = self.trials._loss, self.trials._has_answered, dict(self.trials._losses)
         events = super().judge_loss(was_alive=was_alive)
         if was_alive and has_answered and self.trials._losses != before:
             self._report(AssertionError("a link that broke counts against a request"))
+        for key, progress in ({} if loss is None else loss.progress).items():
+            num_tokens, num = self._own_losses.get(key, (0, 0))
+            self._own_losses[key] = progress.num_tokens, num + 1 if num_tokens == progress.num_tokens else 1
+            if key in self.trials._losses and self.trials._losses[key].num > self._own_losses[key][1]:
+                self._report(AssertionError(f"losses of {key} count on, though it got tokens between them"))
         for failure in (failure for batch in events.values() for failure in batch.failed):
             if int(failure.message.partition(", the last ")[2].partition(" ")[0]) < LOSSES_ON_TRIAL:
                 self._report(AssertionError(f"it is at fault without a trial: {failure.message}"))
@@ -292,6 +368,8 @@ class CheckedScheduler(Scheduler):
     def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
         before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]
         ends = {pin.pin_id: pin.expires_at for pin in old.pins}
+        if isinstance(old, CheckedScheduler):
+            self._own_losses = old._own_losses
         failures = super().take_over(old, now)
         # Blocks of another size give other ids.
         if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:

@@ -313,7 +313,8 @@ class Cluster:
         self.workers[node.host] = worker
         assert worker.transfers is not None
         worker.transfers._read = self._sent_by(node.host, worker.transfers._read)
-        worker._sessions = CheckedSessions(node, worker.info.worker_generation, worker.info.limits.max_steps_in_flight)
+        limits, seals = worker.info.limits, runner.checked_seals
+        worker._sessions = CheckedSessions(node, worker.info.worker_generation, limits.max_steps_in_flight, seals)
         return worker
 
     def _sent_by(self, host: str, read: Callable[[Any], Any]) -> Any:
@@ -460,6 +461,9 @@ class Cluster:
             if worker is None:
                 yield f"{worker_host} does not serve"
                 continue
+            loaded = worker._ledger._is_loaded.nonzero()[0].tolist()
+            if loaded != sorted(self.runners[self.running[worker_host].name].adapters):
+                yield f"{worker_host} takes slots {loaded} for those of adapters that it has"
             sealed = worker.runner.sealed_blocks()
             names = dict(zip(sealed.block_ids.tolist(), map(bytes, sealed.hashes), strict=True))
             pool = core.batch.blocks.pool
@@ -473,6 +477,8 @@ class Cluster:
                     # Slots are those of the first rank.
                     if name not in names_on_disk or (worker.info.rank == 0 and entries.get(slot) != name):
                         yield f"{host} takes a block to be in slot {slot} of a disk, which is not there"
+                if core.tier._slots != {name: slot for slot, name in core.tier._by_slot.items()}:
+                    yield f"{host} takes blocks to be on a disk that are no longer there"
             elif len(core.tier):
                 yield f"{host} takes blocks to be on the disk of {worker_host}, which has none"
 
@@ -499,7 +505,7 @@ class Cluster:
         for tenant in TENANTS:
             if tenant.tokens_per_minute is not None:
                 stories = [story for story in self.stories if story.request.tenant == tenant.name]
-                charges.check(self._accounts(tenant.name), stories)
+                charges.check(self._accounts(tenant.name), stories, self.layout.num_gateways)
 
     def _accounts(self, tenant: str) -> Iterator[Account]:
         for gateway in self.gateways.values():

@@ -106,7 +106,7 @@ class HashRunner(FakeRunner):
         group: Group | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
-        self._seals = self._checked_seals = CheckedSeals(num_blocks, names)
+        self._seals = self.checked_seals = CheckedSeals(num_blocks, names)
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
         self.takes_glitch: Callable[[Place, bool], bool] = lambda *_: False
@@ -127,11 +127,11 @@ class HashRunner(FakeRunner):
     def keep(self, held: HeldPool) -> None:
         """Goes on with the pool of a worker before this one."""
         self._readable.keep(held.slots)
-        self._checked_seals.keep(held.sealed, held.hashes)
-        self._checked_seals.check(held.slots)
+        self.checked_seals.keep(held.sealed, held.hashes)
+        self.checked_seals.check(held.slots)
 
     def held(self, namespace: tuple[object, ...]) -> HeldPool:
-        return HeldPool(self._readable.slots, *self._checked_seals.memory, namespace)
+        return HeldPool(self._readable.slots, *self.checked_seals.memory, namespace)
 
     def tear(self, admitted: AdmittedStep) -> None:
         """The process is killed in the middle of this step, which has written some of its slots."""
@@ -143,7 +143,7 @@ class HashRunner(FakeRunner):
             self.group.agree(self.rank, *self._place)
         done = super().launch(admitted, queue_us)
         try:
-            self._checked_seals.check(self._readable.slots)
+            self.checked_seals.check(self._readable.slots)
         except BlockError as error:
             self.on_block_error(error)
             raise

@@ -37,6 +37,11 @@ MOVES = tuple(_OF_MOVES)
 """The limits by which blocks that move take many messages, between which steps run."""
 
 
+_OF_LEASES: dict[str, float] = {"worker_svc.protocol.transfers._TOLD_EVERY_S": 0.02}
+LEASES = (*MOVES, *_OF_LEASES)
+"""Leases are renewed while blocks that move take so many messages, too."""
+
+
 def draw_low_limits(draw: Random) -> tuple[str, ...]:
     """The names of the limits that are low in a world: none of them in half of all worlds."""
     is_usual = draw.random() < 0.5
@@ -55,8 +60,9 @@ REPLAYS = (
 @contextmanager
 def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block, these limits are low."""
+    limits = {**_LOWEST, **_OF_MOVES, **_OF_LEASES}
     with ExitStack() as stack:
         for name in names:
             module, _, constant = name.rpartition(".")
-            stack.enter_context(patch.object(import_module(module), constant, (_LOWEST | _OF_MOVES)[name]))
+            stack.enter_context(patch.object(import_module(module), constant, limits[name]))
         yield

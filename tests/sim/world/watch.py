@@ -21,6 +21,7 @@ from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
 from quire.prefix_hashes import BlockHash
 from quire.rpc.errors import FailedPrecondition
+from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
@@ -82,6 +83,7 @@ class CheckedSeals(SealInventory):
         self.on_add = lambda: None
         """Is told when blocks were sealed."""
         self._expected = np.zeros((num_gpu_blocks, 2), np.int64)
+        self._arriving = set[int]()
 
     def keep(self, sealed: NDArray[np.uint8], hashes: NDArray[np.uint8]) -> None:
         """The inventory of a worker before this one, in memory that outlived it."""
@@ -99,6 +101,21 @@ class CheckedSeals(SealInventory):
             self._expected[block] = self._names[BlockHash(name.tobytes())][:2]
         self.on_add()
 
+    def begin_transfer(self, block_ids: NDArray[np.integer]) -> None:
+        super().begin_transfer(block_ids)
+        self._arriving.update(block_ids.tolist())
+
+    def end_transfer(self, sealed: SealedBlocks) -> None:
+        super().end_transfer(sealed)
+        if late := set(sealed.block_ids.tolist()) - self._arriving:
+            node = CLOCK.get()
+            assert isinstance(node, Node)
+            node.fail(FalseSealError(f"blocks {late} are sealed for a session that is over"))
+
+    def end_session(self) -> None:
+        """What comes for the session before gets no seal any more."""
+        self._arriving.clear()
+
     def check(self, slots: np.ndarray) -> None:
         """Raises FalseSealError unless sealed blocks hold what their names say; `slots` [n, block size] is the pool."""
         blocks = self._sealed.nonzero()[0]
@@ -110,19 +127,21 @@ class CheckedSeals(SealInventory):
 class CheckedSessions(Sessions):
     """A worker that a newer scheduler comes to must take it."""
 
-    def __init__(self, node: Node, worker_generation: int, max_steps_in_flight: int) -> None:
+    def __init__(self, node: Node, worker_generation: int, max_steps_in_flight: int, seals: CheckedSeals) -> None:
         super().__init__(worker_generation, max_steps_in_flight)
-        self._node = node
+        self._node, self._seals = node, seals
         self._newest = -1
 
     def attach(self, epoch: int, now: float) -> Session:
         is_newer, self._newest = epoch > self._newest, max(epoch, self._newest)
         try:
-            return super().attach(epoch, now)
+            session = super().attach(epoch, now)
         except FailedPrecondition as error:
             if is_newer:
                 self._node.fail(AssertionError(f"the newest scheduler is refused: {error}"))
             raise
+        self._seals.end_session()
+        return session
 
 
 class RequestsViolationError(AssertionError):
@@ -233,9 +252,10 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     class CheckedHangsError(WorkerHangsError):
         def __init__(self, *what: object) -> None:
             super().__init__(*what)
-            if not is_late():
-                node = CLOCK.get()
-                assert isinstance(node, Node)
+            node = CLOCK.get()
+            assert isinstance(node, Node)
+            # What came while it was stopped is not read yet.
+            if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
     release = Replicas.release

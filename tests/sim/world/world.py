@@ -59,6 +59,8 @@ class Node:
         self.name = f"{host}#{number}"
         self.is_dead = False
         self.is_stopped = False
+        self.went_on_s = -1.0
+        """When it went on after it was stopped."""
         self.errors: list[dict[str, Any]] = []
         self._world = world
         self._random = world.generator(self.name)
@@ -124,7 +126,7 @@ class Node:
 
     def go_on(self) -> None:
         self._world.note("continue", self.name)
-        self.is_stopped = False
+        self.is_stopped, self.went_on_s = False, self.monotonic()
 
     # What the loop needs
 
