@@ -69,7 +69,7 @@ class Call:
 ROOT = Path(__file__).parents[2]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 README = (ROOT / "README.md").read_text()
-GREEDY = ", in a quiet village, there lived a little"
+GREEDY = ", in a quiet meadow, there lived a"
 # Of what grpcurl can do, the stand-in for it knows calls of methods, and `list`.
 NOT_HERE = re.compile(r" (describe|-max-time|-H|-cacert) ")
 
