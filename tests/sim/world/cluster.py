@@ -461,9 +461,6 @@ class Cluster:
             if worker is None:
                 yield f"{worker_host} does not serve"
                 continue
-            loaded = worker._ledger._is_loaded.nonzero()[0].tolist()
-            if loaded != sorted(self.runners[self.running[worker_host].name].adapters):
-                yield f"{worker_host} takes slots {loaded} for those of adapters that it has"
             sealed = worker.runner.sealed_blocks()
             names = dict(zip(sealed.block_ids.tolist(), map(bytes, sealed.hashes), strict=True))
             pool = core.batch.blocks.pool
