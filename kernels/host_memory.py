@@ -12,8 +12,9 @@ import ctypes
 import math
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 HUGE_PAGE = 1 << 21
 """Bytes."""
+_SHARED_BYTES, _ALIGNMENT = 64 << 20, 64
 _MADV_DONTNEED = 4
 _MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
@@ -49,17 +51,64 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(_map_zeros(num_bytes), dtype=torch.uint8).view(dtype).view(shape)
+
+
+class SharedPages:
+    """Memory for tensors that live long, such as weights: side by side, so that small ones are in huge pages too, which
+    a tensor of less than two such pages rarely has by itself. A tensor keeps its neighbours' memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Callable[[], mmap.mmap | None] = lambda: None
+        """Of the next tensors; gone when the last tensor in it is."""
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor with any content.
+
+        Raises:
+            MemoryError: there is not enough address space.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0 or num_bytes > _SHARED_BYTES // 2:
+            return lazy_zeros(shape, dtype)
+        with self._lock:
+            memory = self._memory()
+            if memory is None or self._used + num_bytes > len(memory):
+                memory, self._used = _map_zeros(_SHARED_BYTES), 0
+                self._memory = weakref.ref(memory)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=self._used, count=num_bytes)
+            self._used += _aligned(num_bytes)
+        return tensor.view(dtype).view(shape)
+
+    def cut(self, tensor: Tensor, num_bytes: int) -> Tensor:
+        """The first bytes of a uint8 tensor of `empty`; what follows goes to the next one if the tensor was the
+        last."""
+        with self._lock:
+            if (memory := self._memory()) is not None:
+                start = tensor.data_ptr() - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+                if 0 <= start == self._used - _aligned(tensor.nbytes):
+                    self._used = start + _aligned(num_bytes)
+        return tensor[:num_bytes]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _map_zeros(num_bytes: int) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"cannot map {num_bytes} bytes: {error}") from error
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    end = (tensor.data_ptr() + num_bytes) // HUGE_PAGE * HUGE_PAGE
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    start, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + num_bytes) // HUGE_PAGE * HUGE_PAGE
     if start < end:
         # A system without huge pages refuses. Then small pages are used.
         _madvise(start, end - start, _MADV_HUGEPAGE)
-    return tensor.view(dtype).view(shape)
+    return memory
 
 
 def map_file(file: int, num_bytes: int) -> Tensor:

@@ -366,7 +366,7 @@ def products(
         check_shape("bias", bias, (sum(weight.out_features for weight in weights),))
         check_dtype("bias", bias, x.dtype)
     kernels = coded_products_for(x.device, x.dtype)
-    if kernels is None or any(weight.gated or weight.coding is None for weight in weights):
+    if kernels is None or any(weight.gated or (weight.coding is None and weight.scales is None) for weight in weights):
         raise ValueError("weights are not all coded, without gates, and on a device that has products for them")
     if addends is not None:
         _check_slots(x, addends)

@@ -45,7 +45,8 @@ from kernels.cpu.library import (
 from kernels.cpu.library import Grouping as GroupingArgs
 from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
-from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Grouping, PackedWeight, Quantization
+from kernels.host_memory import SharedPages, lazy_zeros
+from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, Grouping, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
 # The enum Activation of api.h.
@@ -129,6 +130,7 @@ class CpuKernels:
     def __init__(self, library: Operations, make_empty: Empty = empty) -> None:
         self._library = library
         self._empty = make_empty
+        self._pages = SharedPages()  # of packed weights
 
     @property
     def isa(self) -> str:
@@ -332,33 +334,45 @@ class CpuKernels:
         return dtype in DTYPES and (dtype != torch.float16 or quantization is Quantization.INT8_DYNAMIC)
 
     def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight:
-        (out_features, in_features), dtype = weight.shape, weight.dtype
-        weight, scales = _dense(weight), None
+        dtype, numbers, scales = weight.dtype, _dense(weight), None
         if quantization is not Quantization.NONE:
-            weight, scales = self._quantize(weight, in_features)
+            numbers, scales = self._quantize(numbers, weight.shape[1])
+        return self._pack(numbers, scales, dtype, gated, quantization)
+
+    def _pack(
+        self,
+        numbers: torch.Tensor,
+        scales: torch.Tensor | None,
+        dtype: torch.dtype,
+        gated: bool,
+        quantization: Quantization,
+    ) -> PackedWeight:
+        """A weight of this dtype, or the int8 values [out, in] that stand for it, with their scales [out]."""
+        out_features, in_features = numbers.shape
         elements_of_word = _elements_of_word(dtype, quantization)
         block = elements_of_word * WORDS_OF_BLOCK
         panels = _num_panels(out_features, gated)
         padded_in = -(-in_features // block) * block
-        data = torch.empty((panels, padded_in, PANEL), dtype=weight.dtype)
+        is_final = scales is not None or dtype != torch.bfloat16 or self._library.isa in _ISAS_WITHOUT_BF12
+        data = (self._pages.empty if is_final else lazy_zeros)((panels, padded_in, PANEL), numbers.dtype)
         arguments = PackArgs(
             packed=data.data_ptr(),
-            weight=weight.data_ptr(),
+            weight=numbers.data_ptr(),
             threads=torch.get_num_threads(),
             out_features=out_features,
-            in_bytes=in_features * weight.element_size(),
-            row_bytes=weight.stride(0) * weight.element_size(),
+            in_bytes=in_features * numbers.element_size(),
+            row_bytes=numbers.stride(0) * numbers.element_size(),
             gated=gated,
-            word_bytes=elements_of_word * weight.element_size(),
+            word_bytes=elements_of_word * numbers.element_size(),
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)
         packed = PackedWeight(data, scales, dtype, out_features, in_features, padded_in, gated, quantization)
-        if quantization is not Quantization.NONE or dtype != torch.bfloat16 or self._library.isa in _ISAS_WITHOUT_BF12:
-            return packed
-        compressed = self._compress(data)
+        compressed = None if is_final else self._compress(data)
         return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
 
     def pack_coded(self, weight: CodedWeight, gated: bool, quantization: Quantization) -> PackedWeight:
+        if quantization is Quantization.INT8_DYNAMIC and (int8 := _int8_by_output(weight)) is not None:
+            return self._pack(*int8, torch.bfloat16, gated, quantization)
         (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
         rows, panels, padded_in = (
             _dense(weight.rows),
@@ -370,7 +384,7 @@ class CpuKernels:
             scales, zeros = weight.scales.values.contiguous(), _contiguous(weight.scales.zeros)
             grouping = Grouping(-(-weight.scales.inputs // PANEL), scales.dtype, zeros is not None)
         panel_bytes = coded_panel_bytes(weight.coding, padded_in, _grouping_args(grouping))
-        data = torch.empty((panels, panel_bytes), dtype=torch.uint8)
+        data = self._pages.empty((panels, panel_bytes), torch.uint8)
         arguments = PackArgs(
             packed=data.data_ptr(),
             weight=rows.data_ptr(),
@@ -412,7 +426,8 @@ class CpuKernels:
         panels, numbers = packed.shape[0], packed[0].numel()
         panel_bytes = BF12_HEAD_BYTES + numbers // BF12_GROUP * BF12_GROUP_BYTES
         max_exceptions = packed.numel() // _NUMBERS_PER_EXCEPTION
-        compressed = torch.empty(panels * panel_bytes + max_exceptions * BF12_EXCEPTION_BYTES, dtype=torch.uint8)
+        bytes_of_panels = panels * panel_bytes
+        compressed = self._pages.empty((bytes_of_panels + max_exceptions * BF12_EXCEPTION_BYTES,), torch.uint8)
         num_exceptions = torch.empty((), dtype=torch.int64)
         arguments = CompressArgs(
             compressed=compressed.data_ptr(),
@@ -424,7 +439,11 @@ class CpuKernels:
             max_exceptions=max_exceptions,
         )
         self._library.call(Operation.COMPRESS_WEIGHT, arguments)
-        return compressed if num_exceptions.item() <= max_exceptions else None
+        found = int(num_exceptions.item())
+        if found > max_exceptions:
+            self._pages.cut(compressed, 0)
+            return None
+        return self._pages.cut(compressed, bytes_of_panels + found * BF12_EXCEPTION_BYTES)
 
     def product(
         self,
@@ -615,6 +634,16 @@ def _as_lines(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2:
         x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     return _dense(x)
+
+
+def _int8_by_output(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The values and scales of a weight that is one of int8 with one scale for each output: sums over all inputs are
+    whole numbers then. None also where its inputs would be padded, unlike those of its neighbours."""
+    scales = weight.scales
+    is_by_output = scales is not None and scales.zeros is None and scales.values.shape[1] == 1
+    if weight.coding is not Coding.INT8 or not is_by_output or weight.in_features % (4 * WORDS_OF_BLOCK):
+        return None
+    return (weight.rows ^ 128).view(torch.int8), scales.values.flatten().float()
 
 
 def _stored(weight: PackedWeight) -> int:

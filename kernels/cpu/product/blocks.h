@@ -232,6 +232,12 @@ class StoredBlocks {
     return block;
   }
 
+  // Before word `at` of a block is multiplied, where `next` prefetches nothing.
+  template <class AnyPrefetch>
+  void go_on(int64_t at, const AnyPrefetch& ahead) {
+    ahead.fetch_part(at, kWordsOfBlock);
+  }
+
  private:
   const char* block_;
 };
@@ -303,8 +309,8 @@ class ExpandedBlocks {
   int turn_ = 0;
 };
 
-// The same, but all blocks are kept in `memory`.
-template <class Kind>
+// The same, but blocks are kept in `memory`: all of them, or the last kTurns.
+template <class Kind, int64_t kTurns = 0>
 class KeptBlocks {
  public:
   KeptBlocks(const ProductArgs& args, int64_t panel, int64_t count, typename Kind::X* memory)
@@ -315,7 +321,7 @@ class KeptBlocks {
   template <class AnyPrefetch>
   const void* next(const AnyPrefetch& ahead) {
     const void* block = next_;
-    next_ += kNumbersOfBlock;
+    next_ += kTurns > 0 && ++turn_ % kTurns == 0 ? -(kTurns - 1) * kNumbersOfBlock : kNumbersOfBlock;
     if constexpr (kIsCoded<Kind>)
       has_next_ = expander_.start();
     else
@@ -334,6 +340,7 @@ class KeptBlocks {
  private:
   BlockExpander<Kind> expander_;
   typename Kind::X* next_;
+  int64_t turn_ = 0;
   bool has_next_ = false;
 };
 

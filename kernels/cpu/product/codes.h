@@ -94,9 +94,14 @@ class CodeMultiplier {
   static constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 1, kExpandedTokens = kWidth == 16 ? 6 : 2;
   static constexpr int64_t kFewTokens = 4;
   static constexpr int kVectorsOfHalf = 16 / kWidth;
-  static constexpr int64_t kAhead = 1 << 12;
 
   static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
+
+  // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
+  static void fetch_ahead(const std::byte* from, int64_t bytes) {
+    constexpr int64_t kAhead = 1 << 13;
+    for (int64_t line = 0; line < bytes; line += kCacheLine) prefetch<kPrefetchCache>(from + kAhead + line);
+  }
 
   template <class Format, int kTokens>
   static void multiply_panel(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens, bool is_first) {
@@ -108,9 +113,7 @@ class CodeMultiplier {
     for (int64_t piece = 0; piece < pieces; ++piece, ++tokens) {
       const std::byte* chunk = blocks.next();
       if (is_first && args.addends != nullptr) args.addends->step();
-      if (is_first)
-        for (int64_t line = 0; line < Format::kBlockBytes; line += kCacheLine)
-          prefetch<kPrefetchCache>(chunk + kAhead + line);
+      if (is_first) fetch_ahead(chunk - Format::kScaleBytes, Format::kScaleBytes);
 #pragma GCC unroll 2
       for (int tile = 0; tile < 2; ++tile) {
 #pragma GCC unroll 2
@@ -118,6 +121,7 @@ class CodeMultiplier {
           IntVec whole[kTokens][2][kVectorsOfHalf] = {};
 #pragma GCC unroll 4
           for (int i = part * kChunks; i < (part + 1) * kChunks; ++i, chunk += Format::kCodeBytes) {
+            if (is_first) fetch_ahead(chunk, Format::kCodeBytes);
             for (int at = 0; at < kVectorsOfHalf; ++at) {
               IntVec codes[2];
               load_bytes_of<Format>(chunk, at * kWidth, codes);

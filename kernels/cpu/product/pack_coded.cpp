@@ -298,7 +298,6 @@ void look_up(const uint8_t* stored, int64_t groups, uint16_t* to) {
 void pack_coded(const OpenMp& openmp, const PackArgs& args) {
   with_format(args.stored, [&]<class Format>() {
     const int64_t panels = num_panels(args.out_features, args.gated != 0);
-    advise_huge_pages(args.packed, panels * Format::panel_bytes(in_features_of<Format>(args), args.grouping));
     for_each_panel(openmp, args.threads, panels, [&](int64_t panel) { pack<Format>(args, panel); });
   });
 }

@@ -37,7 +37,6 @@ void pack_panels(const OpenMp& openmp, const PackArgs& args) {
   constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);
   const int64_t panels = num_panels(args.out_features, args.gated != 0);
   const int64_t blocks = padded(args.in_bytes, kBytes) / kBytes;
-  advise_huge_pages(args.packed, panels * blocks * kBytes * kPanel);
   for_each_panel(openmp, args.threads, panels, [&](int64_t panel) {
     Word* packed = static_cast<Word*>(args.packed) + panel * blocks * kWordsOfBlock * kPanel;
     for (int64_t block = 0; block < blocks; ++block, packed += kWordsOfBlock * kPanel)
@@ -125,7 +124,6 @@ int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* 
 int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args) {
   using namespace quire;
   const int64_t panels_bytes = args->panels * bf12_panel_bytes(args->numbers);
-  advise_huge_pages(args->compressed, panels_bytes);
   for_each_panel(context->openmp, args->threads, args->panels,
                  [&](int64_t i) { Panel(*args, i).choose_upper_bytes(); });
   int64_t exceptions = 0;

@@ -1,8 +1,6 @@
 // What packing weights (pack_weight.cpp, pack_coded.cpp) takes.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -14,15 +12,6 @@
 namespace quire {
 
 inline constexpr int64_t kColumnsOfTile = kPanel / 2;
-
-// Requests pages of 2 MB before any is touched: threads read panels that are far apart, and small pages cost lookups.
-inline void advise_huge_pages(void* memory, int64_t bytes) {
-  constexpr uintptr_t kHuge = 1 << 21;
-  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kHuge - 1);
-  // If the system refuses, small pages are used.
-  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-}
 
 // The row of the weight that a column of a panel holds; none where the column is padding.
 inline std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t column) {

@@ -145,12 +145,17 @@ void multiply_panel(const Pass& args, int64_t panel, AnyBlocks& blocks, AnyWords
   using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
   Words sums[kTokens][kVectors] = {}, found[kVectors] = {};
   for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
-    const Word* block = static_cast<const Word*>(blocks.next(ahead));
+    // Expanded blocks prefetch as they are expanded, others a few lines at a time as they are multiplied.
+    const Word* block;
+    if constexpr (kIsExpanded<Kind>)
+      block = static_cast<const Word*>(blocks.next(ahead));
+    else
+      block = static_cast<const Word*>(blocks.next(kNoPrefetch));
     const AnyPrefetch of_block = ahead;
     ahead.go_on();
     if (args.addends != nullptr) args.addends->step();
     for (int64_t at = 0; at < kWordsOfBlock; ++at) {
-      if constexpr (kIsCoded<Kind>) blocks.go_on(at, of_block);
+      if constexpr (kIsCoded<Kind> || !kIsExpanded<Kind>) blocks.go_on(at, of_block);
       Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
         const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
@@ -200,6 +205,10 @@ class Passes {
     const int64_t others = groups_.count() - 1;
     if constexpr (kIsCoded<Kind>) {
       auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
+      if (groups_.end - groups_.begin == 1) {
+        KeptBlocks<Kind, 2> blocks(args_, panel_, blocks_, numbers);
+        return multiply_tokens<Kind, true, 1>(groups_.begin, blocks, first_ahead());
+      }
       if constexpr (kCodedGroup > 0) {
         if (others > 0) {
           KeptBlocks<Kind> blocks(args_, panel_, blocks_, numbers);

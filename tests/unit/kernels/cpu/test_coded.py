@@ -171,3 +171,22 @@ def test_rows_are_looked_up(isa: str, coding: Coding) -> None:
     for wrong in (-1, 40):
         with pytest.raises(IndexError, match="ids names a row that is not in the weight"):
             kernels.look_up(weight, torch.tensor([3, wrong]))
+
+
+@pytest.mark.parametrize("inputs", [96, 128])
+def test_int8_with_a_scale_for_each_output_is_summed_in_whole_numbers(isa: str, inputs: int) -> None:
+    """Also beside a weight of another coding, by the same tokens; where inputs would be padded they are not."""
+    kernels = make_kernels(isa)
+    weight = make_scaled(Coding.INT8, 40, inputs, inputs, torch.bfloat16, has_zeros=False)
+    other = make_scaled(Coding.INT4, 24, inputs, 32, torch.float16, has_zeros=True)
+    x = torch.randn(9, inputs).bfloat16()
+    whole, coded = (kernels.pack_coded(each, False, Quantization.INT8_DYNAMIC) for each in (weight, other))
+    alone = kernels.product(x, whole, None, "identity", torch.float32)
+    assert weight.scales is not None
+    tokens, scales = quantize(x), weight.scales.values.flatten().float()
+    sums = tokens.values.int() @ (weight.rows.int() - 128).t()
+    if inputs == 128:
+        assert torch.equal(alone, sums.float() * tokens.scales * scales)
+    torch.testing.assert_close(alone, sums.float() * tokens.scales * scales)
+    side_by_side = kernels.products(x, [coded, whole], None, torch.float32)
+    assert torch.equal(side_by_side, torch.cat([kernels.product(x, coded, None, "identity", torch.float32), alone], 1))
