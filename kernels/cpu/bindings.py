@@ -640,8 +640,9 @@ def _int8_by_output(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor] | 
     """The values and scales of a weight that is one of int8 with one scale for each output: sums over all inputs are
     whole numbers then. None also where its inputs would be padded, unlike those of its neighbours."""
     scales = weight.scales
-    is_by_output = scales is not None and scales.zeros is None and scales.values.shape[1] == 1
-    if weight.coding is not Coding.INT8 or not is_by_output or weight.in_features % (4 * WORDS_OF_BLOCK):
+    if weight.coding is not Coding.INT8 or scales is None or scales.zeros is not None:
+        return None
+    if scales.values.shape[1] != 1 or weight.in_features % (4 * WORDS_OF_BLOCK):
         return None
     return (weight.rows ^ 128).view(torch.int8), scales.values.flatten().float()
 
