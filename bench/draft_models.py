@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    torch.set_flush_denormal(True)
     source = resolve_model(None)
     teacher = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     teach(teacher, Tokenizer.from_file(str(source / "tokenizer.json")), arguments.directory, arguments.steps)

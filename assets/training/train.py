@@ -204,7 +204,6 @@ def _weighted_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 
 
 def train(model: LlamaForCausalLM, tokenizer: Tokenizer, course: Course, loss_of: Loss = _weighted_loss) -> None:
-    torch.set_flush_denormal(True)
     model.train()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == ndim], "weight_decay": decay}
@@ -270,6 +269,7 @@ def main() -> None:
     about = "the first one to take; any but the first goes on from what --output holds"
     parser.add_argument("--course", type=int, choices=range(1, len(COURSES) + 1), default=1, help=about)
     arguments = parser.parse_args()
+    torch.set_flush_denormal(True)
     for number, course in enumerate(COURSES[arguments.course - 1 :], arguments.course):
         take(course, arguments.output if number > 1 else None, arguments.output)
         print(f"wrote {arguments.output} after course {number}")
