@@ -55,6 +55,16 @@ class Stop(NamedTuple):
     key: RequestKey | None = None
 
 
+class _Attempt(NamedTuple):
+    """A group that is to enter, the running groups that would leave for it, what runs, and what was given back."""
+
+    group: RequestKey
+    orders: tuple[int, ...]
+    num_changes: int
+    num_free_rows: int
+    num_releases: int
+
+
 class Room:
     """Whether a group that waits or is swapped may enter: the rows and blocks that it takes, and which groups would
     have to leave for it."""
@@ -80,8 +90,8 @@ class Room:
         self._promises = promises
         self._coming = coming
         self._give_way = give_way
-        # The group that all candidates made too little room for, what ran then, how many they were, and what was free.
-        self._futile: tuple[tuple[RequestKey, int, int], int] | None = None
+        # What was tried when all candidates made too little room, and how many blocks were wanted.
+        self._futile: tuple[_Attempt, int] | None = None
         # Blocks that the group that was looked at last takes, and the versions of what is cached of it.
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
@@ -146,11 +156,13 @@ class Room:
         missing_rows = len(group.unfinished) - rows.num_free
         # If all leave, the group runs alone, as every group can.
         all_leave = len(candidates) == len(running)
-        futile = (group.request.key, running.num_changes, len(candidates))
+        orders = tuple(each.order for each in candidates)
+        futile = _Attempt(group.request.key, orders, running.num_changes, rows.num_free, blocks.pool.num_releases)
+        wanted = missing + blocks.pool.num_free
         if not all_leave:
-            may_leave = rows.active & np.isin(rows.order, [each.order for each in candidates])
+            may_leave = rows.active & np.isin(rows.order, orders)
             # As if none shared: mostly that is too little already.
-            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(futile):
+            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(futile, wanted):
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
         tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])
@@ -163,15 +175,16 @@ class Room:
                 return victims
         if all_leave:
             return victims
-        self._futile = futile, blocks.pool.num_free
+        self._futile = futile, wanted
         return []
 
-    def _was_futile(self, attempt: tuple[RequestKey, int, int]) -> bool:
-        """Whether nothing has changed since all candidates of a group were found to be too few."""
+    def _was_futile(self, attempt: _Attempt, wanted: int) -> bool:
+        """Whether all candidates of a group were found to be too few, and nothing has become better since: what they
+        have taken was free before."""
         if self._futile is None:
             return False
-        before, num_free = self._futile
-        return before == attempt and self._batch.blocks.pool.num_free <= num_free
+        before, wanted_before = self._futile
+        return before == attempt and wanted >= wanted_before
 
     def _blocks_needed(self, group: SequenceGroup, to_grow: int) -> tuple[int, int]:
         """Free blocks that the group takes as it enters, and those that must be left then, unless it runs alone."""

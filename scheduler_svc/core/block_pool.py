@@ -157,6 +157,8 @@ class BlockPool:
         self._found: set[BlockId] = set()
         self._changes: list[BlockId] = []
         self._num_forgotten = 0
+        self.num_releases = 0
+        """How often references were dropped so far."""
 
     @property
     def num_changes(self) -> int:
@@ -226,6 +228,7 @@ class BlockPool:
 
     def free(self, *tables: Sequence[BlockId]) -> None:
         """Drops one reference of each block of the tables, each given in logical order, one table after the other."""
+        self.num_releases += 1
         counts, hashes = self._ref_counts, self._hashes
         unnamed: list[BlockId] = []
         cached: list[BlockId] = []
