@@ -48,7 +48,7 @@ class Replicas:
       the workers, and one scheduler must see that often enough to find out.
     - A request that a scheduler refuses because it drains is placed anew. One that it runs goes on where another
       replica is ready, once that has room (see `offers`). Where all drain, one that was accepted goes on at one of
-      them, if it can where it was last.
+      them, at the one that had it last if possible.
     - One with a long prompt leaves a replica for prefill likewise, with its first token (see `roles`).
     - A replica that a DNS name has no longer is left (see `members`).
 
@@ -478,8 +478,8 @@ class Replicas:
         return [link for link in taking if self._members.is_listed(link.address)] or taking
 
     def _candidates(self, live: LiveRequest) -> dict[str, SchedulerLink]:
-        """The replicas that may get a request: those that run steps, else those that let it wait, else those that
-        drain, if it was accepted before: best that which had it last."""
+        """The replicas that may get a request: those that run steps, else those that let it wait. Where there are
+        none, one that was accepted before may go to those that drain, to the one that had it last if possible."""
         fitting = {link.address: link for link in self._taking() if _fits(live, link)}
         if not fitting:
             fitting = {link.address: link for link in self.links.values() if self._takes_back(live, link)}
@@ -569,7 +569,7 @@ class Replicas:
             live.submissions -= 1
             self._draining.add(link.address)
             if live.submissions:
-                # An earlier release takes nothing back.
+                # Schedulers of earlier releases take nothing back.
                 self._refusing.add(link.address)
             self.place(live)
         elif error.reason == "MODEL_CHANGED":

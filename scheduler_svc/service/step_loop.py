@@ -82,7 +82,7 @@ _AFTER_LEASE_S = 0.01
 _LEAVING, _MIN_LEAVING_S = 0.75, 0.001
 # How long requests that never ran wait in a drain, so that other replicas take them.
 _HOLD_NEW_S = 0.5
-# How long one that drains waits for a request that went on elsewhere, where it may be refused.
+# How long a drain waits for a request that has left: where it went it may be refused, and come back.
 _RETURN_S = 1.0
 
 
