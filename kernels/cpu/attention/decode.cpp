@@ -94,10 +94,10 @@ struct PrefetchLines {
   const char *next = nullptr, *end = nullptr;
 
   void fetch(int64_t lines) {
-    for (; lines > 0 && next < end; --lines, next += kCacheLine) prefetch<kPrefetchCache>(next);
+    for (; lines > 0 && next < end; --lines, next += kCacheLine) prefetch<kOnceCache>(next);
   }
   void fetch_all() {
-    for (; next < end; next += kCacheLine) prefetch<kPrefetchCache>(next);
+    for (; next < end; next += kCacheLine) prefetch<kOnceCache>(next);
   }
 };
 

@@ -100,7 +100,7 @@ class CodeMultiplier {
   // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
   static void fetch_ahead(const std::byte* from, int64_t bytes) {
     constexpr int64_t kAhead = 1 << 13;
-    for (int64_t line = 0; line < bytes; line += kCacheLine) prefetch<kPrefetchCache>(from + kAhead + line);
+    for (int64_t line = 0; line < bytes; line += kCacheLine) prefetch<kOnceCache>(from + kAhead + line);
   }
 
   template <class Format, int kTokens>

@@ -219,7 +219,7 @@ class Passes {
       BlockExpander<Kind> expander(args_, panel_, blocks_);
       const char* ahead = bytes_of<Kind>(args_, panel_) + (1 << 12);
       for (int64_t block = 0; block < blocks_; ++block, ahead += block_bytes<Kind>())
-        expander.expand(numbers + block * kNumbersOfBlock, Prefetch<kPrefetchCache>{ahead, kLinesOfBlock});
+        expander.expand(numbers + block * kNumbersOfBlock, Prefetch<kOnceCache>{ahead, kLinesOfBlock});
       multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), 0, has_next);
     } else if (others == 0) {
       Blocks<Kind> blocks(args_, panel_, blocks_);
@@ -232,7 +232,7 @@ class Passes {
     } else {
       const StoredBlocks<Kind> all(args_, panel_, blocks_);
       StoredBlocks<Kind> blocks = all;
-      multiply_first(blocks);
+      multiply_first<kPrefetchCache>(blocks);
       multiply_others(all, 1, has_next);
     }
   }
@@ -240,14 +240,15 @@ class Passes {
  private:
   static constexpr int64_t kLinesOfBlock = block_bytes<Kind>() / kCacheLine;
 
-  MovingPrefetch<kPrefetchCache, Constant<kLinesOfBlock>> first_ahead() const {
+  template <int kCache = kOnceCache>
+  MovingPrefetch<kCache, Constant<kLinesOfBlock>> first_ahead() const {
     constexpr int64_t kPrefetchDistance = 1 << 13;
     return {{bytes_of<Kind>(args_, panel_) + kPrefetchDistance, {}}};
   }
 
-  template <class AnyBlocks>
+  template <int kCache = kOnceCache, class AnyBlocks>
   void multiply_first(AnyBlocks& blocks) {
-    multiply_group<Kind, true>(0, blocks, first_ahead());
+    multiply_group<Kind, true>(0, blocks, first_ahead<kCache>());
   }
 
   template <class Multiplied>

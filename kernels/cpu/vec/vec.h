@@ -33,8 +33,9 @@ inline constexpr int32_t kNoUpperBytes = static_cast<int32_t>(0x80808000u);
 
 namespace quire::QUIRE_ISA {
 
-// Caches, as the compiler counts them, nearest last.
-inline constexpr int kSecondCache = 2, kFirstCache = 3;
+// Caches, as the compiler counts them, nearest last. A line that no cache keeps is only in the first one, until it gives
+// way: it displaces nothing from the others.
+inline constexpr int kNoCache = 0, kSecondCache = 2, kFirstCache = 3;
 
 // Starts to load a cache line before it is read.
 template <int kCache>
@@ -47,6 +48,14 @@ inline void prefetch(const void* line) {
 inline constexpr int kPrefetchCache = kFirstCache;
 #else
 inline constexpr int kPrefetchCache = kSecondCache;
+#endif
+
+// The same for what is read soon, and once: 9% more a second on an AMD processor, for keys and values and for weights of
+// one token. Not measured on others.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+inline constexpr int kOnceCache = kNoCache;
+#else
+inline constexpr int kOnceCache = kPrefetchCache;
 #endif
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
