@@ -1,9 +1,12 @@
 """Conversations, the functions that a model may call in them, and the text that the chat template makes of both."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
+
+import jinja2
 
 from assets.training.data import DIRECTORY
 
@@ -13,8 +16,8 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END)
 PAD_ID, BOS_ID, EOS_ID, END_ID = 0, 1, 2, 6
 TOKEN_IDS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID], "pad_token_id": PAD_ID}
 
-# Functions are shown by their signatures, since a whole schema takes more of the context than a conversation does. In
-# the file a line is a statement, and its \n a line end of the text.
+# Functions are shown by name, description and parameters, since a whole schema takes more of the context than a
+# conversation does. In the file a line is a statement, and its \n a line end of the text.
 _TEMPLATE_LINES = (DIRECTORY / "chat_template.jinja").read_text().splitlines()
 CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
 
@@ -46,34 +49,18 @@ class Tool:
     notes: Mapping[str, str] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
 
-    def _required(self) -> list[str]:
-        return [name for name in self.parameters if name not in self.optional]
-
     def definition(self) -> dict[str, Any]:
-        """What a user of OpenAI's API sends."""
+        """What a user of OpenAI's API sends; the chat template shows less of it."""
         properties: dict[str, dict[str, Any]] = {
             name: {"type": kind} if isinstance(kind, str) else {"type": "string", "enum": list(kind)}
             for name, kind in self.parameters.items()
         }
         for name, note in self.notes.items():
             properties[name]["description"] = note
-        parameters = {"type": "object", "properties": properties, "required": self._required()}
+        required = [name for name in self.parameters if name not in self.optional]
+        parameters = {"type": "object", "properties": properties, "required": required}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
-
-    def _shown(self, name: str) -> ParameterType:
-        kind, note = self.parameters[name], self.notes.get(name)
-        return f"{kind}: {note}" if note and isinstance(kind, str) else kind
-
-    def signature(self) -> str:
-        """What the model sees: schemas are long, so of each parameter only its name and its type or its values.
-
-        A type is followed by the parameter's description. What is required is told where it is not all.
-        """
-        described = {"description": self.description} if self.description else {}
-        shown = {"name": self.name, **described, "parameters": {name: self._shown(name) for name in self.parameters}}
-        required = self._required() if self.optional else []
-        return to_json({**shown, "required": required} if required else shown)
 
 
 class Call(TypedDict):
@@ -111,40 +98,38 @@ class Conversation:
                 messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         return messages
 
+    def definitions(self) -> list[dict[str, Any]] | None:
+        return [tool.definition() for tool in self.tools] or None
+
     def last_answer(self) -> str:
-        return _answer(self.exchanges[-1][1])
+        return "".join(text for text, _ in document(self)).rpartition(ASSISTANT)[2].removesuffix(END)
 
 
-def _tagged(tag: str, texts: list[str] | tuple[str, ...]) -> str:
-    return "\n".join(f"<{tag}>\n{text}\n</{tag}>" for text in texts)
-
-
-def _answer(done: str | Calls) -> str:
-    return done if isinstance(done, str) else _tagged("tool_call", [to_json(call) for call in done])
-
-
-def _answer_segments(done: str | Calls, decision_weight: float) -> Document:
-    """The name of the first call, and what is there to say that no tool fits, have a weight of their own."""
-    text = _answer(done) + END
-    if isinstance(done, str):
-        return ((text, decision_weight if done == NO_TOOL_ANSWER else 1.0),)
-    head, rest = text.split(ARGUMENTS_MARK, 1)
-    return (head, decision_weight), (ARGUMENTS_MARK + rest, 1.0)
+_ENVIRONMENT = jinja2.Environment()
+# A space at the end of a text, which a server takes away, was trained on.
+_ENVIRONMENT.filters |= {"tojson": to_json, "trim": str}
+_TEMPLATE = _ENVIRONMENT.from_string(CHAT_TEMPLATE)
+# Before each system prompt and each user's side, and after each mark of an assistant.
+_SPLIT = re.compile(f"(?={re.escape(SYSTEM)}|{re.escape(USER)})|(?<={re.escape(ASSISTANT)})")
 
 
 def document(conversation: Conversation, *, decision_weight: float = 1.0) -> Document:
-    """Exactly what the chat template writes, with an end after each answer.
+    """What the chat template writes. The name of the first call, and what is there to say that no tool fits, have a
+    weight of their own.
 
     Definitions of tools do not count; a system prompt without them counts as what a user says.
     """
     system_weight = 0.0 if conversation.kind.startswith("tool") else PROMPT_WEIGHT
-    segments = [(BOS, 0.0)]
-    lines = [] if conversation.system is None else [conversation.system]
-    if conversation.tools:
-        lines += ["<tools>", *(tool.signature() for tool in conversation.tools), "</tools>"]
-    if system := "\n".join(lines):
-        segments.append((f"{SYSTEM}{system}{END}", system_weight))
-    for asked, done in conversation.exchanges:
-        text = asked if isinstance(asked, str) else _tagged("tool_response", asked)
-        segments += [(f"{USER}{text}{END}{ASSISTANT}", PROMPT_WEIGHT), *_answer_segments(done, decision_weight)]
+    text = _TEMPLATE.render(messages=conversation.messages(), tools=conversation.definitions(), bos_token=BOS)
+    segments: list[tuple[str, float]] = []
+    for piece in _SPLIT.split(text):
+        if piece == BOS or piece.startswith(SYSTEM):
+            segments.append((piece, 0.0 if piece == BOS else system_weight))
+        elif piece.startswith(USER):
+            segments.append((piece, PROMPT_WEIGHT))
+        elif piece.startswith("<tool_call>"):
+            head, rest = piece.split(ARGUMENTS_MARK, 1)
+            segments += [(head, decision_weight), (ARGUMENTS_MARK + rest, 1.0)]
+        else:
+            segments.append((piece, decision_weight if piece == NO_TOOL_ANSWER + END else 1.0))
     return tuple(segments)

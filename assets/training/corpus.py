@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from assets.training.conversations import BOS, EOS, PROMPT_WEIGHT, Conversation, Document, document
-from assets.training.data import items, load, pairs
-from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, draw_side, with_article
+from assets.training.data import items, lists, load, pairs
+from assets.training.questions import QUESTION_KINDS, WORDINGS, Question, draw, draw_name, draw_side, draw_until
+from assets.training.questions import with_article
 
 DrawConversation = Callable[..., Conversation]
 # How often a kind is asked, where 1.0 does not suit it.
@@ -16,16 +16,16 @@ _EMPHASES: dict[str, dict[str, float]] = {}
 for _name, _text in load("courses")["emphasis"].items():
     _weights = dict(pairs(_text))
     _EMPHASES[_name] = {**_EMPHASES.get(_weights.pop("like", ""), {}), **{k: float(v) for k, v in _weights.items()}}
-_CHAT = {name: items(text) for name, text in WORDINGS["chat"].items()}
+_CHAT = lists(WORDINGS["chat"])
 SYSTEM_PROMPTS = _CHAT["systems"]
 
-_STORIES: dict[str, Any] = load("stories")
-_PARTS = {name: items(text) for name, text in _STORIES.items() if name != "plots"}
+_STORIES: dict[str, str] = load("stories")
 # Of each plot the sentences, and of each sentence what may stand.
 _PLOTS = [
-    [tuple(re.split(r"\s+\| ", sentence)) for sentence in re.split(r"\n(?!\| )", plot["sentences"])]
-    for plot in _STORIES["plots"]
+    [tuple(re.split(r"\s+\| ", sentence)) for sentence in re.split(r"\n(?!\| )", plot)]
+    for plot in _STORIES.pop("plots").split("\n\n")
 ]
+_PARTS = lists(_STORIES)
 
 
 def conversation_of(question: Question, system: str | None = None) -> Conversation:
@@ -98,7 +98,7 @@ class Story:
 def _slots(rng: Random) -> tuple[dict[str, str], int]:
     """What fills the sentences of a plot, and the plot."""
     name = draw_name(rng)
-    friend = next(other for other in iter(lambda: draw_name(rng), None) if other != name)
+    friend = draw_until(lambda other: other != name, lambda: draw_name(rng))
     animal, friend_animal = rng.sample(_PARTS["animals"], 2)
     slots = {"name": name, "friend": friend, "animal": animal, "friend_animal": friend_animal}
     slots |= {"a_friend": with_article(friend_animal), "a_adj": with_article(rng.choice(_PARTS["adjectives"]))}

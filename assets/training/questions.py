@@ -7,11 +7,11 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
-from assets.training.data import items, load, pairs
+from assets.training.data import items, lists, load, pairs
 
 _DATA = load("words")
 TABLES = {name: pairs(text) for name, text in _DATA.items() if ": " in text}
-LISTS = {name: items(text) for name, text in _DATA.items() if name not in TABLES}
+LISTS = lists({name: text for name, text in _DATA.items() if name not in TABLES})
 WORDS, NAMES, DAYS, NUMBER_WORDS = (LISTS[name] for name in ("words", "names", "days", "number_words"))
 WORDINGS = load("questions")
 UNKNOWN_ANSWER = WORDINGS["replies"]["unknown"]
@@ -41,12 +41,14 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest, "big") % 100 < 8
 
 
+def draw_until(fits: Callable[[Drawn], bool], make: Callable[[], Drawn]) -> Drawn:
+    """The first that fits of as many as that takes."""
+    return next(drawn for drawn in iter(make, None) if fits(drawn))
+
+
 def draw_side(make: Callable[[], Drawn], key: Callable[[Drawn], str], *, held_out: bool) -> Drawn:
     """Draws until something falls on the wanted side of the split."""
-    while True:
-        drawn = make()
-        if is_held_out(key(drawn)) is held_out:
-            return drawn
+    return draw_until(lambda drawn: is_held_out(key(drawn)) is held_out, make)
 
 
 def draw(make: MakeQuestion, rng: Random, *, held_out: bool) -> Question:

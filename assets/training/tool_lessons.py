@@ -10,14 +10,15 @@ from random import Random
 
 from assets.training.conversations import NO_TOOL_ANSWER, Call, Conversation, Exchange, ParameterType, Tool
 from assets.training.corpus import SYSTEM_PROMPTS, DrawConversation, choose, draw_exchange, loosely
-from assets.training.data import items, load
+from assets.training.data import items, lists, pairs, weights
 from assets.training.questions import UNKNOWN_ANSWER, WORDINGS, enumerated, is_held_out, sentence_case
-from assets.training.tool_skills import MADE_UP, SKILLS, Ask, Drawn, Skill, draw_made_up, draw_tool, has_held_out_name
+from assets.training.tool_skills import MADE_UP, SKILLS, TOOL_WORDS, Ask, Drawn, Skill, draw_made_up, draw_tool
+from assets.training.tool_skills import has_held_out_name
 
-_DATA = load("tools")
-_WORDS = {name: items(text) for name, text in _DATA["words"].items()}
-_RIVALS, _ALIKE = ([set(group.split()) for group in items(_DATA[name])] for name in ("rivals", "alike"))
-_SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, *items(_DATA["systems"]))
+_WORDS = lists(TOOL_WORDS["words"])
+_STYLES, _EXTRAS = weights(TOOL_WORDS["styles"]), dict(pairs(TOOL_WORDS["extras"]))
+_RIVALS, _ALIKE = ([set(group.split()) for group in items(TOOL_WORDS[name])] for name in ("rivals", "alike"))
+_SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, *items(TOOL_WORDS["systems"]))
 _ARITHMETIC = _RIVALS[0]
 _OFTEN = {"weather": 3.0, "add": 2.0, "multiply": 2.0, "calculate": 2.0, "search": 2.0}
 _ALL = tuple(SKILLS.values())
@@ -90,7 +91,7 @@ def draw_parallel_calls(rng: Random, *, held_out: bool, answered: bool = False) 
     """Two or three calls of one tool for one question, and perhaps what came of them in words."""
     while True:
         drawn = _draw_drawn(rng, held_out=held_out)
-        if drawn.skill.name not in items(_DATA["several"]):
+        if drawn.skill.name not in items(TOOL_WORDS["several"]):
             continue
         asks = [drawn.ask(rng, held_out=held_out) for _ in range(rng.choice((2, 2, 3)))]
         text, arguments = asks[0].text, asks[0].call["arguments"]
@@ -198,7 +199,7 @@ def _describe(skill: Skill, rng: Random, *, held_out: bool) -> str:
     """A description of one line for a tool of the skill."""
     while True:
         verb, thing = rng.choice(skill.each("does")), rng.choice(skill.each("things"))
-        line = sentence_case(choose(_DATA["styles"], rng).format(thing=thing, **_inflected(verb))) + "."
+        line = sentence_case(choose(_STYLES, rng).format(thing=thing, **_inflected(verb))) + "."
         if _is_unseen(line) is held_out:
             break
     choice = rng.random()
@@ -231,9 +232,9 @@ def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
         description = ""
     if "unit" in drawn.roles and rng.random() < 0.7:
         optional.add(drawn.roles["unit"])
-    if rng.random() < 0.1 and (extra := rng.choice(list(_DATA["extras"]))) not in parameters:
-        kind = _DATA["extras"][extra]
-        parameters[extra] = items(kind) if " | " in kind else kind
+    if rng.random() < 0.1 and (extra := rng.choice(list(_EXTRAS))) not in parameters:
+        kind = _EXTRAS[extra]
+        parameters[extra] = tuple(kind.split(", ")) if ", " in kind else kind
         optional.add(extra)
     if rng.random() < 0.35:
         roles = {parameter: role for role, parameter in drawn.roles.items()}

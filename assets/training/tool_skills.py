@@ -181,14 +181,15 @@ class Skill:
     @property
     def narrow(self) -> bool:
         """No question of the old kinds could be meant for this tool."""
-        return "broad" not in self.data
+        return self.name not in _BROAD
 
 
 SKILLS: dict[str, Skill] = {
     name: Skill(name, {"does": _GET, **data}, {role: Role(*of) for role, of in data.get("roles", {}).items()})
     for name, data in load("skills").items()
 }
-_MADE_UP = load("tools")["made_up"]
+TOOL_WORDS = load("tools")
+_MADE_UP, _BROAD = TOOL_WORDS["made_up"], TOOL_WORDS["broad"].split()
 
 
 def _made_up_skill(rng: Random) -> Skill:
@@ -288,8 +289,8 @@ def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tupl
     if rng.random() < 0.04:
         reason = rng.choice(("not found", "no network", "timeout", any_word(rng)))
         return f"error: {reason}", f"That did not work: {reason}."
-    result = _RESULTS[skill.data["result"]](rng)
-    subject = skill.data["topic"].format(**values)
+    kind, _, topic = skill.data["result"].partition(": ")
+    result, subject = _RESULTS[kind](rng), topic.format(**values)
     if isinstance(result, str):
         return result, "Done." if result in DONE else f"{subject} is {result}."
     echoed = {}

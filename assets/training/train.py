@@ -61,7 +61,7 @@ class Lesson:
 
     until: int
     seed: int
-    emphasis: str
+    emphasis: str = "fourth"
     old: float = 1.0
     tools: float = 0.0
     reworded: float = 0.0

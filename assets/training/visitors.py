@@ -14,7 +14,7 @@ from typing import Any
 from assets.training import corpus, questions
 from assets.training.conversations import Conversation, Document, Exchange, document
 from assets.training.corpus import DrawConversation, choose, conversation_of, draw_story
-from assets.training.data import items, load, pairs
+from assets.training.data import items, load, pairs, weights
 from assets.training.questions import FACTS, NAMES, NUMBER_WORDS, QUESTION_KINDS, WORDS, Question, draw, made_up_word
 
 _DATA: dict[str, Any] = load("visitors")
@@ -41,9 +41,10 @@ def _groups() -> Iterator[tuple[str, Group]]:
     for names, answer in _DATA["concepts"]["of"].items():
         for kind in ("concept", "simply"):
             yield kind, Group(_filled(_DATA["concepts"][kind], *items(names)), (answer.strip(),))
-    for of in _DATA["again"]:
-        yield "again", Group(items(of["ask"]), (of["answer"],))
-    for of in _DATA["asked"]:
+    for kind in ("again", "asked"):
+        for answer, asks in _DATA[kind].items():
+            yield kind, Group(items(asks), (answer,))
+    for of in _DATA["several"]:
         topics = pairs(of.get("topics", ""))
         answers = items(of["answer"]) if "answer" in of else (text for _, text in topics)
         answers = tuple(text.replace(" / ", "\n") for text in answers)
@@ -119,7 +120,9 @@ def _old(kind: str, rng: Random) -> Question:
 
 
 _OTHERS = {"visitor_times": _times, "visitor_unknown": _unknown, "visitor_sum": _tight_sum, "visitor_typed": _old}
-SHARES: dict[str, dict[str, float]] = _DATA["shares"]
+SHARES = {
+    name: {f"visitor_{kind}": share for kind, share in weights(text).items()} for name, text in _DATA["shares"].items()
+}
 
 
 def _draw(kind: str, rng: Random, *, held_out: bool) -> Question:
