@@ -107,7 +107,8 @@ class Batches:
                 _end(run, EXPIRED)
         if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
             return
-        for row in await self.store.run(self.store.take, max(0, _TAKEN_AT_ONCE - len(self._runs))):
+        most = max(0, _TAKEN_AT_ONCE - len(self._runs))
+        for row in await self.store.run(self.store.take, most, frozenset(self._runs)):
             run = self._runs[row.id] = _Run(row)
             run.task = asyncio.create_task(self._run(run), name=row.id)
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -377,22 +377,26 @@ class BatchStore:
 
     # Runs of batches.
 
-    def take(self, most: int) -> list[BatchRow]:
+    def take(self, most: int, running: Collection[str] = ()) -> list[BatchRow]:
         """Takes active batches that no gateway runs: one of each tenant of which none runs, then up to `most`
-        together, so that no tenant waits for another one's batches to end."""
+        together, so that no tenant waits for another one's batches to end. Of those that are `running` here a lease
+        may have passed, since the disk or this thread was slow; they are not taken."""
         now = clock.unix_s()
         due = f"SELECT tenant, id FROM batches WHERE status IN {ACTIVE} AND leased_until < ? ORDER BY created LIMIT ?"
         if not self._database.execute(due, (now, 1)).fetchall():
             return []
         with changing(self._database) as database:
-            running = database.execute(
+            leased = database.execute(
                 f"SELECT tenant FROM batches WHERE status IN {ACTIVE} AND leased_until >= ?", (now,)
             )
-            tenants = {tenant for (tenant,) in running.fetchall()}
+            tenants = {tenant for (tenant,) in leased.fetchall()}
+            found = database.execute(due, (now, _MAX_DUE)).fetchall()
+            tenants.update(tenant for tenant, batch_id in found if batch_id in running)
             first, others = list[str](), list[str]()
-            for tenant, batch_id in database.execute(due, (now, _MAX_DUE)).fetchall():
-                (others if tenant in tenants else first).append(batch_id)
-                tenants.add(tenant)
+            for tenant, batch_id in found:
+                if batch_id not in running:
+                    (others if tenant in tenants else first).append(batch_id)
+                    tenants.add(tenant)
             taken = (first + others)[: max(most, len(first))]
             database.executemany(
                 "UPDATE batches SET owner = ?, leased_until = ? WHERE id = ?",

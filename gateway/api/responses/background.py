@@ -217,7 +217,7 @@ class BackgroundResponses:
             self._stop(*name)
         if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
             return
-        for row in await self._store.run(self._store.take_over, _TAKEN_AT_ONCE):
+        for row in await self._store.run(self._store.take_over, _TAKEN_AT_ONCE, frozenset(self._runs)):
             _logger.info("response %s goes on here: no gateway runs it", row.id)
             self._start(row, None)
 

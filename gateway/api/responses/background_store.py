@@ -10,7 +10,7 @@ events of a response are one sequence, whoever wrote them and however late.
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -266,24 +266,24 @@ class BackgroundStore:
                 [(tenant, response_id, self.owner) for tenant, response_id in ids],
             )
 
-    def take_over(self, most: int) -> list[Background]:
-        """Takes up to `most` running responses whose gateway is gone; this gateway runs them now."""
+    def take_over(self, most: int, running: Collection[tuple[str, str]] = ()) -> list[Background]:
+        """Takes up to `most` running responses whose gateway is gone; this gateway runs them now. Of those that are
+        `running` here a lease may have passed, since the disk or this thread was slow; they are not taken."""
         now = clock.unix_s()
         due = f"SELECT 1 FROM background WHERE status IN {RUNNING} AND leased_until < ? LIMIT 1"
         if not self._database.execute(due, (now,)).fetchall():
             return []
         with changing(self._database) as database:
-            found = database.execute(
-                "SELECT tenant, id, key_id, request, seed, status, response FROM background WHERE status IN "
-                f"{RUNNING} AND leased_until < ? ORDER BY created LIMIT ?",
-                (now, most),
+            names = database.execute(
+                f"SELECT tenant, id FROM background WHERE status IN {RUNNING} AND leased_until < ? ORDER BY created",
+                (now,),
             ).fetchall()
-            for tenant, response_id, *_ in found:
-                database.execute(
-                    "UPDATE background SET owner = ?, leased_until = ? WHERE tenant = ? AND id = ?",
-                    (self.owner, now + LEASE_S, tenant, response_id),
-                )
-        return list(map(_row, found))
+            taken = [name for name in names if name not in running][:most]
+            database.executemany(
+                "UPDATE background SET owner = ?, leased_until = ? WHERE tenant = ? AND id = ?",
+                [(self.owner, now + LEASE_S, *name) for name in taken],
+            )
+        return [row for name in taken if (row := self.get(*name)) is not None]
 
     def written(self, tenant: str, response_id: str) -> tuple[int, list[int]]:
         """How many events of a response are here, and all tokens that they tell of."""

@@ -9,7 +9,7 @@ import pytest
 from google.rpc import code_pb2
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
-from gateway.api.responses import background
+from gateway.api.responses import background, background_store
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.write import output_so_far
 from quire.scheduler.v1 import scheduler_pb2
@@ -297,3 +297,16 @@ async def test_a_response_waits_for_a_full_scheduler_and_fails_where_it_is_broke
     assert (ended.status, ended.error.message) == ("failed", "it is broken")
     events = await _all_events(client, fails.id)
     assert [event.type for event in events] == ["response.created", "response.queued", "response.failed"]
+
+
+async def test_a_lease_that_passes_while_the_response_runs_starts_no_second_run(alone, monkeypatch):
+    rig, client = alone
+    monkeypatch.setattr(background_store, "LEASE_S", -1.0)
+    rig.scheduler.emits.clear()
+    begun = await client.responses.create(model="quire-tiny", input="hello", background=True)
+    responses = rig.gateway.gateway._background_responses
+    (run,) = responses._runs.values()
+    await responses._look_after()
+    assert list(responses._runs.values()) == [run]
+    rig.scheduler.emits.set()
+    assert (await until_ended(client, begun.id)).output_text

@@ -138,3 +138,10 @@ async def test_answers_and_results_count_like_files_and_end_what_could_still_beg
     store._max_bytes = 3 + 3 - 1  # the answer has a line end as a result
     with pytest.raises(ResourceExhausted, match="have 6 B,"):
         store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+
+
+def test_a_lease_that_has_passed_starts_no_second_run_at_the_gateway_that_runs_the_batch(store, monkeypatch):
+    monkeypatch.setattr(batches, "LEASE_S", -1.0)
+    batch_id, _ = begun_batch(store)
+    assert store.take(1, running=[batch_id]) == []
+    assert [row.id for row in store.take(1)] == [batch_id]
