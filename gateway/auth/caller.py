@@ -99,10 +99,15 @@ def current_caller() -> Caller:
     return _current.get()
 
 
-def current_tenant() -> str:
-    """The tenant of the current call; the default tenant outside of calls, for work of the gateway itself."""
+def calling_tenant() -> str | None:
+    """The tenant of the current call; None outside of calls, for work of the gateway itself."""
     caller = _current.get(None)
-    return DEFAULT_TENANT if caller is None else caller.tenant
+    return None if caller is None else caller.tenant
+
+
+def current_tenant() -> str:
+    """The tenant of the current call; the default tenant outside of calls."""
+    return calling_tenant() or DEFAULT_TENANT
 
 
 def set_caller(caller: Caller) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
 from gateway.api.batches.lines import opened
 from gateway.api.batches.runner import Batches
-from gateway.api.batches.store import BatchRow, BatchStore, FileRow
+from gateway.api.batches.store import BatchStore, FileRow
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread
 from gateway.api.openapi import ApiRoute
@@ -107,7 +107,9 @@ class _BatchRoutes:
         """The files of the caller's tenant, the newest first."""
         store, query = self._here.store, request.query_params
         rows = await store.run(store.files, current_caller().tenant, query.get("purpose"))
-        return JSONResponse(_page("file", [row.shown() for row in rows], query))
+        page, has_more = _page("file", [row.id for row in rows], query)
+        chosen = {row.id: row for row in rows}
+        return JSONResponse(_list_of([chosen[file_id].shown() for file_id in page], has_more=has_more))
 
     async def get_file(self, request: Request) -> Response:
         """A file, without its content."""
@@ -150,9 +152,10 @@ class _BatchRoutes:
 
     async def list_batches(self, request: Request) -> Response:
         """The batches of the caller's tenant, the newest first."""
-        store = self._here.store
-        rows: list[BatchRow] = await store.run(store.batches, current_caller().tenant)
-        return JSONResponse(_page("batch", [row.shown() for row in rows], request.query_params))
+        store, tenant = self._here.store, current_caller().tenant
+        page, has_more = _page("batch", await store.run(store.batch_ids, tenant), request.query_params)
+        rows = await store.run(store.batches, tenant, page)
+        return JSONResponse(_list_of([row.shown() for row in rows], has_more=has_more))
 
     async def get_batch(self, request: Request) -> Response:
         """The state of a batch."""
@@ -225,8 +228,9 @@ def _name(given: str | None) -> str:
     return _CONTROL.sub("", given or "")[:_MAX_NAME] or "file"
 
 
-def _page(kind: str, items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """The page of a list, the newest first, that a query asks for. Raises InvalidArgument for a bad parameter."""
+def _page(kind: str, ids: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[str], bool]:
+    """The page of a list, the newest first, that a query asks for, and whether there are more. Raises InvalidArgument
+    for a bad parameter."""
     text = query.get("limit", str(_DEFAULT_PAGE[kind]))
     limit = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
     if not 1 <= limit <= _MAX_PAGE[kind]:
@@ -234,17 +238,15 @@ def _page(kind: str, items: Sequence[dict[str, Any]], query: Mapping[str, str]) 
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid_field("order", f'is "{shortened(order)}"; it must be asc or desc')
-    ordered = list(items if order == "desc" else reversed(items))
+    ordered = list(ids if order == "desc" else reversed(ids))
     if (after := query.get("after")) is not None:
-        place = next((place for place, item in enumerate(ordered) if item["id"] == after), None)
-        if place is None:
+        if after not in ordered:
             raise invalid_field("after", f'is "{shortened(after)}", which is not known')
-        ordered = ordered[place + 1 :]
-    page = ordered[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(ordered) > limit,
-    }
+        ordered = ordered[ordered.index(after) + 1 :]
+    return ordered[:limit], len(ordered) > limit
+
+
+def _list_of(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A page as OpenAI has it."""
+    first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": items, "first_id": first_id, "last_id": last_id, "has_more": has_more}

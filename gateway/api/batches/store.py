@@ -12,14 +12,12 @@ import os
 import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from gateway.sqlite import changing
+from gateway.sqlite import Arguments, Found, StoreThread, changing
 from quire import clock, entropy
 from quire.progress import shown_bytes
 from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
@@ -58,6 +56,7 @@ CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL, line INTEGER NOT NULL, custom_id TEXT NOT NULL, first INTEGER NOT NULL, size INTEGER NOT NULL,
     is_good INTEGER, answer BLOB, PRIMARY KEY (batch, line)
 );
+CREATE INDEX IF NOT EXISTS lines_by_answer ON lines (batch, is_good, line);
 PRAGMA user_version = {_VERSION};
 """
 # Results are files too; until a batch is done, its answers stand in the database.
@@ -66,8 +65,6 @@ SELECT (SELECT coalesce(sum(bytes), 0) FROM files) + (SELECT coalesce(sum(length
 """
 _COLUMNS = ("tenant", "id", "created", "key_id", "input_file", "endpoint", "status", "expires_at")
 _COUNTS = ("num_lines", "num_good", "num_bad")
-Arguments = ParamSpec("Arguments")
-Found = TypeVar("Found")
 
 
 class NotOwnerError(Exception):
@@ -174,9 +171,9 @@ class BatchStore:
         self.owner = owner
         self._directory = directory
         self._max_bytes = max_bytes
-        self._thread = ThreadPoolExecutor(1, "batches")
+        self._thread = StoreThread("batches")
         try:
-            self._database = self._thread.submit(self._open).result()
+            self._database = self._thread.open(self._open)
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(f"--batch-dir {directory} cannot be used: {error}") from error
 
@@ -203,14 +200,13 @@ class BatchStore:
     ) -> Found:
         """Does some work in the store's thread. Raises Unavailable where the directory cannot be used."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+            return await self._thread.run(work, *arguments, **named)
         except (OSError, sqlite3.Error) as error:
             raise _unusable(error) from error
 
     def close(self) -> None:
         """Ends the thread when it has done what was asked of it."""
-        self._thread.submit(self._database.close)
-        self._thread.shutdown(wait=False)
+        self._thread.close(self._database.close)
 
     # Files.
 
@@ -340,9 +336,16 @@ class BatchStore:
             raise NotFound(f'batch "{batch_id:.80}" is not known', reason="BATCH_NOT_FOUND")
         return found[0]
 
-    def batches(self, tenant: str) -> list[BatchRow]:
-        """All batches of a tenant, the newest first."""
-        return self._select("tenant = ? ORDER BY created DESC, rowid DESC", (tenant,))
+    def batch_ids(self, tenant: str) -> list[str]:
+        """The ids of all batches of a tenant, the newest first."""
+        rows = self._database.execute(
+            "SELECT id FROM batches WHERE tenant = ? ORDER BY created DESC, rowid DESC", (tenant,)
+        )
+        return [batch_id for (batch_id,) in rows.fetchall()]
+
+    def batches(self, tenant: str, batch_ids: Sequence[str]) -> list[BatchRow]:
+        """Those of these batches that the tenant still has, in this order."""
+        return [row for batch_id in batch_ids for row in self._select("tenant = ? AND id = ?", (tenant, batch_id))]
 
     def _select(self, where: str, values: Sequence[object]) -> list[BatchRow]:
         rows = self._database.execute(

@@ -8,16 +8,12 @@ Each write of a run names its owner and is refused if that is another one by now
 events of a response are one sequence, whoever wrote them and however late.
 """
 
-import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
-from gateway.sqlite import changing
+from gateway.sqlite import Arguments, Found, StoreThread, changing
 from quire import clock
 from quire.arrays import decode_int32, encode_int32
 from quire.rpc.errors import NotFound, ResourceExhausted, Unavailable
@@ -43,8 +39,6 @@ CREATE TABLE IF NOT EXISTS background_events (
     tokens BLOB NOT NULL, PRIMARY KEY (tenant, id, first)
 );
 """
-Arguments = ParamSpec("Arguments")
-Found = TypeVar("Found")
 
 
 class NotOwnerError(Exception):
@@ -100,9 +94,9 @@ class BackgroundStore:
         self._is_closed = False
         # What `news` has seen: the file's version, and the newest row of events.
         self._seen_version = self._seen_row = 0
-        self._thread = ThreadPoolExecutor(1, "background")
+        self._thread = StoreThread("background")
         try:
-            self._database = self._thread.submit(self._open).result()
+            self._database = self._thread.open(self._open)
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
 
@@ -124,7 +118,7 @@ class BackgroundStore:
     ) -> Found:
         """Does some work in the store's thread. Raises Unavailable where the file cannot be used."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+            return await self._thread.run(work, *arguments, **named)
         except sqlite3.Error as error:
             raise Unavailable(f"the store of background responses cannot be used: {error}") from error
 
@@ -132,8 +126,7 @@ class BackgroundStore:
         """Ends the thread when it has done what was asked of it. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._thread.submit(self._database.close)
-            self._thread.shutdown(wait=False)
+            self._thread.close(self._database.close)
 
     def add(self, row: Background) -> None:
         """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many."""

@@ -1,7 +1,6 @@
 """Responses that are kept for `previous_response_id` and for references to their items: in memory, or in a file of
 SQLite, which outlives its gateways and which all gateways of a machine share."""
 
-import asyncio
 import json
 import logging
 import re
@@ -10,18 +9,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from google.protobuf.message import Message
 from pydantic_core import from_json
 
 from gateway.api.responses.items import input_items
 from gateway.settings import SQLITE
-from gateway.sqlite import changing
+from gateway.sqlite import Arguments, Found, StoreThread, changing
 from gateway.types import ChatMessage
 from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
@@ -48,8 +45,6 @@ CREATE TABLE IF NOT EXISTS responses (
 CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, bytes);
 PRAGMA user_version = {_VERSION};
 """
-Arguments = ParamSpec("Arguments")
-Found = TypeVar("Found")
 _logger = logging.getLogger(__name__)
 
 
@@ -240,9 +235,9 @@ class SqliteStore(ResponseStore):
         """Raises ConfigurationError if the file cannot be used."""
         super().__init__(max_bytes)
         self._path = path
-        self._thread = ThreadPoolExecutor(1, "responses")
+        self._thread = StoreThread("responses")
         try:
-            self._database = self._thread.submit(self._open).result()
+            self._database = self._thread.open(self._open)
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
 
@@ -263,7 +258,7 @@ class SqliteStore(ResponseStore):
     async def run(
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+        return await self._thread.run(work, *arguments, **named)
 
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
         messages = json.dumps([plain_message(each) for each in response.messages])

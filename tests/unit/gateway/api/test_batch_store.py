@@ -113,7 +113,8 @@ def test_of_batches_that_are_done_a_tenant_keeps_the_newest(store, monkeypatch):
             if row.id != others.id:
                 store.fail(row.id, [])
     newest = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None).id
-    assert {row.id for row in store.batches(TENANT)} == {others.id, *made[-2:], newest}
+    assert store.batch_ids(TENANT) == [newest, *reversed(made[-2:]), others.id]
+    assert [row.id for row in store.batches(TENANT, [made[-1], made[0]])] == [made[-1]]
 
 
 def test_a_file_of_very_many_blank_lines_is_read_no_further(tmp_path):

@@ -1,0 +1,39 @@
+"""The thread of a store: tenants and the gateway take turns there."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+
+import pytest
+
+from gateway.auth.caller import Access, Caller, set_caller
+from gateway.auth.quota import Account, Limits
+from gateway.sqlite import StoreThread
+
+
+async def call(tenant: str | None, work: Coroutine[None, None, None]) -> None:
+    if tenant is not None:
+        set_caller(Caller(tenant, Access(), Account(Limits(), lambda: 0.0)))
+    await work
+
+
+async def test_nobody_waits_for_the_many_calls_of_another_tenant() -> None:
+    thread, is_free, done = StoreThread("test"), threading.Event(), list[str]()
+    asked = [("many", "a"), ("many", "b"), ("many", "c"), (None, "own"), ("one", "d"), ("one", "e")]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(call("many", thread.run(is_free.wait, 10)))
+        tasks = [group.create_task(call(tenant, thread.run(done.append, name))) for tenant, name in asked]
+        await asyncio.sleep(0)
+        # Whoever leaves gives up the work that has not begun, and its turn.
+        tasks[1].cancel()
+        is_free.set()
+    assert done == ["a", "own", "d", "e", "c"]
+    thread.close(lambda: done.append("last"))
+
+
+async def test_what_the_work_raises_is_raised_and_the_thread_goes_on() -> None:
+    thread = StoreThread("test")
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 // 0)
+    assert await thread.run(int, "5") == 5
+    thread.close(lambda: None)
