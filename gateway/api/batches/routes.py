@@ -1,5 +1,6 @@
 """The paths of OpenAI's files and batches."""
 
+import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -24,7 +25,7 @@ from gateway.auth.caller import current_caller
 from gateway.request.violations import Violations, shortened
 from gateway.turns import Turns
 from quire.progress import shown_bytes
-from quire.rpc.errors import Unimplemented, invalid_field
+from quire.rpc.errors import Unavailable, Unimplemented, invalid_field
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _OTHER_ENDPOINTS = ("/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/images/edits", "/v1/videos")
@@ -33,6 +34,7 @@ _MAX_NAME = 255
 _MAX_PAGE = {"file": 10_000, "batch": 100}
 _DEFAULT_PAGE = {"file": 10_000, "batch": 20}
 _COPY_BYTES = 1 << 20
+_RETRY_AFTER_MS = 10_000
 _RANGE = re.compile(rb"bytes=([0-9]{1,15})-([0-9]{1,15})?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -90,6 +92,8 @@ class _BatchRoutes:
             form = await parser.parse()
         except (MultiPartException, KeyError, ValueError) as error:
             raise invalid_field("file", f"cannot be read from the form: {error!s:.200}") from error
+        except OSError as error:
+            raise _not_kept(error) from error
         try:
             purpose, file = form.get("purpose"), form.get("file")
             if not isinstance(purpose, str):
@@ -98,7 +102,10 @@ class _BatchRoutes:
                 raise invalid_field("purpose", f'is "{shortened(purpose)}"; it must be batch')
             if not isinstance(file, UploadFile):
                 raise invalid_field("file", "is missing; it is a part with a filename")
-            row = await store.run(_store, store, file, limit, tenant, purpose)
+            # One piece of work, so that a caller who leaves in the middle leaves the whole file or none.
+            row = await asyncio.shield(_store(store, file, limit, tenant, purpose))
+        except OSError as error:
+            raise _not_kept(error) from error
         finally:
             await form.close()
         return JSONResponse(row.shown())
@@ -192,18 +199,23 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
         yield chunk
 
 
+def _not_kept(error: OSError) -> Unavailable:
+    """The disk of temporary files, or that of the directory, is full, or there are too many open files."""
+    return Unavailable(f"the file cannot be kept: {error.strerror}", retry_after_ms=_RETRY_AFTER_MS)
+
+
 def _too_large(limit: int) -> HttpError:
     return HttpError(
         ErrorAnswer(413, f"the file has more than {shown_bytes(limit)} (--max-batch-file-bytes)", "too_large")
     )
 
 
-def _store(store: BatchStore, file: UploadFile, limit: int, tenant: str, purpose: str) -> FileRow:
-    """Keeps an upload. One piece of work, so that a caller who leaves in the middle leaves the whole file or none."""
+async def _store(store: BatchStore, file: UploadFile, limit: int, tenant: str, purpose: str) -> FileRow:
+    """Keeps an upload. It is copied in another thread than the store's, which renews leases meanwhile."""
     file_id, path = store.new_path()
     try:
-        _copy(file, path, limit)
-        return store.add_file(tenant, file_id, _name(file.filename), purpose)
+        await asyncio.to_thread(_copy, file, path, limit)
+        return await store.run(store.add_file, tenant, file_id, _name(file.filename), purpose)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

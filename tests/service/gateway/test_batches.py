@@ -1,6 +1,10 @@
 """Files and batches, with OpenAI's own client."""
 
+import asyncio
 import json
+import os
+import tempfile
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -253,6 +257,33 @@ async def test_content_that_somebody_took_away_is_an_error_of_its_own(client, tm
     batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     ended = await until_ended(client, batch.id)
     assert (ended.status, ended.errors.data[0].code) == ("failed", "file_not_found")
+    assert not [each for each in caplog.records if each.exc_info]
+
+
+async def test_leases_are_renewed_while_a_file_is_kept(client, tmp_path, monkeypatch):
+    is_renewed, real = threading.Event(), os.fsync
+
+    def slow(file: int) -> None:
+        assert is_renewed.wait(30)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    uploading = asyncio.create_task(client.files.create(file=("in.jsonl", line("a")), purpose="batch"))
+
+    async def is_copied() -> bool:
+        return any(each.stat().st_size for each in (tmp_path / "batches" / "files").iterdir())
+
+    await until(is_copied)
+    assert (await client.files.list()).data == []
+    is_renewed.set()
+    assert (await uploading).bytes == len(line("a"))
+
+
+async def test_a_full_disk_of_temporary_files_is_no_fault_of_the_gateway(client, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(APIStatusError, match="cannot be kept") as refused:
+        await client.files.create(file=("in.jsonl", line("a") * 30_000), purpose="batch")
+    assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
     assert not [each for each in caplog.records if each.exc_info]
 
 
