@@ -21,6 +21,8 @@ LOG_FORMATS = ("text", "json")
 REQUEST_ID = "request_id"
 """Where a record is about another request than the current one: `logger.error(..., extra={REQUEST_ID: ...})`."""
 
+# Characters that end a line or that a terminal obeys, such as the beginning of a colour.
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(9), *range(10, 32), *range(0x7F, 0xA0), 0x2028, 0x2029)}
 _NOISY = ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "uvicorn.access")
 _request_id: ContextVar[str | None] = ContextVar("request id of log records", default=None)
 _logger = logging.getLogger(__name__)
@@ -84,7 +86,14 @@ class ServiceHandler(logging.StreamHandler[Any]):
             self.setFormatter(_JsonFormatter(service))
         else:
             line = f"%(asctime)s.%(msecs)03d %(levelname)s {service} %(name)s %(message)s"
-            self.setFormatter(logging.Formatter(line, "%Y-%m-%dT%H:%M:%S"))
+            self.setFormatter(_TextFormatter(line, "%Y-%m-%dT%H:%M:%S"))
+
+
+class _TextFormatter(logging.Formatter):
+    """One line a record, whatever texts of callers are in it; a traceback follows behind."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_ESCAPES)
 
 
 class _JsonFormatter(logging.Formatter):

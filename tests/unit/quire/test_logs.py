@@ -37,6 +37,14 @@ def test_a_record_is_one_line_with_service_and_logger(capsys: pytest.CaptureFixt
     assert captured.out == ""
 
 
+def test_texts_of_callers_forge_no_record_and_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("worker", "warning")
+    LOGGER.warning("request %s failed: \u00e9\t%s", "a\r\nb\x1b[31m", "\x9b\x7f\u2028")
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert shown.endswith("request a\\r\\nb\\x1b[31m failed: \u00e9\t\\x9b\\x7f\\u2028\n")
+
+
 def records_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
