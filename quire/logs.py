@@ -92,7 +92,7 @@ class ServiceHandler(logging.StreamHandler[Any]):
 class _TextFormatter(logging.Formatter):
     """One line a record, whatever texts of callers are in it; a traceback follows behind."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return super().formatMessage(record).translate(_ESCAPES)
 
 
