@@ -8,8 +8,8 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from gateway.auth.caller import current_tenant, set_caller
 from gateway.auth.keys import Authenticator
-from gateway.request.body_memory import BodyMemory, message_memory
+from gateway.request.body_memory import BodyMemory, HeldBody, message_memory
 from gateway.request.counting import CountedMessage, EntryLimits
 from gateway.request.spans import set_incoming_context
 from gateway.turns import LONG_BYTES, TenantTurns
@@ -38,6 +38,9 @@ _HANDLERS = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+# What a call takes that has begun, measured with 4,000 of them; and the part of all memory that it takes at most.
+_CALL_BYTES = 32 << 10
+_CALL_SHARE = 1 / 64
 _logger = logging.getLogger(__name__)
 
 
@@ -160,8 +163,9 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
     Where a client does not read, gRPC and the connection buffer some tens of kilobytes; then a write blocks, and tokens
     that come meanwhile are kept once, as ids. `HttpConnection` does the same over HTTP.
 
-    Clients of methods that take a stream of requests may send them at any time. Handlers that answer a stream are async
-    generator functions, or write by themselves, without a limit.
+    Clients of methods that take a stream of requests may send them at any time. A call without a request, and each
+    stream of them, takes memory in `bodies`; of calls without a request the oldest end where others need it. Handlers
+    that answer a stream are async generator functions, or write by themselves, without a limit.
     """
 
     def __init__(
@@ -199,7 +203,8 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(None) as limit:
                     timer = PatientTimer(self._sender_timeout_s, _expire, limit)
                     try:
-                        data: bytes | None = await anext(aiter(requests), None)
+                        with self._begun():
+                            data: bytes | None = await anext(aiter(requests), None)
                     finally:
                         timer.cancel()
             except TimeoutError:
@@ -224,15 +229,41 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            async with aclosing(self._decoded_each(decode, requests)) as decoded:
-                await behavior(decoded, context)
+            with self._begun() as begun:
+                async with aclosing(self._decoded_each(decode, requests, begun)) as decoded:
+                    await behavior(decoded, context)
 
         return handle
 
-    async def _decoded_each(self, decode: Callable[[bytes], Any], requests: Any) -> AsyncGenerator[Any]:
+    @contextmanager
+    def _begun(self) -> Iterator[HeldBody]:
+        """The memory of a call that has begun. Until it is complete, others may end the call with ResourceExhausted."""
+        task, is_given_up = asyncio.current_task(), False
+        assert task is not None, "a call runs in a task"
+
+        def give_up() -> None:
+            nonlocal is_given_up
+            is_given_up = True
+            task.cancel()
+
+        begun = self._bodies.begin(give_up)
+        try:
+            begun.add(min(_CALL_BYTES, int(self._bodies.max_bytes * _CALL_SHARE)))
+            yield begun
+        except asyncio.CancelledError:
+            if is_given_up and task.uncancel() == 0:
+                raise self._bodies.refusal() from None
+            raise
+        finally:
+            begun.release()
+
+    async def _decoded_each(
+        self, decode: Callable[[bytes], Any], requests: Any, begun: HeldBody
+    ) -> AsyncGenerator[Any]:
         """The requests. Each counts in the memory of bodies until the next one is read, or for as long as it is kept
-        (`keep_memory`)."""
+        (`keep_memory`). With the first one the call has `begun`."""
         async for data in requests:
+            begun.complete()
             held = self._bodies.begin(lambda: None)
             held.complete()
             try:

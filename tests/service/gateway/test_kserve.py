@@ -307,7 +307,7 @@ async def test_a_stream_refuses_several_prompts_texts_and_the_input(gateway):
 async def test_requests_of_a_stream_count_in_the_memory_of_bodies_until_they_are_answered(scheduler):
     request = make_request("hello", stream=True)
     request.parameters["user"].string_param = "x" * 6000
-    async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=20_000) as gateway:
+    async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=50_000) as gateway:
         has_ended = asyncio.Event()
 
         async def one_by_one():

@@ -12,6 +12,7 @@ from quire.gateway.v1 import generation_pb2_grpc
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.raw_http import connection_to, read_answer, read_to_end, request
+from tests.support.scheduler_process import until
 
 SHORT_S = 0.3
 # How an answer ends that is not cut off.
@@ -46,6 +47,24 @@ async def test_a_grpc_client_that_sends_no_request_is_cut_off(gateway, method):
     error = await error_of(call)
     assert isinstance(error, DeadlineExceeded)
     assert error.reason == "SLOW_SENDER"
+
+
+@pytest.mark.parametrize(
+    "method", ["inference.GRPCInferenceService/ModelStreamInfer", "quire.gateway.v1.GenerationService/Generate"]
+)
+async def test_of_too_many_calls_without_a_request_the_oldest_end(scheduler, method):
+    async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=20_000) as gateway:
+        calls = [gateway.channel.stream_stream(f"/{method}")(timeout=60) for _ in range(70)]
+
+        async def have_ended() -> bool:
+            return sum(call.done() for call in calls) == 70 - 64
+
+        await until(have_ended)
+        for call in calls:
+            assert not call.done() or (await error_of(call)).reason == "BODIES_FULL"
+        assert await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=2)))
+        for call in calls:
+            call.cancel()
 
 
 async def test_a_call_that_ends_without_a_request_is_malformed(gateway):
