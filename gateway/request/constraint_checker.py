@@ -201,14 +201,17 @@ class TrialProcess:
         async with self._starting:
             if self._writer is None or self._reading is None or self._writer.is_closing():
                 self.close()
-                ours, theirs = socket.socketpair()
                 try:
-                    self._process = await asyncio.to_thread(self._start, theirs)
-                except OSError as error:
-                    ours.close()
+                    ours, theirs = socket.socketpair()
+                    try:
+                        self._process = await asyncio.to_thread(self._start, theirs)
+                    except BaseException:
+                        ours.close()
+                        raise
+                    finally:
+                        theirs.close()
+                except OSError as error:  # no more open files, processes or memory
                     raise _ended() from error
-                finally:
-                    theirs.close()
                 reader, self._writer = await asyncio.open_unix_connection(sock=ours)
                 self._reading = asyncio.create_task(self._read(reader), name="constraints")
             return self._writer

@@ -1,9 +1,11 @@
 """Constraints are compiled on trial: verdicts, bounds of time and memory, turns of tenants."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -114,6 +116,17 @@ async def test_constraints_under_trial_when_the_process_dies_fail_as_unavailable
     os.kill(checker._trial._process.pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match="try again"):
         await waiting
+
+
+async def test_without_open_files_constraints_are_unavailable_until_there_are_some(checker, monkeypatch) -> None:
+    def full() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", full)
+        with pytest.raises(Unavailable, match="try again"):
+            await checker.check(Constraint(regex="[ab]+"), "tenant")
+    await checker.check(Constraint(regex="[ab]+"), "tenant")
 
 
 async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path) -> None:
