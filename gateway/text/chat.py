@@ -184,9 +184,12 @@ class Chat:
         self._tokenizer = tokenizer
         self._executor = executor
         self._own_templates = own_templates
+        # They take seconds, and one is rendered at a time: no other work waits for them.
+        self._own_executor = FairExecutor(1)
 
     def close(self) -> None:
         """Ends what renders templates of requests."""
+        self._own_executor.shutdown()
         if self._own_templates is not None:
             self._own_templates.close()
 
@@ -204,9 +207,10 @@ class Chat:
             if self._own_templates is None:
                 description = "is set; this gateway takes no templates of requests (--request-chat-templates)"
                 raise invalid_field("chat_template", description)
-            # However short, it may take long: one thread is left to others.
+            # A short one may take as long as a long one: turns are nearly alike.
             size = LONG_BYTES + 1 + _size(prompt) + len(prompt.template)
-            return await self._executor.run(current_tenant(), size, self._own_templates.render, prompt.template, prompt)
+            render = self._own_templates.render
+            return await self._own_executor.run(current_tenant(), size, render, prompt.template, prompt)
         template = self.template
         if prompt.tools or any(message.tool_calls for message in prompt.messages):
             template = self.tool_template

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.offload import FairExecutor
 from gateway.request.served_model import ServedModel
-from gateway.text.chat import ChatTemplate, common_prefix
+from gateway.text.chat import Chat, ChatTemplate, common_prefix
+from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import InvalidArgument
@@ -118,6 +120,34 @@ def test_what_later_turns_begin_with_is_shared(tmp_path, template, message, expe
     model = ServedModel.open(directory, None, executor)
     prefix = asyncio.run(model.chat.encode_prefix(ChatPrompt([message])))
     assert model.tokenizer.decode(prefix, include_special_tokens=True) == expected
+    executor.shutdown()
+
+
+class SlowTemplates:
+    """Renders when it is closed."""
+
+    def __init__(self) -> None:
+        self.began, self.ends = threading.Event(), threading.Event()
+
+    def render(self, source: str, prompt: ChatPrompt) -> str:
+        self.began.set()
+        assert self.ends.wait(60)
+        return source
+
+    def close(self) -> None:
+        self.ends.set()
+
+
+async def test_no_long_work_waits_for_templates_of_requests() -> None:
+    executor, templates = FairExecutor(1), SlowTemplates()
+    chat = Chat("model", None, cast(Any, None), executor, own_templates=templates)
+    rendering = asyncio.create_task(chat.render(ChatPrompt(MESSAGES, template="slow")))
+    assert await asyncio.to_thread(templates.began.wait, 60)
+    async with asyncio.timeout(60):
+        assert await executor.run("other", LONG_BYTES + 1, int, "5") == 5
+    assert not rendering.done()
+    chat.close()
+    assert await rendering == "slow"
     executor.shutdown()
 
 
