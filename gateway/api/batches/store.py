@@ -439,10 +439,12 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, errors: Sequence[dict[str, Any]]) -> None:
-        """The input is not valid. Raises NotOwnerError."""
-        facts = {"failed_at": int(clock.unix_s()), "errors": {"object": "list", "data": list(errors)}}
-        with self._owned(batch_id, FAILED, ACTIVE, facts):
-            pass
+        """The input is not valid, or may not run any more: of its answers their number stays. Raises NotOwnerError."""
+        counts = self._select("id = ?", (batch_id,))[0].shown()["request_counts"]
+        facts: dict[str, Any] = {"failed_at": int(clock.unix_s()), "request_counts": counts}
+        facts["errors"] = {"object": "list", "data": list(errors)}
+        with self._owned(batch_id, FAILED, ACTIVE, facts) as database:
+            database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
     def open_lines(self, batch_id: str, after: int, most: int) -> list[Line]:
         """The next requests without an answer, behind the line `after`."""

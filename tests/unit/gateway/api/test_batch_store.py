@@ -146,3 +146,11 @@ def test_a_lease_that_has_passed_starts_no_second_run_at_the_gateway_that_runs_t
     batch_id, _ = begun_batch(store)
     assert store.take(1, running=[batch_id]) == []
     assert [row.id for row in store.take(1)] == [batch_id]
+
+
+def test_a_batch_that_fails_midway_leaves_no_answer_that_counts(store):
+    batch_id, file_id = begun_batch(store)
+    store.fail(batch_id, [])
+    assert store.batch(TENANT, batch_id).shown()["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    store._max_bytes = 3  # the input
+    assert store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
