@@ -461,6 +461,10 @@ class Cluster:
             if worker is None:
                 yield f"{worker_host} does not serve"
                 continue
+            loaded = set(worker._ledger._is_loaded.nonzero()[0].tolist())
+            # A slot may have one that no row may name: what is to replace it is not yet read, and may never be.
+            if loaded - self.runners[self.running[worker_host].name].adapters.keys():
+                yield f"{worker_host} takes slots {loaded} to have adapters that it has not"
             sealed = worker.runner.sealed_blocks()
             names = dict(zip(sealed.block_ids.tolist(), map(bytes, sealed.hashes), strict=True))
             pool = core.batch.blocks.pool
