@@ -56,12 +56,13 @@ class Stop(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """A group that is to enter, the running groups that would leave for it, what runs, and what was given back."""
+    """A group that is to enter, the running groups that would leave for it, what runs, rows that it lacks beside those,
+    and what was given back."""
 
     group: RequestKey
     orders: tuple[int, ...]
     num_changes: int
-    num_free_rows: int
+    num_missing_rows: int
     num_releases: int
 
 
@@ -128,9 +129,13 @@ class Room:
 
     def lacks_rows(self, group: SequenceGroup) -> bool:
         """Whether too few rows are free for the group."""
+        return self._missing_rows(group) > 0
+
+    def _missing_rows(self, group: SequenceGroup) -> int:
+        """Rows that the group lacks, beside those that are kept for others."""
         kept = itertools.chain(self._promises, (key for key in self._coming if key != group.request.key))
         num_promised = sum(len(self._waiting.get(key).unfinished) for key in kept)
-        return len(group.unfinished) > self._batch.rows.num_free - num_promised
+        return len(group.unfinished) - (self._batch.rows.num_free - num_promised)
 
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:
         """Whether there are rows and blocks for the group beside those that run and take `to_grow` blocks in the next
@@ -153,11 +158,11 @@ class Room:
         rows, blocks, running = self._batch.rows, self._batch.blocks, self._running
         needed, reserve = self._blocks_needed(group, to_grow)
         missing = blocks.missing(needed, reserve=reserve)
-        missing_rows = len(group.unfinished) - rows.num_free
-        # If all leave, the group runs alone, as every group can.
-        all_leave = len(candidates) == len(running)
+        missing_rows = self._missing_rows(group)
+        # If all leave, the group runs alone, as every group can, unless room is kept for others.
+        all_leave = len(candidates) == len(running) and not len(self._promises)
         orders = tuple(each.order for each in candidates)
-        futile = _Attempt(group.request.key, orders, running.num_changes, rows.num_free, blocks.pool.num_releases)
+        futile = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
         wanted = missing + blocks.pool.num_free
         if not all_leave:
             may_leave = rows.active & np.isin(rows.order, orders)
@@ -173,7 +178,7 @@ class Room:
             missing -= sum(tables.free(sequence.block_table) for sequence in victim.unfinished)
             if missing <= 0 and missing_rows <= 0:
                 return victims
-        if all_leave:
+        if all_leave and missing_rows <= 0:
             return victims
         self._futile = futile, wanted
         return []

@@ -97,7 +97,8 @@ class CheckedScheduler(Scheduler):
         def note(group: SequenceGroup, candidates: Sequence[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
             self._entering = group
             chosen = victims(group, candidates, to_grow)
-            if chosen != candidates and self._make_room_by(chosen or candidates, group, to_grow) != bool(chosen):
+            all_leave = len(chosen) == len(self.running)
+            if not all_leave and self._make_room_by(chosen or candidates, group, to_grow) != bool(chosen):
                 self._report(AssertionError(f"{len(chosen)} of {len(candidates)} are to make room"))
             return chosen
 
@@ -140,7 +141,9 @@ class CheckedScheduler(Scheduler):
         """Whether the group may enter beside others when these have left."""
         blocks, pool = self.batch.blocks, self.batch.blocks.pool
         sequences = [each for other in leaving for each in other.unfinished]
-        if len(group.unfinished) > self.batch.rows.num_free + len(sequences):
+        others = {*self.promises, *self._room._coming} - {group.request.key}
+        kept = sum(len(self.waiting.get(key).unfinished) for key in others)
+        if len(group.unfinished) + kept > self.batch.rows.num_free + len(sequences):
             return False
         taken = {block for each in group.computing for block in blocks.cached_start(each).blocks}
         holders = Counter(block for each in sequences for block in each.block_table)

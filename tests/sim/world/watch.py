@@ -155,8 +155,10 @@ class CheckedRequests(Requests):
     _depth = 0
     is_ready = False
     """Whether gateways were told that it runs steps."""
+    num_times_ready = 0
 
     def report_readiness(self, readiness: Readiness) -> None:
+        self.num_times_ready += readiness.is_ready and not self.is_ready
         self.is_ready = readiness.is_ready
         super().report_readiness(readiness)
 
@@ -301,7 +303,7 @@ class Watch:
         found = dict.fromkeys(self._orphans(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._unread(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._silent(tables), _SILENCE_S)
-        found |= dict.fromkeys(self._left(gateways), self.patience_s + 2 * self.failover_delay_s)
+        found |= dict.fromkeys(self._left(gateways, tables), self.patience_s + 2 * self.failover_delay_s)
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         self._since = {what: self._since.get(what, now) for what in found}
@@ -362,8 +364,10 @@ class Watch:
                 stopped = [each for each, node in self.running.items() if worker_of(each) == worker and node.is_stopped]
                 yield from (f"{host} has not noticed that {each} is silent" for each in stopped)
 
-    def _left(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Requests that wait at a replica that runs no steps while another one does."""
+    def _left(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Requests that wait at a replica that runs no steps while another one does. Where it runs again they are tried
+        there, however soon its worker dies of that."""
+        times = {host: each.num_times_ready for host, each in tables.items() if isinstance(each, CheckedRequests)}
         for host, gateway in gateways.items():
             replicas = gateway._generator.replicas
             ready = [address for address, link in replicas.links.items() if link.is_ready]
@@ -374,7 +378,8 @@ class Watch:
                 is_silent = self.running[host].monotonic() - each._last_token_at > 1
                 is_left = each.replica is not None and each.replica not in ready and is_silent
                 if is_left and not (each.is_over or each.moves or each.awaits_usage):
-                    yield f"{each.request.request_id} of {host} waits at {each.replica}, and {ready[0]} runs steps"
+                    at = f"{each.replica}, ready {times.get(str(each.replica).partition(':')[0])} times"
+                    yield f"{each.request.request_id} of {host} waits at {at}, and {ready[0]} runs steps"
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps and get nothing new."""

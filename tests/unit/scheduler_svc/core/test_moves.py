@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Tier
@@ -312,6 +314,25 @@ def test_an_offer_waits_while_the_pool_is_full_and_those_behind_it_wait_for_it()
     driver.scheduler.abort(asked.key)
     run(driver)
     assert (driver.finished, used(driver)) == ({1, 3}, 0)
+
+
+@pytest.mark.parametrize("others", [[], [5]])
+def test_nobody_is_displaced_for_rows_that_are_kept_for_an_offer(others: list[int]) -> None:
+    """Neither where all that run would have to leave nor where some would."""
+    driver = Driver(make_config(policy=PolicyKind.PRIORITY, max_num_seqs=2 + len(others)))
+    for handle, priority in enumerate([0, *others], start=5):
+        running(driver, make_request(handle, max_tokens=20, priority=priority), 1)
+    driver.submit(offer(asked := moved(1)))
+    driver.plan()
+    assert asked.key in driver.scheduler.promises
+    driver.submit(wide := make_request(2, num_sequences=2, priority=1))
+    driver.plan()
+    assert driver.scheduler.num_preemptions == 0
+    driver.scheduler.abort(asked.key)
+    driver.deliver()
+    driver.plan()
+    assert wide.key in driver.scheduler.running
+    assert driver.scheduler.num_preemptions == 1
 
 
 def test_a_promise_is_broken_before_a_request_is_preempted_and_made_again() -> None:
