@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from quire.clock import CLOCK
+from tests.sim.plans import Plan
 from tests.sim.world.world import Node, World
-from tests.sim.worlds import Plan, run_world
+from tests.sim.worlds import run_world
 
 T = TypeVar("T")
 

@@ -11,13 +11,15 @@ from quire.clock import CLOCK
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
+from tests.sim.plans import Plan
+from tests.sim.situations import draw_moving
 from tests.sim.world.checked_core import CheckedScheduler
 from tests.sim.world.cluster import MANY
 from tests.sim.world.faults import CannotStart, Drain, Fault, Reset, Stop
 from tests.sim.world.network import Weather
 from tests.sim.world.traffic import LONGEST, Generate, Verb
 from tests.sim.world.world import Node, World
-from tests.sim.worlds import Plan, draw_moving, run_world
+from tests.sim.worlds import run_world
 
 NUM_WORLDS = 12
 BEGIN_S = 2.0

@@ -1,0 +1,157 @@
+"""Plans of worlds: all that a world is a function of, and how a usual one is drawn."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any, cast
+
+from tests.sim.world.cluster import Layout, draw_layout
+from tests.sim.world.disk import draw_recording
+from tests.sim.world.faults import Fault, draw_bad_disks, draw_faults, draw_other_model
+from tests.sim.world.http_calls import with_http
+from tests.sim.world.knobs import REPLAYS, draw_low_limits
+from tests.sim.world.reference import answer_of
+from tests.sim.world.traffic import (
+    NUM_SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    Generate,
+    Kind,
+    Request,
+    draw_requests,
+    grown,
+    with_adapters,
+    with_deadly,
+    with_takeovers,
+)
+
+START_S = 2.0
+"""By then all processes serve, so that without faults no call fails."""
+RARE = 0.1
+"""The share of worlds with a deadly request, of those with another model, of those whose streams are taken over, and of
+those in which what seldom comes together does."""
+_OFTEN = 0.6
+"""The share of worlds with tight pools whose requests come almost at once and grow."""
+_ADAPTED = 0.25
+"""The share of worlds with adapters."""
+_RANKED = 0.2
+"""The share of worlds whose workers have two ranks."""
+_DRAFTING = 0.4
+"""The share of worlds whose workers draft tokens."""
+_PASSING = 0.3
+"""The share of worlds whose workers run the model several times in a step of decodes."""
+KEEPING = 0.5
+"""The share of worlds in which the pools of workers outlive them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a world is a function of. Requests and faults can be left out: what is left is a world, too.
+
+    Attributes:
+        seed: Of what chance decides while the world runs: delays, jobs, who goes on first.
+        low_limits: Names of limits of services that are low in this world.
+    """
+
+    seed: int
+    layout: Layout
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+    low_limits: tuple[str, ...] = ()
+
+
+def draw_usual(seed: int) -> Plan:
+    draw = Random(f"plan {seed}")
+    kind = draw.choice((*Kind, Kind.MIXED, Kind.TIGHT, Kind.RESTARTS))
+    layout = with_ranks(Random(f"ranks {seed}"), draw_layout(draw, kind))
+    over_s = draw.choice((0.05, 0.3, 0.3) if kind is Kind.TIGHT else (0.3, 3.0, 10.0))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, kind, layout.clients, pool_tokens, over_s)
+    # Of its own, as all that follows: what is rare changes nothing else in a plan.
+    rare = Random(f"more {seed}")
+    if kind is Kind.TIGHT and rare.random() < _OFTEN:
+        requests = grown(rare, requests)
+        if rare.random() < 0.5:
+            layout = with_long_recomputations(layout)
+    if rare.random() < 0.5 * _OFTEN:
+        requests = tuple(map(partial(with_stops, rare), requests))
+    takes_over = rare.random() < RARE
+    if takes_over:
+        requests = with_takeovers(rare, requests)
+    faults = draw_faults(draw, kind, layout.hosts, [each.at for each in requests], over_s, layout.worker)
+    rare = Random(f"rare {seed}")
+    if rare.random() < RARE:
+        requests = with_deadly(rare, requests)
+    requests = with_http(Random(f"http {seed}"), requests, layout.clients)
+    adapted = Random(f"adapters {seed}")
+    if adapted.random() < _ADAPTED:
+        requests = with_adapters(adapted, requests)
+        worker = replace(layout.worker, max_adapters=adapted.choice((1, 2)))
+        layout = replace(layout, worker=worker, loads_fail=adapted.random() < 0.5)
+    drafting = Random(f"drafts {seed}")
+    if drafting.random() < _DRAFTING:
+        layout = replace(
+            layout, worker=replace(layout.worker, max_drafts=drafting.choice((1, 3, 7)), fixed_tokens=1000)
+        )
+    layout = with_passes(Random(f"passes {seed}"), layout)
+    layout = replace(layout, keeps_pools=Random(f"pools {seed}").random() < KEEPING)
+    if rare.random() < RARE:
+        other = draw_other_model(rare, layout.servers, over_s, layout.worker.fingerprint)
+        faults = (*(faults if rare.random() < 0.5 else ()), other)
+    disk = Random(f"disk {seed}")
+    if (recording := draw_recording(disk)) is not None:
+        layout = replace(layout, recording=recording)
+        faults = (*faults, *draw_bad_disks(disk, layout.hosts, over_s))
+    low = tuple(dict.fromkeys((*draw_low_limits(draw), *(REPLAYS if takes_over else ()))))
+    return plan_of(seed, layout, requests, faults, low)
+
+
+def plan_of(
+    seed: int, layout: Layout, requests: Iterable[Request], faults: Iterable[Fault] = (), low: tuple[str, ...] = ()
+) -> Plan:
+    """Times of requests and faults are counted from when all processes serve."""
+    return Plan(
+        seed,
+        layout,
+        tuple(replace(each, at=START_S + each.at) for each in requests),
+        tuple(replace(cast(Any, each), at=START_S + each.at) for each in faults),
+        low,
+    )
+
+
+def with_ranks(draw: Random, layout: Layout) -> Layout:
+    """Some workers have two ranks."""
+    return replace(layout, worker=replace(layout.worker, world_size=1 + (draw.random() < _RANKED)))
+
+
+def with_passes(draw: Random, layout: Layout) -> Layout:
+    """Some workers of one rank run the model several times in a step of decodes."""
+    passes = draw.choice((2, 4, 8)) if draw.random() < _PASSING and layout.worker.world_size == 1 else 1
+    return replace(layout, worker=replace(layout.worker, max_passes=passes))
+
+
+def with_long_recomputations(layout: Layout) -> Layout:
+    """What was preempted is computed again, a little in each step, so that much happens meanwhile."""
+    settings = replace(layout.settings, preemption_mode="recompute", max_prefill_share=0.1)
+    return replace(layout, worker=replace(layout.worker, max_num_batched_tokens=16), settings=settings)
+
+
+def with_stops(draw: Random, request: Request) -> Request:
+    """Most requests that may stop do so at a text of several tokens that they say, and say the beginnings of others."""
+    if not isinstance(request, Generate) or draw.random() < 0.3:
+        return request
+    options = request.options
+    if options.beam_search is not None or options.constraint is not None or options.best_of not in (None, options.n):
+        return request
+    text = draw.choice(answer_of(replace(request, options=replace(options, stop=())), 0).sequences).text
+    if len(text) < 4:
+        return request
+    begin, size = draw.randrange(len(text) - 1), draw.randint(2, 4)
+    said, begun = text[begin : begin + size], [text[place : place + 2] + "~" for place in (begin, len(text) // 2)]
+    stop = (*((said,) if draw.random() < 0.6 else ()), *begun, text[-1] + "~")
+    return replace(request, options=replace(options, stop=stop, include_stop_string=draw.choice((None, True))))
+
+
+def fresh(draw: Random, count: int) -> tuple[int, ...]:
+    """So many tokens that no other prompt has."""
+    return tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(count))

@@ -1,0 +1,420 @@
+"""What seldom comes together by itself: worlds that are drawn so that it does."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any, cast
+
+from quire.client import BeamSearch, GenerationOptions
+from tests.sim.plans import (
+    KEEPING,
+    START_S,
+    Plan,
+    fresh,
+    plan_of,
+    with_long_recomputations,
+    with_passes,
+    with_ranks,
+    with_stops,
+)
+from tests.sim.world.cluster import MANY, Layout, draw_layout
+from tests.sim.world.faults import (
+    CannotStart,
+    Cut,
+    Fault,
+    HalfOpen,
+    Hang,
+    Kill,
+    KillAt,
+    OtherPool,
+    Pause,
+    PowerOff,
+    Reset,
+    SetClock,
+    SlowBlockDisk,
+    draw_block_disk_faults,
+    draw_drains,
+    draw_faults,
+    draw_slow_block_disks,
+)
+from tests.sim.world.knobs import LEASES, MOVES, draw_low_limits
+from tests.sim.world.traffic import (
+    LONGEST,
+    MAX_OUTPUT,
+    Generate,
+    Kind,
+    Pin,
+    Request,
+    Verb,
+    draw_requests,
+    grown,
+    with_adapters,
+    with_constraints,
+    with_deadly,
+    with_takeovers,
+)
+
+DISK_BLOCKS = (4, 32, 500, 500)
+"""For how many blocks a disk may have room."""
+
+
+def _searches_that_swap(seed: int, draw: Random) -> Plan:
+    """Beam searches leave and come back when their sequences have just forked and share the blocks that they write."""
+    layout, requests = _preempting(draw)
+    worker = replace(layout.worker, block_size=16, num_blocks=12, num_host_blocks=64)
+    layout = replace(layout, worker=worker, settings=replace(layout.settings, preemption_mode="swap"))
+    options = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
+    return plan_of(seed, layout, [replace(each, options=options) for each in requests])
+
+
+def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
+    """The worker dies while the gateway stands still: that finds stop strings of sequences that are computed again by
+    then, with a prompt that they share."""
+    layout, requests = _preempting(draw)
+    worker = replace(layout.worker, block_size=4, num_blocks=400)
+    layout = replace(with_long_recomputations(replace(layout, worker=worker)), num_gateways=1, slowness=20.0)
+    several = [
+        replace(
+            each,
+            prompt=fresh(draw, 40),
+            options=GenerationOptions(
+                n=3, temperature=1.0, seed=draw.randrange(1 << 64), max_tokens=MAX_OUTPUT, ignore_eos=True
+            ),
+        )
+        for each in requests[:8]
+    ]
+    faults: list[Fault] = []
+    for first in (1.0, 8.0):
+        at = draw.uniform(first, first + 2.0)
+        faults += (Pause(at - 0.5, "gateway-0", draw.uniform(1.0, 2.5)), Kill(at, "worker-0"))
+    return plan_of(seed, layout, map(partial(with_stops, draw), several), faults)
+
+
+def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
+    """Streams that run at once, in a pool that is too small for all."""
+    layout = draw_layout(draw, Kind.TIGHT)
+    settings = replace(layout.settings, max_waiting_requests=MANY, policy="fcfs")
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=64))
+    drawn = draw_requests(draw, Kind.TIGHT, layout.clients, layout.worker.num_blocks * layout.worker.block_size, 0.05)
+    streams = [replace(each, verb=Verb.STREAM) for each in drawn if isinstance(each, Generate)]
+    return layout, [each for each in grown(draw, streams) if isinstance(each, Generate)]
+
+
+def _clocks_set_back(seed: int, draw: Random) -> Plan:
+    """A scheduler starts again, and by its clock before it started first."""
+    return _restarting(seed, draw, lambda at: SetClock(at, "scheduler-0", 600.0, restarts=True))
+
+
+def _deaths_between_ranks(seed: int, draw: Random) -> Plan:
+    """A scheduler dies between its writes to two ranks."""
+    point, number = "scheduler.step.between_ranks", draw.randint(1, 20)
+    plan = _restarting(seed, draw, lambda at: KillAt(at, "scheduler-0", point, number))
+    return replace(plan, layout=replace(plan.layout, worker=replace(plan.layout.worker, world_size=2)))
+
+
+def draw_moving(seed: int, draw: Random) -> Plan:
+    """Replicas are drained while requests run, and what moves between them is disturbed; as often as not, requests move
+    with their first token, too."""
+    layout = replace(with_ranks(draw, draw_layout(draw, draw.choice((Kind.MIXED, Kind.RESTARTS)))), num_replicas=2)
+    roles = Random(f"roles {seed}")
+    if roles.random() < 0.5:
+        options = replace(layout.gateway, long_prompt=roles.choice((1, 10, 30)))
+        layout = replace(layout, first_role="prefill", gateway=options)
+    if draw.random() < 0.3:
+        layout = replace(layout, weather=replace(layout.weather, bytes_per_s=2e4))
+    over_s = draw.choice((0.3, 1.0))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, Kind.NETWORK, layout.clients, pool_tokens, over_s)
+    if draw.random() < 0.2:
+        layout = replace(layout, worker=replace(layout.worker, max_drafts=3, fixed_tokens=1000))
+    layout = replace(with_passes(draw, layout), keeps_pools=Random(f"pools {seed}").random() < KEEPING)
+    drains, low = draw_drains(draw, layout.hosts, over_s, layout.worker), ()
+    crowded = Random(f"crowded {seed}")
+    if crowded.random() < 0.5:
+        # Leases give way while their blocks are on the way, and blocks come where others have just been.
+        worker = replace(layout.worker, num_blocks=(2 * LONGEST + 40) // layout.worker.block_size)
+        # What is asked for is read only as it goes out.
+        weather = replace(layout.weather, bytes_per_s=crowded.choice((2e4, 1e5)), window_bytes=256)
+        layout = replace(layout, worker=worker, weather=weather)
+        requests = tuple(_choosing(crowded, each) for each in _doubled(requests))
+        low = MOVES if crowded.random() < 0.7 else ()
+    return plan_of(seed, layout, requests, drains, low)
+
+
+def _choosing(draw: Random, request: Request) -> Request:
+    """In a third of the cases a beam search, which does not move, and grows where others have just left."""
+    if not isinstance(request, Generate) or request.front is not None or draw.random() < 0.66:
+        return request
+    options = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
+    return replace(request, options=options)
+
+
+def _doubled(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Twice as many requests for tokens."""
+    more = (replace(each, number=1000 + each.number) for each in requests if isinstance(each, Generate))
+    return (*requests, *more)
+
+
+def draw_on_disk(seed: int, draw: Random) -> Plan:
+    """A few prompts come again and again, the pool has room for one or two of them, and the disk for more."""
+    layout, over_s = draw_layout(draw, Kind.TIGHT), draw.choice((1.0, 5.0))
+    worker = layout.worker
+    # As small as one that refuses no request may be.
+    pool_tokens = 2 * LONGEST + 40
+    worker = replace(worker, num_blocks=pool_tokens // worker.block_size)
+    drawn = draw_requests(draw, draw.choice((Kind.CALM, Kind.TIGHT)), layout.clients, pool_tokens, over_s)
+    prompts = [fresh(draw, 100) for _ in range(6)]
+    tenant = draw.choice((None, "ann", "ann"))
+    drawn = _doubled(drawn)
+    requests = [
+        replace(
+            each,
+            prompt=draw.choice(prompts)[: draw.randint(60, 100)],
+            at=draw.uniform(0, over_s),
+            tenant=tenant or each.tenant,
+        )
+        if isinstance(each, Generate) and each.front is None
+        else each
+        for each in drawn
+    ]
+    layout = replace(layout, worker=worker, disk_blocks=draw.choice(DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
+    layout = with_ranks(Random(f"parts on disk {seed}"), layout)
+    late = draw_slow_block_disks(Random(f"slow {seed}"), over_s)
+    if any(isinstance(fault, HalfOpen | PowerOff) for fault in late):
+        # The worker waits to be rid of its answers, and hears of the next scheduler only then.
+        layout = replace(layout, weather=replace(layout.weather, window_bytes=32))
+    faults = (*draw_block_disk_faults(draw, layout.hosts, over_s), *late)
+    steps = Random(f"steps {seed}")
+    if steps.random() < 0.4:
+        # Blocks come while steps are in flight that write to them.
+        settings = replace(layout.settings, max_steps_in_flight=4)
+        layout = replace(layout, slowness=10.0, settings=settings, worker=replace(layout.worker, max_steps_in_flight=4))
+    return plan_of(seed, layout, requests, faults, MOVES if draw.random() < 0.5 else ())
+
+
+def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Plan:
+    """One fault, when requests run."""
+    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=1)
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3)
+    return plan_of(seed, layout, requests, [fault(draw.uniform(0, 0.5))])
+
+
+def _slow_preparations(seed: int, draw: Random) -> Plan:
+    """Many constraints and adapters, of which some take longer than schedulers wait."""
+    layout, over_s = draw_layout(draw, Kind.MIXED), draw.choice((0.3, 0.3, 10.0))
+    low = draw_low_limits(draw) or ("scheduler_svc.core.preparation.NUM_KEPT",)
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    drawn = draw_requests(draw, Kind.MIXED, layout.clients, pool_tokens, over_s)
+    requests = with_adapters(draw, with_constraints(draw, drawn))
+    faults = draw_faults(draw, Kind.MIXED, layout.hosts, [each.at for each in requests], over_s, layout.worker)
+    layout = replace(layout, preparations_are_slow=True, worker=replace(layout.worker, max_adapters=2))
+    return plan_of(seed, layout, requests, faults if draw.random() < 0.5 else (), low)
+
+
+def _adapters_that_swap(seed: int, draw: Random) -> Plan:
+    """Requests leave for host memory, and their adapter has left its slot when they come back."""
+    layout, requests = _preempting(draw)
+    settings = replace(layout.settings, preemption_mode="swap")
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, num_host_blocks=640, max_adapters=1))
+    return plan_of(seed, layout, with_adapters(draw, requests))
+
+
+def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
+    """A worker dies again and again while it computes one prompt, and never twice in a row at the same step of it: the
+    request is not at fault."""
+    layout = draw_layout(draw, Kind.RESTARTS)
+    worker = replace(layout.worker, max_num_batched_tokens=16, block_size=16, num_blocks=100)
+    layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
+    request = draw_requests(draw, Kind.RESTARTS, layout.clients, 1600, 0.0)[0]
+    requests = [Generate(0, 0.0, request.client, "ann", fresh(draw, 100), GenerationOptions(max_tokens=4), Verb.STREAM)]
+    point, first = "worker.step.admitted", draw.randint(1, 3)
+    times = [sum(0.1 * 2**number + 0.5 for number in range(count)) for count in range(draw.randint(6, 8))]
+    faults = [KillAt(at, "worker-0", point, first + count % 2) for count, at in enumerate(times)]
+    return plan_of(seed, layout, requests, faults)
+
+
+def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
+    """Requests end and others take their rows and blocks while steps of them are in flight."""
+    layout, size = draw_layout(draw, Kind.TIGHT), draw.choice((2, 4))
+    worker = replace(
+        layout.worker,
+        max_num_rows=draw.choice((2, 4)),
+        block_size=size,
+        num_blocks=(2 * LONGEST + 40) // size,
+        num_host_blocks=0,
+        max_steps_in_flight=4,
+        max_drafts=draw.choice((0, 1, 7)),
+        fixed_tokens=1000,
+        max_passes=draw.choice((1, 4)),
+    )
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_steps_in_flight=draw.choice((2, 4)))
+    layout = replace(layout, slowness=10.0, worker=worker, settings=settings)
+    requests, within_s = list[Request](), draw.choice((2.0, 8.0))
+    for each in _doubled(draw_requests(draw, Kind.TIGHT, layout.clients, worker.num_blocks * size, 0.3)):
+        if isinstance(each, Generate) and each.front is None:
+            # Few fill the pool, so that each that comes takes the blocks of the one that has just left.
+            prompt = (each.prompt * 100)[: draw.randint(60, 100)]
+            each = replace(each, at=draw.uniform(0, 0.3), timeout_s=None, prompt=prompt)
+            match draw.choice(("stay", "leave", "cancel")):
+                case "leave":
+                    each = replace(each, leaves_after_s=draw.uniform(0.02, within_s))
+                case "cancel":
+                    each = replace(each, cancels_after_s=draw.uniform(0.02, within_s))
+                case _:
+                    pass
+        requests.append(each)
+    return plan_of(seed, layout, requests)
+
+
+def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
+    """Durable streams are taken over or cancelled while a worker is gone for long, or the way to a scheduler."""
+    way_is_gone = draw.random() < 0.5
+    # What is cancelled while its scheduler is away has to run for long after that, to show whether it is ended.
+    slowness = 150.0 if way_is_gone else 20.0
+    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=slowness)
+    layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY, durable_grace=60.0))
+    failover_s = 5.0 if way_is_gone else draw.choice((0.5, 5.0, 5.0))
+    layout = replace(layout, gateway=replace(layout.gateway, failover_delay=failover_s))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    at, number = draw.uniform(0.4, 0.8), draw.randrange(2)
+    requests: list[Request] = []
+    for each in draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3)[: 6 if way_is_gone else None]:
+        if isinstance(each, Generate) and each.options.beam_search is None and each.options.constraint is None:
+            options = replace(each.options, max_tokens=MAX_OUTPUT, ignore_eos=True, stop_token_ids=(), stop=())
+            each = replace(each, verb=Verb.DURABLE, options=options, timeout_s=None, leaves_after_s=None)
+            after_s = max(at - each.at, 0.0) + draw.uniform(0.05, 2.0)
+            match draw.choice(("stay", "take over", "cancel")):
+                case "take over":
+                    each = replace(each, taken_over_after_s=after_s, num_takeovers=draw.choice((1, 1, 3)))
+                case "cancel":
+                    each = replace(each, cancels_after_s=after_s, taken_over_after_s=None)
+                case _:
+                    pass
+        requests.append(each)
+    if not way_is_gone:
+        # Streams that were lost are read again, and taken over before any token comes.
+        lost_at = at + draw.uniform(0.1, 1.0)
+        lost = [Reset(lost_at, "client", number) for number in range(8 if draw.random() < 0.5 else 0)]
+        return plan_of(seed, layout, requests, [CannotStart(at, f"worker-{number}", 25.0), *lost])
+    # A cut alone is noticed late.
+    resets = [Reset(at + 0.01, "gateway", number) for number in range(6)]
+    away_s = draw.choice((3.0, 8.0))
+    away = [Cut(at, gateway, f"scheduler-{number}", True, away_s) for gateway in layout.gateways]
+    return plan_of(seed, layout, requests, [*away, *resets])
+
+
+def _pins_that_give_way(seed: int, draw: Random) -> Plan:
+    """Tenants pin more than there is room for while requests move, and workers come back with other pools."""
+    plan = draw_moving(seed, draw)
+    settings = replace(plan.layout.settings, pin_quota=draw.choice((0.25, 0.45)), max_pinned=0.9)
+    requests, faults, worker = list(plan.requests), list(plan.faults), plan.layout.worker
+    for number in range(2000, 2000 + draw.choice((8, 16))):
+        at, client, tenant = draw.uniform(0, 1.5), draw.choice(plan.layout.clients), draw.choice(("ann", "bob"))
+        requests.append(Pin(number, START_S + at, client, tenant, fresh(draw, draw.randint(20, 104)), 60_000))
+    if draw.random() < 0.5:
+        size = draw.choice((2, 4, 16))
+        num_blocks = worker.num_blocks * worker.block_size // size + draw.choice((0, 7))
+        faults.append(OtherPool(START_S + draw.uniform(0.5, 3), "worker-0", size, num_blocks, 32))
+    layout = replace(plan.layout, settings=settings)
+    return replace(plan, layout=layout, requests=tuple(requests), faults=tuple(faults))
+
+
+def _leases_that_give_way(seed: int, draw: Random) -> Plan:
+    """Requests move with their first token, slowly, and beam searches that stay take their blocks meanwhile."""
+    layout, requests = _preempting(draw)
+    size = draw.choice((2, 4))
+    worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
+    weather = replace(layout.weather, max_delay_s=0.001, bytes_per_s=draw.choice((2e4, 1e5)), window_bytes=256)
+    options = replace(layout.gateway, long_prompt=1)
+    layout = replace(layout, num_replicas=2, first_role="prefill", gateway=options, worker=worker, weather=weather)
+    beams = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
+    changed: list[Request] = []
+    for each in _doubled(requests):
+        if isinstance(each, Generate) and draw.random() < 0.4:
+            changed.append(replace(each, options=beams, at=draw.uniform(0, 1)))
+        elif isinstance(each, Generate):
+            prompt = fresh(draw, draw.randint(40, 100))
+            changed.append(replace(each, prompt=prompt, at=draw.uniform(0, 2)))
+    # Where they go there is room.
+    larger = OtherPool(-1.5, "worker-1", size, 8 * worker.num_blocks, 0)
+    return plan_of(seed, replace(layout, slowness=5.0), changed, [larger], low=LEASES)
+
+
+def _moves_that_end_late(seed: int, draw: Random) -> Plan:
+    """A scheduler is gone, and the next one uses blocks that a slow disk still brings to the worker for the one before,
+    whose stream is open as long as its answers cannot go out."""
+    plan = draw_on_disk(seed, draw)
+    at = min(each.at for each in plan.requests) + draw.uniform(0.3, 2.0)
+    slow = SlowBlockDisk(at - 0.3, "worker-0", draw.choice((1.0, 2.0)), 20.0)
+    layout = replace(plan.layout, num_replicas=1, weather=replace(plan.layout.weather, window_bytes=32))
+    gone = HalfOpen(at, "scheduler", 0), Kill(at + draw.uniform(0.01, 0.3), "scheduler-0")
+    return replace(plan, layout=layout, faults=(slow, *gone), low_limits=MOVES)
+
+
+def _displacing(seed: int, draw: Random) -> Plan:
+    """Requests of several sequences, of which some begin alike, displace each other, or end together and leave blocks
+    that are not free at once."""
+    layout, requests = _preempting(draw)
+    settings = replace(layout.settings, policy=draw.choice(("priority", "priority", "fair")))
+    size, counts = draw.choice((2, 4)), draw.choice(((1, 1, 2), (1, 4, 4)))
+    stems = [fresh(draw, 60) for _ in range(draw.choice((2, 8)))]
+    worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
+    low = tuple(f"scheduler_svc.core.kv_cache.{name}" for name in ("_MAX_RECLAIMED", "_MAX_RECLAIMED_BLOCKS"))
+    changed: list[Request] = []
+    for each in _doubled(requests):
+        options = GenerationOptions(n=draw.choice(counts), temperature=1.0, seed=draw.randrange(1 << 64))
+        options = replace(options, max_tokens=draw.choice((20, 20, 50)), ignore_eos=True)
+        prompt = draw.choice(stems)[: draw.choice((4, 60))] + fresh(draw, draw.randint(1, 9))
+        given = {"priority": draw.randint(-2, 2), "tenant": draw.choice(("ann", "bob")), "at": draw.uniform(0, 2.0)}
+        changed.append(replace(cast(Any, each), prompt=prompt, options=options, **given))
+    layout = replace(layout, worker=worker, settings=settings, num_replicas=1, slowness=draw.choice((5.0, 10.0)))
+    return plan_of(seed, layout, changed, low=low if draw.random() < 0.7 else ())
+
+
+def _deadly_crowds(seed: int, draw: Random) -> Plan:
+    """So many requests run when a worker dies of one that they are tried in cohorts."""
+    layout, requests = _preempting(draw)
+    worker = replace(layout.worker, block_size=16, num_blocks=400, max_num_batched_tokens=512)
+    layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
+    options = GenerationOptions(max_tokens=MAX_OUTPUT, ignore_eos=True)
+    stay = {"options": options, "timeout_s": None, "leaves_after_s": None, "cancels_after_s": None}
+    many = [replace(cast(Any, each), **stay) for each in _doubled(requests)]
+    return plan_of(seed, layout, with_deadly(draw, many))
+
+
+def _late_answers(seed: int, draw: Random) -> Plan:
+    """Steps that wait for each other take long together, and a scheduler that stands still finds late heartbeats before
+    their answers."""
+    plan = _restarting(seed, draw, lambda at: Hang(at, "worker-0", 4.0))
+    at = plan.faults[0].at
+    others = (Hang(at + 3.9, "worker-0", 4.0), Pause(at + 0.1, "scheduler-0", draw.uniform(5.5, 8.0)))
+    layout, several = plan.layout, {"max_steps_in_flight": 4}
+    layout = replace(layout, worker=replace(layout.worker, **several), settings=replace(layout.settings, **several))
+    faults = plan.faults[0], draw.choice(others)
+    return replace(plan, layout=replace(layout, slowness=10.0), faults=faults)
+
+
+def _paid(seed: int, draw: Random) -> Plan:
+    """One key pays for all, of which some is refused and some is read by several calls; nothing breaks."""
+    layout = replace(draw_layout(draw, Kind.CALM), num_gateways=1, num_replicas=1, slowness=10.0)
+    settings = replace(layout.settings, max_waiting_requests=draw.choice((2, MANY)), max_durable_requests=MANY)
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=4))
+    drawn = draw_requests(draw, Kind.CALM, layout.clients, layout.worker.num_blocks * layout.worker.block_size, 0.3)
+    asked = [each for each in drawn if isinstance(each, Generate)]
+    requests = [replace(each, tenant="metered", prompt=each.prompt[:20]) for each in asked]
+    return plan_of(seed, layout, with_takeovers(draw, requests) if draw.random() < 0.5 else requests)
+
+
+_SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
+SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
+OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
+OF_WORKERS = (
+    _slow_preparations,
+    _slow_preparations,
+    _adapters_that_swap,
+    _deaths_at_several_steps,
+    _stops_in_recomputations,
+)
+RARITIES = (_searches_that_swap, _stops_in_recomputations, _clocks_set_back, _deaths_between_ranks)
