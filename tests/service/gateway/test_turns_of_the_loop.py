@@ -24,7 +24,7 @@ from tests.support.measured_gateway import MeasuredGateway, measured_gateway
 from tests.support.processes import until_true
 
 LONGEST_TURN_MS = 150
-PATIENCE_S = 60
+PATIENCE_S = 250
 NUM_PROMPTS = 1024
 STOPS = [letter * 999 + "." for letter in "abcd"]
 PARAMETERS = {
@@ -50,7 +50,7 @@ async def rig() -> AsyncIterator[Rig]:
     async with (
         FakeScheduler(max_model_len=60_000) as scheduler,
         measured_gateway(scheduler) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=60) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=None) as http,
         grpc.aio.insecure_channel(gateway.grpc_address) as channel,
     ):
         yield Rig(gateway, scheduler, http, generation_pb2_grpc.GenerationServiceStub(channel))
@@ -89,7 +89,7 @@ async def a_long_text_is_tokenized(rig: Rig) -> None:
     text = "a b " * 100_000
     answer = (await rig.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 200_000
-    tokenized = await rig.generation.Tokenize(generation_pb2.TokenizeRequest(text=text), timeout=60)
+    tokenized = await rig.generation.Tokenize(generation_pb2.TokenizeRequest(text=text))
     assert list(tokenized.token_ids) == answer["tokens"]
 
 
@@ -99,7 +99,7 @@ async def a_long_output_comes_at_once(rig: Rig) -> None:
     try:
         stopping: Any = {"max_tokens": 40_000, "ignore_eos": True, "stop": STOPS}
         request = generation_pb2.GenerateRequest(text="hello", stopping=stopping)
-        answer = await rig.generation.Generate(request, timeout=60)
+        answer = await rig.generation.Generate(request)
     finally:
         rig.scheduler.tokens_per_step = 1
     assert len(answer.sequences[0].token_ids) == 40_000
@@ -110,7 +110,7 @@ async def an_answer_with_many_log_probabilities(rig: Rig) -> None:
     try:
         request = generation_pb2.GenerateRequest(text="hello", output=common_pb2.OutputOptions(logprobs=20))
         request.stopping.CopyFrom(common_pb2.StoppingParameters(max_tokens=6000, ignore_eos=True))
-        answer = await rig.generation.Generate(request, timeout=60)
+        answer = await rig.generation.Generate(request)
     finally:
         rig.scheduler.tokens_per_step = 1
     assert len(answer.sequences[0].logprobs) == 6000
