@@ -52,7 +52,12 @@ async def undisturbed(request: pytest.FixtureRequest, survivor: Served) -> tuple
 
 @pytest.mark.parametrize(
     ("undisturbed", "victim"),
-    [("stories", "worker"), ("stories", "scheduler"), ("stories", "gateway"), ("constrained", "worker")],
+    [
+        ("stories", "worker"),
+        ("stories", "scheduler"),
+        ("stories", "gateway"),
+        pytest.param("constrained", "worker", marks=pytest.mark.extended),
+    ],
     indirect=["undisturbed"],
 )
 async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], victim: str, served: Served) -> None:

@@ -74,7 +74,9 @@ def _told(events: Sequence[Any]) -> list[tuple[int, str, str]]:
     return [(event.sequence_number, event.type, getattr(event, "delta", "")) for event in events]
 
 
-@pytest.mark.parametrize("victims", [("gateway", "gateway-1"), ("worker", "gateway")])
+@pytest.mark.parametrize(
+    "victims", [("gateway", "gateway-1"), pytest.param(("worker", "gateway"), marks=pytest.mark.extended)]
+)
 async def test_responses_in_the_background_survive(shared: Served, victims: tuple[str, ...]) -> None:
     await shared.server.wait_ready()
     url = f"http://{shared.server.http_address}/v1"

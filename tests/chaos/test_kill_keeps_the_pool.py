@@ -94,16 +94,3 @@ async def test_text_is_that_of_an_undisturbed_run_and_little_is_computed_again(s
         num_to_come = NUM_STREAMS * MAX_TOKENS - num_before
         # Under two blocks a stream, of more than six: the last one is not full, and steps in flight seal nothing.
         assert num_computed_since_attach(survivor.trace) < num_to_come + NUM_STREAMS * 32
-
-
-@pytest.mark.parametrize("survivor", ["one rank"], indirect=True)
-async def test_prompts_find_what_a_killed_worker_had_cached(survivor: Traced) -> None:
-    served = survivor.served
-    prompt = "The same beginning of all prompts, long enough for several blocks of the cache. " * 8
-    options = GenerationOptions(max_tokens=4, temperature=0.0)
-    first = await served.client.generate(prompt, options)
-    await Streams(1).kill(served, "worker")
-    await served.server.wait_ready()
-    again = await served.client.generate(prompt, options)
-    assert again.sequences[0].token_ids == first.sequences[0].token_ids
-    assert again.usage.cached_tokens > 0.8 * again.usage.prompt_tokens

@@ -73,6 +73,8 @@ async def test_no_stream_ends_where_both_replicas_drain_at_once(replicas: TwoRep
     assert all(len(token_ids) == 800 for stream in streams for token_ids in stream.outputs.values())
 
 
+# Worlds kill workers at these points all the time.
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "failpoint"), [("worker-0", "worker.fetch.before_write"), ("worker-1", "worker.move.written")]
 )
