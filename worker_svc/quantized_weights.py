@@ -360,7 +360,8 @@ def _compressed(module: _Module) -> QuantizedWeight:
         if (shape[0], -(-shape[1] * bits // _WORD_BITS)) != stored.shape:
             raise module.error(f"has weight_shape {shape}, and weight_packed has shape {list(stored.shape)}")
     else:
-        stored, bits = module.tensor("weight", _OF_OCTETS, (None, None)), weights.one_of("num_bits", (8,))
+        stored, bits = module.tensor("weight", _OF_OCTETS, (None, None)), 8
+        weights.one_of("num_bits", (4, 8) if stored.dtype == "I8" else (8,))
         shape = stored.shape
     weights.one_of("type", ("float",) if stored.dtype == "F8_E4M3" else ("int",), "int")
     strategy = weights.one_of(
@@ -393,14 +394,14 @@ def _compressed(module: _Module) -> QuantizedWeight:
 
 
 def _scheme_of(module: _Module) -> _Configuration:
-    """The group of the configuration that names a module, or else that of all linear layers."""
+    """The group of the configuration that a module is in. As in the package, a name of the module comes before an
+    expression, and that before all linear layers; of several expressions the first in alphabetical order counts."""
     groups = module.config.part("config_groups")
     schemes = [groups.part(name) for name in groups.fields]
-    for is_of_all in (False, True):
-        for scheme in schemes:
-            for target in scheme.names("targets"):
-                if target == "Linear" if is_of_all else _is_meant(target, module.name):
-                    return scheme
+    of_targets = {target: scheme for scheme in schemes for target in scheme.names("targets")}
+    for target in sorted(of_targets, key=lambda each: (each == "Linear", each.startswith("re:"), each)):
+        if target == "Linear" or _is_meant(target, module.name):
+            return of_targets[target]
     raise module.error(f"is quantized, but is in no group of {groups.name}")
 
 

@@ -60,6 +60,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "pack-8-zeros": compressed_format("pack-quantized", strategy="channel", symmetric=False),
     "int-channel": compressed_format("int-quantized", strategy="channel", inputs=DYNAMIC | {"type": "int"}),
     "int-zeros": compressed_format("int-quantized", strategy="channel", symmetric=False),
+    "int-4-bits": compressed_format("int-quantized", num_bits=4, strategy="channel", symmetric=False),
     "int-tensor": compressed_format("int-quantized", strategy="tensor"),
     "float-channel": compressed_format("float-quantized", type="float", strategy="channel", inputs=DYNAMIC),
     "float-tensor": compressed_format("float-quantized", type="float", strategy="tensor"),
@@ -97,6 +98,26 @@ def test_weights_are_those_of_the_reference(tmp_path: Path, name: str) -> None:
         assert coded is None or torch.equal(coded.dequantized(), read)
         assert checkpoint.num_bytes(spec) < 2 * numbers.numel()
     assert not any(name.endswith(("qzeros", "scale", "weight_packed")) for name in checkpoint.tensors)
+
+
+@pytest.mark.parametrize(
+    "targets", [["re:.*down_proj$"], [f"model.layers.{index}.mlp.down_proj" for index in range(2)]]
+)
+def test_of_several_groups_a_module_is_in_the_one_that_names_it_as_compressed_tensors_has_it(
+    tmp_path: Path, targets: list[str]
+) -> None:
+    """Names come before expressions, those before all linear layers, each of them in alphabetical order."""
+    (four, config), (eight, other) = (
+        compressed_format("pack-quantized", num_bits=bits, strategy="group", group_size=32) for bits in (4, 8)
+    )
+    groups = [each["config_groups"]["group_0"] for each in (config, config, other)]
+    named = zip(groups, (["Linear"], ["re:.*mlp.*"], targets), strict=True)
+    config["config_groups"] = {f"group_{index}": {**group, "targets": of} for index, (group, of) in enumerate(named)}
+    make_model(tmp_path, LLAMA)
+    expected = quantize_model(tmp_path, lambda *shape: (eight if shape[1] == 512 else four)(*shape), **config)
+    checkpoint = open_checkpoint(tmp_path)
+    for weight, numbers in expected.items():
+        assert torch.equal(checkpoint.read(TensorSpec(weight, tuple(numbers.shape))).bfloat16(), numbers.bfloat16())
 
 
 @parametrize_once("num_ranks", [2, 1])
