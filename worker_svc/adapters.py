@@ -139,12 +139,13 @@ class AdapterSlots:
 
     def _name_of(self, name: str, module: AdaptedModule, adapter: Adapter) -> str:
         """The name of a module in the model; an adapter of the base model alone lacks the prefix."""
-        name = name if name in self._parts else f"{self._base_prefix}{name}"
+        prefixed = f"{self._base_prefix}{name}"
+        name = prefixed if prefixed in self._parts else name
         shape = self._parts.get(name)
         if shape is None:
             raise UnusableAdapterError(
                 f"adapter {adapter.directory} adapts {name}, which is no linear layer of this model "
-                f"({self._architecture}) that takes adapters: experts do not, or it is of another model"
+                f"({self._architecture}) that takes adapters: routed experts do not, or it is of another model"
             )
         if shape != (module.num_inputs, module.num_outputs):
             raise UnusableAdapterError(
@@ -177,10 +178,10 @@ def takes_adapters(model: CausalLM) -> bool:
 
 
 def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
-    """The linear layers between the embedding and the head, except those of experts, which only compute some tokens."""
+    """The linear layers between the embedding and the head, except those of experts that only compute some tokens."""
     assert isinstance(model, NativeCausalLM)
     modules = list(model.layers.modules())
-    of_experts = {id(each) for experts in modules if isinstance(experts, Experts) for each in experts.modules()}
+    of_experts = {id(each) for layer in modules if isinstance(layer, Experts) for each in layer.experts.modules()}
     return tuple(module for module in modules if isinstance(module, Linear) and id(module) not in of_experts)
 
 

@@ -12,7 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-ALL_LINEAR = (*ATTENTION, *MLP, "qkv_proj", "gate_up_proj", "out_proj", "fc1", "fc2", "c_attn", "c_proj", "c_fc")
+ALL_LINEAR = (
+    *(*ATTENTION, *MLP, "qkv_proj", "gate_up_proj", "out_proj", "fc1", "fc2", "c_attn", "c_proj", "c_fc"),
+    "shared_expert_gate",
+)
 """The linear layers of all of Quire's families."""
 
 
