@@ -14,13 +14,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.answers import ErrorAnswer, error_answer, error_handlers, send_answer, set_client_request_id
-from gateway.api.anthropic.routes import dialect_of, message_routes
+from gateway.api.answers import (
+    Dialect,
+    ErrorAnswer,
+    error_answer,
+    error_handlers,
+    send_answer,
+    set_client_request_id,
+)
+from gateway.api.anthropic import routes as anthropic
 from gateway.api.batches.routes import batch_routes
 from gateway.api.batches.runner import Batches
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import IGNORED_HEADER, FieldRule, begin_call
-from gateway.api.kserve.rest import kserve_routes
+from gateway.api.kserve import rest as kserve_rest
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
@@ -89,9 +96,9 @@ def make_http_app(
             background=background,
             keep_alive_s=settings.sse_keepalive,
         ),
-        *message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
+        *anthropic.message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
         *batch_routes(batches, body_limits),
-        *kserve_routes(kserve, body_limits, keep_alive_s=settings.sse_keepalive),
+        *kserve_rest.kserve_routes(kserve, body_limits, keep_alive_s=settings.sse_keepalive),
         *probe_routes(generator, metrics),
     ]
     return Starlette(
@@ -121,7 +128,7 @@ def make_http_app(
                 open_metrics=settings.open_metrics,
             ),
         ],
-        exception_handlers=error_handlers(dialect_of),
+        exception_handlers=error_handlers(_dialect_of),
     )
 
 
@@ -208,7 +215,7 @@ class EnvelopeMiddleware:
         except Exception as error:
             answer = error_answer(error, str)
             if not has_started:
-                await send_answer(send_with_headers, answer, dialect=dialect_of(scope["path"]))
+                await send_answer(send_with_headers, answer, dialect=_dialect_of(scope["path"]))
         finally:
             if kind is not None:
                 self._answers.end(kind, clock.monotonic() - came_at)
@@ -250,7 +257,9 @@ class HostMiddleware:
             f'host is "{shown}"; this gateway answers to names of loopback, and to those that --allowed-hosts names, '
             f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
         )
-        return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"), dialect=dialect_of(scope["path"]))
+        return await send_answer(
+            send, ErrorAnswer(403, message, "host_not_allowed"), dialect=_dialect_of(scope["path"])
+        )
 
 
 def _host_name(host: str) -> str:
@@ -294,7 +303,7 @@ class AuthMiddleware:
                 if access.shows_page(scope):
                     return await access.refusal(error)(scope, receive, send)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
-                return await send_answer(send, error_answer(error, str), extra, dialect_of(scope["path"]))
+                return await send_answer(send, error_answer(error, str), extra, _dialect_of(scope["path"]))
         return await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller:
@@ -442,6 +451,13 @@ class _ProbeRoutes:
         """Metrics of this gateway, as Prometheus reads them."""
         await self._metrics.refresh()
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _dialect_of(path: str) -> Dialect:
+    """The dialect of errors at a path, including errors before a route is found."""
+    if path == kserve_rest.ROOT or path.startswith(f"{kserve_rest.ROOT}/"):
+        return kserve_rest.DIALECT
+    return anthropic.dialect_of(path)
 
 
 def _check_values(request: Request, name: str, known: Set[str], why: str) -> None:

@@ -43,6 +43,7 @@ from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
 
+ROOT = "/v2"
 _MAX_TENSORS = 64
 _CONTENTS = re.compile(r"\.contents\.\w+_contents")
 # A parameter of requests: outputs as bytes. They are JSON here, which such clients read as well.
@@ -119,7 +120,7 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_ali
     of a stream; 0 sets no limit."""
     routes = _KServeRoutes(servicer, body_limits, keep_alive_s)
     return [
-        _route("/v2", routes.server, answer=InferenceServer),
+        _route(ROOT, routes.server, answer=InferenceServer),
         _route("/v2/health/live", routes.live, answer=Liveness),
         _route("/v2/health/ready", routes.ready, answer=Readiness, statuses=[503]),
         _route("/v2/models/stats", routes.statistics, answer=AnyObject),
@@ -149,7 +150,7 @@ def _in_protocol(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(routes, request)
         except (HttpError, QuireError) as error:
-            return error_response(error_answer(error, str), _DIALECT)
+            return error_response(error_answer(error, str), DIALECT)
 
     return answer
 
@@ -206,7 +207,7 @@ class _KServeRoutes:
                 headers.update({_BINARY_HEADER: str(size), "content-type": _BINARY})
             yield answer
 
-        return WholeResponse(make, str, headers, _DIALECT)
+        return WholeResponse(make, str, headers, DIALECT)
 
     @_in_protocol
     async def generate(self, request: Request) -> Response:
@@ -217,7 +218,7 @@ class _KServeRoutes:
             response = await self._servicer.ModelInfer(asked, None)
             yield await asyncio.to_thread(lambda: as_json(_generated_json(response)))
 
-        return WholeResponse(make, str, {}, _DIALECT)
+        return WholeResponse(make, str, {}, DIALECT)
 
     @_in_protocol
     async def generate_stream(self, request: Request) -> Response:
@@ -227,9 +228,9 @@ class _KServeRoutes:
         async def make() -> AsyncGenerator[bytes, None]:
             async with aclosing(self._servicer.answer(asked)) as pieces:
                 async for piece in pieces:
-                    yield _DIALECT.event(_generated_json(piece.infer_response))
+                    yield DIALECT.event(_generated_json(piece.infer_response))
 
-        return StreamedResponse(make, lambda: True, self._keep_alive_s, str, {}, _DIALECT)
+        return StreamedResponse(make, lambda: True, self._keep_alive_s, str, {}, DIALECT)
 
     @_in_protocol
     async def config(self, request: Request) -> Response:
@@ -293,16 +294,18 @@ def _answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -
 
 
 async def _generate_message(request: Request, limits: BodyLimits, *, streams: bool) -> pb.ModelInferRequest:
-    """The request of the generate extension: fields that are no inputs are parameters."""
+    """The request of the generate extension: fields and `parameters` that are no inputs are parameters."""
     body = await read_model(GenerateBody, request, limits, _UNION_TYPES)
     flags: dict[str, Any] = {"exclude_input_in_output": True}
-    own = {name: value for name, value in body.undeclared.items() if value is not None and name != "stream"}
+    named = {**(body.parameters or {}), **body.undeclared}
+    # The path says whether it streams. The examples of TensorRT-LLM have empty texts for lists of words.
+    own = {name: value for name, value in named.items() if value not in (None, "") and name != "stream"}
     flags |= {name: own.pop(name) for name, datatype in INPUTS.items() if datatype == "BOOL" and name in own}
     if streams:
         flags["stream"] = True
     inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [body.text_input]}]
     inputs += [{"name": name, "datatype": "BOOL", "shape": [1], "data": [value]} for name, value in flags.items()]
-    fields = {"id": body.id, "parameters": {**(body.parameters or {}), **own}, "inputs": inputs}
+    fields = {"id": body.id, "parameters": own, "inputs": inputs}
     return _request_message(validated(InferBody, fields, _UNION_TYPES), request, limits.rule, b"")
 
 
@@ -462,4 +465,5 @@ def _protocol_error(answer: ErrorAnswer) -> dict[str, Any]:
     return InferenceError(error=_CONTENTS.sub(".data", answer.message)).model_dump()
 
 
-_DIALECT = Dialect(_protocol_error, says_done=False)
+DIALECT = Dialect(_protocol_error, says_done=False)
+"""Errors of all paths below `ROOT`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import BaseModel
@@ -156,6 +157,23 @@ def _refused_routes(model: str) -> list[ApiRoute]:
     return [route(f"/v1/{path}", what) for path, what in kinds.items()]
 
 
+def _is_of_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's API asks, which lists models at the same path."""
+    return "anthropic-version" in request.headers
+
+
+def _as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as Anthropic's API describes it."""
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": model["max_model_len"],
+        "max_tokens": model["max_model_len"],
+    }
+
+
 def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: int) -> list[ApiRoute]:
     base, adapters = generator.model.name, generator.adapters
 
@@ -177,13 +195,17 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
         caller = current_caller()
         names = [name for name in (base, *adapters.aliases) if adapters.visible(caller, name) == name]
         names += [each.named.name for each in adapters.listed(caller)]
-        return JSONResponse({"object": "list", "data": [described(name) for name in names]})
+        found = [described(name) for name in names]
+        if _is_of_anthropic(request):
+            ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+            return JSONResponse({"data": [_as_anthropic(each) for each in found], "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": found})
 
     async def model(request: Request) -> Response:
         """One model by its name."""
         name = request.path_params["model"]
         find_model(name, adapters.visible(current_caller(), name))
-        return JSONResponse(described(name))
+        return JSONResponse(_as_anthropic(described(name)) if _is_of_anthropic(request) else described(name))
 
     async def load_adapter(request: Request) -> Response:
         """Serves a LoRA adapter under a name, for operators."""

@@ -180,6 +180,11 @@ async def test_the_generate_extension_answers_whole_and_in_pieces(client):
     stream = await client.post(f"{MODEL}/generate_stream", json=asked)
     pieces = [json.loads(line.removeprefix("data: ")) for line in stream.text.splitlines() if line]
     assert "".join(piece["text_output"] for piece in pieces) == whole.json()["text_output"]
+    # As the documents of Triton's back ends for vLLM and TensorRT-LLM ask.
+    fields = {"stream": False, "max_tokens": 3, "return_num_output_tokens": True}
+    for more in ({"parameters": fields}, {"max_tokens": 3, "bad_words": "", "stop_words": ""}):
+        again = await client.post(f"{MODEL}/generate", json={"text_input": "hello"} | more)
+        assert again.json()["text_output"] == whole.json()["text_output"]
     refused = await client.post(f"{MODEL}/generate", json={"text_input": "hello", "max_tokens": [3]})
     assert (refused.status_code, set(refused.json())) == (400, {"error"})
 
@@ -202,6 +207,14 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_in_the
     for _ in range(3):
         await client.get("/health")
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("path", ["/v2/repository/models/quire-tiny/load", "/v2/systemsharedmemory/status"])
+async def test_a_path_of_triton_that_is_not_served_is_refused_in_its_shape(client, path):
+    # tritonclient cannot print an error that is an object.
+    response = await client.post(path)
+    assert response.status_code == 404
+    assert "is not known here" in response.json()["error"]
 
 
 @pytest.mark.parametrize("path", ["/v2/models/other", "/v2/models/other/ready", f"{MODEL}/versions/2"])

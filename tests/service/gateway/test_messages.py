@@ -1,6 +1,7 @@
 """Anthropic's Messages API in front of a fake scheduler."""
 
 import json
+from datetime import datetime
 
 import pytest
 
@@ -91,3 +92,14 @@ async def test_the_refusal_of_a_thread_tells_the_client_to_go_on_without(client)
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert "thread" in error["message"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+async def test_models_are_listed_in_the_shape_of_whoever_asks(rig):
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await rig.http.get("/v1/models", headers=headers)).json()
+    (model,) = listed.pop("data")
+    assert listed == {"has_more": False, "first_id": "quire-tiny", "last_id": "quire-tiny"}
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "quire-tiny", "quire-tiny")
+    assert datetime.fromisoformat(model["created_at"]).year >= 2024
+    assert (await rig.http.get("/v1/models/quire-tiny", headers=headers)).json() == model
+    assert (await rig.http.get("/v1/models/quire-tiny")).json()["object"] == "model"
