@@ -17,7 +17,7 @@ from quire_cli.flags import CredentialFlags
 DEFAULT_URL = "http://127.0.0.1:8000"
 # The gateway says something every second.
 _SILENCE_S = 10.0
-_MAX_TIMES, _MAX_STEPS = 1000, 64
+_MAX_STEPS = 64
 # As the gateway takes them.
 _MAX_SAMPLES, _SAMPLE_S = 300, 2.0
 _COUNTERS = ("generated_tokens", "computed_tokens", "steps", "preemptions")
@@ -125,7 +125,6 @@ class ReplicaNumbers:
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
     samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     """The load over the last ten minutes, by the names of the feed's history, oldest first."""
-    _first_tokens: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
     _before: tuple[float, Mapping[str, Any]] | None = None
 
     def take(self, frame: Mapping[str, Any]) -> None:
@@ -134,9 +133,6 @@ class ReplicaNumbers:
         numbers: Mapping[str, Any] = frame["numbers"]
         self.numbers, self.problem, self.waiting = numbers, None, frame["waiting"]
         self.steps.extend(frame["steps"])
-        self._first_tokens.extend((now, each["queue_ms"] + each["prefill_ms"]) for each in frame["ended"])
-        while self._first_tokens and self._first_tokens[0][0] < now - 60:
-            self._first_tokens.popleft()
         before = self._before
         if before is None or any(numbers[name] < before[1][name] for name in _COUNTERS):
             self._before = now, numbers
@@ -157,13 +153,13 @@ class ReplicaNumbers:
             "computed": rates["computed_tokens"],
             "preemptions": rates["preemptions"],
             "used": self.kv_use,
-            "ttft50": self.time_to_first_token_ms(0.5),
+            "ttft50": numbers["first_token_ms_p50"],
         }
 
-    def time_to_first_token_ms(self, share: float) -> float | None:
-        """A percentile of the requests that ended in the last minute; None where there is none."""
-        times = sorted(ms for _, ms in self._first_tokens)
-        return times[min(len(times) - 1, int(share * len(times)))] if times else None
+    @property
+    def first_token_ms(self) -> float | None:
+        """The median of the requests that ended in the last minute; None where none did."""
+        return None if self.numbers is None else self.numbers["first_token_ms_p50"]
 
     @property
     def kv_use(self) -> float:
@@ -237,7 +233,7 @@ def object_of(deployment: Deployment, replica: ReplicaNumbers) -> dict[str, Any]
         "replica": replica.address,
         "health": deployment.health_of(replica),
         "rates": replica.rates,
-        "first_token_ms": replica.time_to_first_token_ms(0.5),
+        "first_token_ms": replica.first_token_ms,
         "numbers": replica.numbers,
     }
 
@@ -255,7 +251,7 @@ def line_of(deployment: Deployment, replica: ReplicaNumbers) -> str:
     if replica.numbers is None:
         return f"replica {replica.address}: {health}"
     numbers, rates = replica.numbers, replica.rates or {}
-    first_token = milliseconds(replica.time_to_first_token_ms(0.5))
+    first_token = milliseconds(replica.first_token_ms)
     return (
         f"replica {replica.address}: {health}{deployment.role_of(replica)}, running {numbers['running_requests']}, "
         f"waiting {numbers['waiting_requests']}, swapped {numbers['swapped_requests']}, "

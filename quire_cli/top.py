@@ -197,7 +197,7 @@ def _cells(replica: ReplicaNumbers) -> dict[str, Text]:
         Text(str(numbers["swapped_requests"])),
         Text(f"{numbers['running_sequences']}/{numbers['max_num_seqs']}"),
         Text(f"{rates.get('generated_tokens', 0):.0f}"),
-        Text(milliseconds(replica.time_to_first_token_ms(0.5))),
+        Text(milliseconds(replica.first_token_ms)),
         Text(f"{replica.kv_use:.0%}"),
         _bar(replica.kv_use),
         Text(str(numbers["preemptions"])),

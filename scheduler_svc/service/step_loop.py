@@ -754,6 +754,7 @@ class StepLoop:
             is_draining=self.is_draining,
             num_gateways=self._requests.num_connected,
             block_bytes=0 if self.replica is None else self.replica.block_bytes * len(self.worker_addresses),
+            first_token_ms=self.served.first_token_ms(),
         )
 
     def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:

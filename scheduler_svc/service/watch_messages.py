@@ -53,6 +53,8 @@ class ReplicaNow:
     num_gateways: int
     block_bytes: int = 0
     """Of one block, in all ranks together."""
+    first_token_ms: tuple[float, float] | None = None
+    """The median and the 95th percentile of the requests that ended in the last minute."""
 
 
 @dataclass(slots=True)
@@ -162,6 +164,8 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
         completed_requests=counts.completed,
         failed_requests=counts.failed,
     )
+    if replica.first_token_ms is not None:
+        message.first_token_ms_p50, message.first_token_ms_p95 = replica.first_token_ms
     scheduler = replica.scheduler
     if scheduler is None:
         return message

@@ -46,9 +46,16 @@ def _memory(memory: scheduler_pb2.MemoryChanges) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message without repeated fields as an object."""
-    values = ((field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
-    return {field.name: value if field.message_type is None else _plain(value) for field, value in values}
+    """A message without repeated fields as an object; a number that is absent is None."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None:
+            value = _plain(value)
+        elif field.has_presence and not message.HasField(field.name):
+            value = None
+        values[field.name] = value
+    return values
 
 
 def _reason(reason: scheduler_pb2.WaitReason) -> str:

@@ -39,7 +39,7 @@ def make_frame(seconds: float, generated: int) -> scheduler_pb2.WatchResponse:
     numbers.disk_blocks, numbers.requests_moved_out = 1200, 3
     frame.steps.add(step_id=17, num_decodes=5, plan_us=250)
     frame.waiting.add(request_id="[bold]evil", reason=scheduler_pb2.WAIT_REASON_BLOCKS, waited_ms=1500)
-    frame.ended.add(queue_ms=30, prefill_ms=12)
+    numbers.first_token_ms_p50, numbers.first_token_ms_p95 = 42, 90
     return frame
 
 

@@ -108,6 +108,14 @@ async def test_a_gateway_that_asks_is_told_what_all_gateways_were_served(schedul
     served = (await state_of(scheduler, gateway_id="g")).served
     assert (served.generated_tokens, served.running_sequences) == (5, 0)
     assert 0 < served.first_token_ms_p50 == served.first_token_ms_p95
+    # So are those that begin to watch now.
+    watching = scheduler.Watch(scheduler_pb2.WatchRequest())
+    numbers = (await watching.read()).numbers
+    watching.cancel()
+    assert (numbers.first_token_ms_p50, numbers.first_token_ms_p95) == (
+        served.first_token_ms_p50,
+        served.first_token_ms_p95,
+    )
     worker.hang.set()
     await stream.submit(make_submit(2, n=3))
     await until_state(scheduler, lambda state: state.running_requests == 1)

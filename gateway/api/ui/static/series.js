@@ -1,24 +1,15 @@
-// Numbers over time: one sample a second for the last ten minutes, the last steps, and the times of requests that
-// ended. Nothing here touches the page.
+// Numbers over time: one sample a second for the last ten minutes, and the last steps. Nothing here touches the page.
 
 const KEPT_SECONDS = 600;
 const KEPT_STEPS = 120;
-const RECENT_SECONDS = 60;
 const COUNTERS = [
   "steps", "computed_tokens", "generated_tokens", "completed_requests", "failed_requests", "preemptions",
 ];
-
-export function percentile(values, share) {
-  if (!values.length) return null;
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
-}
 
 export class Series {
   constructor() {
     this.samples = [];
     this.steps = [];
-    this.ended = [];
     this.before = null;
   }
 
@@ -31,8 +22,6 @@ export class Series {
   add(frame) {
     const { numbers, unix_seconds: now } = frame;
     this.addSteps(frame, now);
-    for (const each of frame.ended) this.ended.push({ ...each, at: now });
-    while (this.ended.length && this.ended[0].at < now - RECENT_SECONDS) this.ended.shift();
     const before = this.before;
     // Counters begin anew when all watchers had left, or with another scheduler.
     const isRestart = before === null || COUNTERS.some((name) => numbers[name] < before.numbers[name]);
@@ -40,7 +29,6 @@ export class Series {
     this.before = { at: now, numbers };
     if (isRestart) return;
     const rate = (name) => (numbers[name] - before.numbers[name]) / (now - before.at);
-    const firstTokens = this.ended.map((each) => each.queue_ms + each.prefill_ms);
     const pool = numbers.gpu_pool;
     this.samples.push({
       at: now,
@@ -54,8 +42,8 @@ export class Series {
       preemptions: rate("preemptions"),
       used: pool.total_blocks ? pool.used_blocks / pool.total_blocks : 0,
       cached: pool.total_blocks ? pool.cached_blocks / pool.total_blocks : 0,
-      ttft50: percentile(firstTokens, 0.5),
-      ttft95: percentile(firstTokens, 0.95),
+      ttft50: numbers.first_token_ms_p50,
+      ttft95: numbers.first_token_ms_p95,
     });
     while (this.samples[0].at < now - KEPT_SECONDS) this.samples.shift();
   }

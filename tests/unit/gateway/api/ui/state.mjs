@@ -11,7 +11,7 @@ const { gainsOf, regionBlocks } = await import(`${folder}/gains.js`);
 const { Outages, sentenceOf } = await import(`${folder}/outage.js`);
 const { stopsOf } = await import(`${folder}/tour.js`);
 const { Zoom } = await import(`${folder}/zoom.js`);
-const { percentile, Series } = await import(`${folder}/series.js`);
+const { Series } = await import(`${folder}/series.js`);
 const { Choice, events, kindOf, valueOf } = await import(`${folder}/openai.js`);
 const recorded = JSON.parse(readFileSync(path));
 
@@ -152,11 +152,16 @@ palette.keep(new Set(ids));
 assert.deepEqual(ids.map((id) => palette.of({ request_id: id, sequence_index: 0 })), colours);
 
 // Numbers.
-assert.equal(percentile([], 0.5), null);
-assert.equal(percentile([3, 1, 2], 0.5), 2);
 assert.ok(series.samples.length > 3);
 assert.ok(series.steps.some((each) => each.total_us !== null));
 assert.ok(series.samples.every((each) => each.generated >= 0 && each.used <= 1));
+// Times to the first token are those that the replica states, of requests that ended before the page was opened, too.
+const late = new Series();
+for (const [at, p50] of [[1, null], [3, null], [5, 20]]) {
+  const { numbers } = recorded[0].frame;
+  late.add({ ...recorded[0].frame, unix_seconds: at, ended: [], numbers: { ...numbers, first_token_ms_p50: p50 } });
+}
+assert.deepEqual(late.samples.map(({ ttft50 }) => ttft50), [null, 20]);
 
 // Charts begin with what the gateway has kept, and go on with frames.
 const long = new Series();
