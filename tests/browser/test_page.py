@@ -296,6 +296,34 @@ async def test_the_page_fits_a_phone(open_page, served, image):
         assert width <= PHONE["viewport"]["width"], f"{view} is {width} pixels wide"
 
 
+@pytest.mark.parametrize("size", [(360, 740), (740, 360)])
+async def test_on_a_phone_the_chat_fills_the_screen_and_follows_its_answer(open_page, size):
+    width, height = size
+    page = await open_page("chat", **PHONE | {"viewport": {"width": width, "height": height}})
+
+    async def lower_edge() -> float:
+        box = await page.locator("#compose").bounding_box()
+        return box["y"] + box["height"]
+
+    buttons = [await page.locator(f"#compose button >> nth={place}").bounding_box() for place in range(4)]
+    assert len({box["y"] for box in buttons}) == 1
+    assert height - 24 <= await lower_edge() <= height
+    for _ in range(2):
+        await page.locator("#compose textarea").fill("Tell me a story about a fox.")
+        await page.get_by_role("button", name="Send").tap()
+        await page.locator("#stop:disabled").wait_for()
+    page_height = "() => document.documentElement.scrollHeight"
+    assert await page.evaluate(page_height) > height
+    scrolled = await page.evaluate("() => scrollY + innerHeight")
+    assert scrolled > await page.evaluate(page_height) - 160
+    assert height - 24 <= await lower_edge() <= height
+    # The keyboard takes half of the screen.
+    await page.set_viewport_size({"width": width, "height": height // 2})
+    assert height // 2 - 24 <= await lower_edge() <= height // 2
+    await page.get_by_role("button", name="Parameters").tap()
+    await page.locator("#parameters summary").first.wait_for()
+
+
 async def test_a_picture_of_16384_blocks_takes_few_operations(open_page):
     """256 sequences, drawn whole: that takes a few ms since each block is about one operation of the canvas."""
     page = await open_page("memory")

@@ -73,6 +73,7 @@ export class ChatView {
     const drawer = find("#parameters");
     drawer.hidden = !drawer.hidden;
     find("#show-parameters").setAttribute("aria-expanded", String(!drawer.hidden));
+    if (!drawer.hidden) drawer.scrollIntoView({ block: "nearest" });
   }
 
   // Parameters: the fields of the request as the gateway describes them
@@ -273,9 +274,11 @@ export class ChatView {
     return usage;
   }
 
-  // Scrolls with the answer while its end is in view.
+  // Scrolls with the answer while its end is in view: the conversation, or the page where that scrolls as a whole.
   follow() {
-    const room = find("#conversation");
+    const conversation = find("#conversation");
+    const isOwn = getComputedStyle(conversation).overflowY !== "visible";
+    const room = isOwn ? conversation : document.scrollingElement;
     if (room.scrollHeight - room.scrollTop - room.clientHeight < 160) room.scrollTop = room.scrollHeight;
   }
 
