@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypedDict
 
 import jinja2
 
-from assets.training.data import DIRECTORY
-
+DATA = Path(__file__).parent / "data"
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END)
@@ -18,7 +18,7 @@ TOKEN_IDS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, EN
 
 # Functions are shown by name, description and parameters, since a whole schema takes more of the context than a
 # conversation does. In the file a line is a statement, and its \n a line end of the text.
-_TEMPLATE_LINES = (DIRECTORY / "chat_template.jinja").read_text().splitlines()
+_TEMPLATE_LINES = (DATA / "chat_template.jinja").read_text().splitlines()
 CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
 
 PROMPT_WEIGHT = 0.1

@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,48 +12,38 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from assets.training import corpus
 from assets.training.conversations import BOS, EOS, TOKEN_IDS, Conversation
-from assets.training.corpus import conversation_of, draw_given_name, draw_name_memory, draw_question, draw_story
+from assets.training.corpus import QUESTION_KINDS, MakeQuestion, draw, draw_until
 from assets.training.json_questions import JSON_KINDS, led_question
-from assets.training.questions import NAMES, QUESTION_KINDS, WORDS, MakeQuestion, draw
-from assets.training.tool_lessons import TOOL_KINDS, draw_call_among, draw_first_try, draw_unseen
+from assets.training.tool_lessons import TOOL_KINDS, draw_call, draw_first_try, draw_unseen
 from assets.training.visitors import VISITOR_KINDS, accepted_answers, draw_first_words
 
 _PROMPTS_AT_ONCE = 50
 _SEED = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A prompt, and which answers are right; `wanted` shows what they look like."""
-
-    prompt: str
-    wanted: Any
-    accepts: Callable[[str], bool]
+# A prompt, what right answers are or mention, and which answers are right.
+Probe = tuple[str, tuple[str, ...], Callable[[str], bool]]
 
 
 class Answerer:
-    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, directory: Path) -> None:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
         self.tokenizer.padding_side = "left"
-        self.model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def prompt(self, conversation: Conversation) -> str:
         """Everything before the last answer, through the chat template; tools as users of OpenAI's API have them."""
-        tools: Any = [tool.definition() for tool in conversation.tools] or None
-        messages = conversation.messages()[:-1]
-        return str(
-            self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        )
+        render: Any = self.tokenizer.apply_chat_template
+        messages, tools = conversation.messages()[:-1], conversation.definitions()
+        return str(render(messages, tools=tools, tokenize=False, add_generation_prompt=True))
 
     @torch.inference_mode()
     def answer(self, prompts: list[str], max_tokens: int) -> list[str | None]:
         """None where the model runs into the limit of tokens. Prompts must hold their special tokens already."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-        # transformers types generate() against a protocol that its own models do not meet.
-        output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-            **inputs, max_new_tokens=max_tokens, do_sample=False, **TOKEN_IDS
-        )
+        # transformers types it against a protocol that its own models do not meet.
+        generate: Any = self.model.generate
+        output = generate(**inputs, max_new_tokens=max_tokens, do_sample=False, **TOKEN_IDS)
         rows: list[list[int]] = output[:, inputs["input_ids"].shape[1] :].tolist()
         ends = {*TOKEN_IDS["eos_token_id"]}
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -75,69 +64,68 @@ class Answerer:
 DrawProbe = Callable[[Answerer, Random], Probe]
 
 
-def _exactly(prompt: str, answers: tuple[str, ...]) -> Probe:
-    return Probe(prompt, answers, answers.__contains__)
+def _exactly(prompt: str, *answers: str) -> Probe:
+    return prompt, answers, answers.__contains__
 
 
 def _of_conversation(draw_one: Callable[..., Conversation], answerer: Answerer, rng: Random) -> Probe:
     conversation = draw_one(rng, held_out=True)
-    return _exactly(answerer.prompt(conversation), accepted_answers(conversation))
+    return _exactly(answerer.prompt(conversation), *accepted_answers(conversation))
 
 
 def _conversation(make: MakeQuestion, rng: Random, *, held_out: bool) -> Conversation:
-    return conversation_of(draw(make, rng, held_out=held_out))
+    return draw(make, rng, held_out=held_out).conversation()
 
 
-def _repeat(rng: Random, *, held_out: bool, made_up: bool) -> Conversation:
-    """Words that training names, or at least one that it never may have shown."""
-    while True:
-        conversation = _conversation(QUESTION_KINDS["repeat"], rng, held_out=held_out)
-        if made_up is not set(conversation.last_answer().split()).issubset((*WORDS, *NAMES)):
-            return conversation
+def _where(fits: Callable[[Conversation], bool], draw_one: Callable[..., Conversation]) -> Callable[..., Conversation]:
+    return lambda rng, held_out: draw_until(fits, lambda: draw_one(rng, held_out=held_out))
+
+
+def _is_listed(conversation: Conversation) -> bool:
+    """Of words that training names; others have at least one that it never may have shown."""
+    return set(conversation.last_answer().split()).issubset((*corpus.WORDS, *corpus.NAMES))
 
 
 def _plain(answerer: Answerer, rng: Random) -> Probe:
-    question = draw_question(rng, held_out=True)
-    return _exactly(f"{BOS}Question: {question.text}\nAnswer:", (question.answer,))
+    question = corpus.draw_question(rng, held_out=True)
+    return _exactly(f"{BOS}Question: {question.text}\nAnswer:", question.answer)
 
 
 def _story(answerer: Answerer, rng: Random) -> Probe:
     """The answer must mention whatever of the story the request asked for."""
-    story = draw_story(rng, held_out=True)
+    story = corpus.draw_story(rng, held_out=True)
     request = story.request(rng)
     asked = request.rstrip(".?").split()
-    mentions = [word for word in (story.slots["animal"], story.slots["name"]) if word in asked]
+    mentions = tuple(word for word in (story.slots["animal"], story.slots["name"]) if word in asked)
     prompt = answerer.prompt(Conversation("story", (), ((request, story.text),)))
-    return Probe(prompt, mentions, lambda text: all(word in text for word in mentions or ["."]))
+    return prompt, mentions, lambda text: all(word in text for word in mentions or ["."])
 
 
 def _led(answerer: Answerer, rng: Random) -> Probe:
     """As a schema of one key forces it: the answer goes on after the key."""
-    while True:
-        question = draw(led_question, rng, held_out=True)
-        opening, separator, rest = question.answer.partition('": ')
-        if '": ' not in rest:
-            led = opening + separator + '"' * rest.startswith('"')
-            return _exactly(answerer.prompt(conversation_of(question)) + led, (question.answer.removeprefix(led),))
+    question = draw_until(lambda each: each.answer.count('": ') == 1, lambda: draw(led_question, rng, held_out=True))
+    opening, separator, rest = question.answer.partition('": ')
+    led = opening + separator + '"' * rest.startswith('"')
+    return _exactly(answerer.prompt(question.conversation()) + led, question.answer.removeprefix(led))
 
 
 def _first_words(answerer: Answerer, rng: Random) -> Probe:
     conversation, words = draw_first_words(rng)
-    return Probe(answerer.prompt(conversation), words, lambda text: any(each in text for each in words))
+    return answerer.prompt(conversation), words, lambda text: any(each in text for each in words)
 
 
 _QUESTIONS = {kind: partial(_conversation, make) for kind, make in QUESTION_KINDS.items()}
 _CONVERSATIONS: dict[str, dict[str, Callable[..., Conversation]]] = {
     "first course": {
         **{kind: draw_one for kind, draw_one in _QUESTIONS.items() if kind != "who_it_is"},
-        "repeat": partial(_repeat, made_up=False),
-        "repeat_made_up": partial(_repeat, made_up=True),
-        "name_memory": draw_name_memory,
-        "given_name": draw_given_name,
+        "repeat": _where(_is_listed, _QUESTIONS["repeat"]),
+        "repeat_made_up": _where(lambda conversation: not _is_listed(conversation), _QUESTIONS["repeat"]),
+        "name_memory": corpus.draw_name_memory,
+        "given_name": corpus.draw_given_name,
     },
     "second course": {
-        "tool_one": partial(draw_call_among, some=False),
-        "tool_choice": partial(draw_call_among, some=True),
+        "tool_one": _where(lambda conversation: len(conversation.tools) == 1, draw_call),
+        "tool_choice": _where(lambda conversation: len(conversation.tools) > 1, draw_call),
         **{kind: draw_one for kind, draw_one in TOOL_KINDS.items() if kind != "tool_call"},
         **{kind: partial(_conversation, make) for kind, make in JSON_KINDS.items()},
     },
@@ -166,16 +154,16 @@ def score_kind(answerer: Answerer, kind: str, count: int) -> tuple[int, list[tup
     """
     rng = Random(f"{_SEED} {kind}")
     drawn: dict[str, Probe] = {}
-    for probe in (KINDS[kind](answerer, rng) for _ in range(count * 8)):
-        drawn.setdefault(probe.prompt, probe)
-        if len(drawn) == count:
-            break
+    for _ in range(count * 8):
+        if len(drawn) < count:
+            probe = KINDS[kind](answerer, rng)
+            drawn.setdefault(probe[0], probe)
     max_tokens = 300 if kind in ("story", "first_words") else 80 if kind in COURSE_KINDS["first course"] else 160
     wrong: list[tuple[Probe, str | None]] = []
     left = iter(drawn.values())
     while probes := list(islice(left, _PROMPTS_AT_ONCE)):
-        answered = zip(probes, answerer.answer([probe.prompt for probe in probes], max_tokens), strict=True)
-        wrong += [(probe, text) for probe, text in answered if text is None or not probe.accepts(text)]
+        answered = zip(probes, answerer.answer([prompt for prompt, _, _ in probes], max_tokens), strict=True)
+        wrong += [(probe, text) for probe, text in answered if text is None or not probe[2](text)]
     return len(drawn), wrong
 
 
@@ -190,16 +178,15 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=200, help="at most this many of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--show-failures", type=int, default=0, metavar="N", help="print N failures of each kind")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
-    answerer = Answerer(arguments.model, getattr(torch, arguments.dtype))
+    answerer = Answerer(arguments.model)
     scores: dict[str, tuple[int, int]] = {}
     for kind in arguments.kinds:
         asked, wrong = score_kind(answerer, kind, arguments.questions)
         scores[kind] = asked, len(wrong)
         _print_score(kind, *scores[kind])
-        for probe, text in islice(wrong, arguments.show_failures):
-            print(f"    {probe.prompt!r}\n        not {probe.wanted!r}\n        but {text!r}")
+        for (prompt, wanted, _), text in wrong[: arguments.show_failures]:
+            print(f"    {prompt!r}\n        not {wanted!r}\n        but {text!r}")
     for course, kinds in COURSE_KINDS.items():
         of_course = [score for kind, score in scores.items() if kind in kinds]
         _print_score(course, *(sum(score[i] for score in of_course) for i in range(2)))

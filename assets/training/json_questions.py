@@ -5,17 +5,17 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from assets.training import corpus
 from assets.training.conversations import Conversation, Document, document, to_json
-from assets.training.corpus import choose, conversation_of, draw_exchange
-from assets.training.data import items
-from assets.training.questions import LISTS, TABLES, WORDINGS, MakeQuestion, Question, draw, enumerated
+from assets.training.corpus import WORDINGS, MakeQuestion, Question, draw, draw_exchange, items, lists
 from assets.training.tool_skills import VALUES, any_word, identifier, number, person, place
 
-_ASKS = {name: items(text) for name, text in WORDINGS["json"].items()}
+_ASKS = lists(WORDINGS["json"])
 _FACTS = [
-    (TABLES[name], *(items(of[part]) for part in ("left", "right", "ask")))
+    (corpus.TABLES[name], *(items(of[part]) for part in ("left", "right", "ask")))
     for name, of in WORDINGS["json_facts"].items()
 ]
+_EVENT_KEYS = [items(keys) for keys in WORDINGS["json_entities"]["event"]]
 _TOTALS = ("sum", "result", "answer", "total")
 
 JsonObject = dict[str, Any]
@@ -25,16 +25,11 @@ def _question(kind: str, text: str, value: Mapping[str, Any], key: str = "") -> 
     return Question(f"json_{kind}", text, to_json(value), key or text)
 
 
-def _keyed(kind: str, text: str, value: Mapping[str, Any], rng: Random, key: str = "") -> Question:
-    """Asks for JSON with these keys."""
-    return _question(kind, _ordered(text, _wording(value, rng), rng), value, key)
-
-
 def _wording(value: Mapping[str, Any], rng: Random) -> str:
     """A request for JSON with these keys."""
     wording = rng.choice(_ASKS["keys" if len(value) > 1 else "key"])
     quote = '"' if rng.random() < 0.15 else ""
-    return wording.format(k=enumerated([f"{quote}{key}{quote}" for key in value]))
+    return wording.format(k=corpus.enumerated([f"{quote}{key}{quote}" for key in value]))
 
 
 def _ordered(question: str, wording: str, rng: Random) -> str:
@@ -56,6 +51,10 @@ def _draw_fact(rng: Random) -> tuple[JsonObject, tuple[str, ...], str]:
     return {rng.choice(lefts): x, _result_key(rights, rng): y}, asks, x
 
 
+def _last_of(value: JsonObject) -> JsonObject:
+    return dict([list(value.items())[-1]])
+
+
 def _draw_sum(rng: Random) -> tuple[int, int, str]:
     """Two numbers, and the key of the split. Up to 30, since sums are practised in words."""
     a, b = rng.randint(1, 30), rng.randint(1, 30)
@@ -65,10 +64,11 @@ def _draw_sum(rng: Random) -> tuple[int, int, str]:
 def _fact(rng: Random) -> Question:
     value, asks, x = _draw_fact(rng)
     if rng.random() < 0.35:
-        value = dict([list(value.items())[-1]])
+        value = _last_of(value)
     elif rng.random() < 0.15:
         value = dict(reversed(value.items()))
-    return _keyed("fact", rng.choice(asks).format(x=x), value, rng)
+    text = rng.choice(asks).format(x=x)
+    return _question("fact", _ordered(text, _wording(value, rng), rng), value)
 
 
 def _bare(rng: Random) -> Question:
@@ -89,7 +89,8 @@ def _sum(rng: Random) -> Question:
     total = _result_key(_TOTALS, rng)
     first, second = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
     value = {total: a + b} if rng.random() < 0.5 else {first: a, second: b, total: a + b}
-    return _keyed("sum", rng.choice(_ASKS["sum"]).format(a=a, b=b), value, rng, key)
+    text = rng.choice(_ASKS["sum"]).format(a=a, b=b)
+    return _question("sum", _ordered(text, _wording(value, rng), rng), value, key)
 
 
 def _entity(rng: Random) -> tuple[str, JsonObject]:
@@ -103,24 +104,20 @@ def _entity(rng: Random) -> tuple[str, JsonObject]:
         drawn = VALUES[drawn](rng)
         said.append(rng.choice(items(phrases)).format(v=drawn))
         value[rng.choice([key for key in items(names) if key not in value])] = drawn
-    return f"{of['subject'].format(name)} {enumerated(said)}.", value
+    return f"{of['subject'].format(name)} {corpus.enumerated(said)}.", value
 
 
 def _event(rng: Random) -> tuple[str, JsonObject]:
-    occasion = rng.choice(LISTS["occasions"]) if rng.random() < 0.7 else f"{any_word(rng)} {any_word(rng)}"
+    occasion = rng.choice(corpus.LISTS["occasions"]) if rng.random() < 0.7 else f"{any_word(rng)} {any_word(rng)}"
     people = [person(rng) for _ in range(rng.randint(1, 3))]
-    day = rng.choice(LISTS["days"])
-    verb = "is" if len(people) == 1 else "are"
-    go = rng.choice((f"{verb} going to a {occasion} on {day}", f"meet for a {occasion} on {day}"))
-    value: JsonObject = {
-        rng.choice(("name", "event", "title", "what")): occasion,
-        rng.choice(("date", "day", "when")): day,
-        rng.choice(("participants", "people", "guests", "who")): people,
-    }
+    day = rng.choice(corpus.LISTS["days"])
+    go = rng.choice((f"{'is' if len(people) == 1 else 'are'} going to", "meet for")) + f" a {occasion} on {day}"
+    values = zip(_EVENT_KEYS, (occasion, day, people), strict=True)
+    value: JsonObject = {rng.choice(keys): each for keys, each in values}
     if rng.random() < 0.3:
         value["time"] = VALUES["clock"](rng)
         go += f" at {value['time']}"
-    return f"{enumerated(people)} {go}.", value
+    return f"{corpus.enumerated(people)} {go}.", value
 
 
 def _extracted(rng: Random, share_of_entities: float) -> tuple[str, JsonObject, str]:
@@ -152,12 +149,10 @@ def _pairs(rng: Random) -> Question:
 def _list(rng: Random) -> Question:
     words = [any_word(rng) for _ in range(rng.randint(2, 5))]
     which = rng.randrange(5)
-    if which == 0:
-        words = (
-            list(LISTS["number_words"][1 : len(words) + 1])
-            if rng.random() < 0.2
-            else rng.sample(LISTS["words"], len(words))
-        )
+    if which == 0 and rng.random() < 0.2:
+        words = list(corpus.LISTS["number_words"][1 : len(words) + 1])
+    elif which == 0:
+        words = rng.sample(corpus.LISTS["words"], len(words))
     elif which == 1:
         words = [rng.choice((person, place, identifier))(rng) for _ in words]
     key = _result_key(("words", "items", "list", "things", "values", "names"), rng)
@@ -172,7 +167,7 @@ def led_question(rng: Random) -> Question:
         return _question("led", *_extracted(rng, 0.6))
     if which < 2:
         value, asks, x = _draw_fact(rng)
-        value = rng.choice((dict([list(value.items())[-1]]), value))
+        value = rng.choice((_last_of(value), value))
         text = rng.choice(asks).format(x=x)
         return _question("led", text, value, f"json led {text} {list(value)}")
     a, b, key = _draw_sum(rng)
@@ -185,7 +180,6 @@ JSON_KINDS: dict[str, MakeQuestion] = {
     "json_fact": _fact, "json_bare": _bare, "json_sum": _sum, "json_extract": _extract, "json_pairs": _pairs,
     "json_list": _list,
 }  # fmt: skip
-_SHARES = dict(zip(JSON_KINDS, (22, 14, 10, 32, 12, 14), strict=True))
 
 
 def json_conversation(rng: Random, emphasis: str) -> Conversation:
@@ -194,16 +188,16 @@ def json_conversation(rng: Random, emphasis: str) -> Conversation:
         text, value, key = _extracted(rng, 0.5)
         ask = rng.choice(_ASKS["free_extract"])
         system, text = (ask, text) if rng.random() < 0.5 else (None, f"{ask} {text}")
-        return conversation_of(_question("free", text, value, key), system)
-    question = draw(JSON_KINDS[choose(_SHARES, rng)], rng, held_out=False)
-    if question.kind == "json_bare":
-        # The request for JSON may be in the system prompt.
-        wording = next((each for each in _ASKS["bare"] if question.text.endswith(f" {each}")), None)
-        if wording and rng.random() < 0.4:
-            text = question.text.removesuffix(f" {wording}")
-            return conversation_of(replace(question, text=text), rng.choice(_ASKS["systems"]))
+        return _question("free", text, value, key).conversation(system)
+    make = rng.choices(list(JSON_KINDS.values()), (22, 14, 10, 32, 12, 14))[0]
+    question = draw(make, rng, held_out=False)
+    wording = next((each for each in _ASKS["bare"] if question.text.endswith(f" {each}")), None)
+    # The request for JSON may be in the system prompt.
+    if make is _bare and wording and rng.random() < 0.4:
+        text = question.text.removesuffix(f" {wording}")
+        return replace(question, text=text).conversation(rng.choice(_ASKS["systems"]))
     system = rng.choice(_ASKS["systems"]) if rng.random() < 0.1 else None
-    conversation = conversation_of(question, system)
+    conversation = question.conversation(system)
     if system is None and rng.random() < 0.15:
         return replace(conversation, exchanges=(draw_exchange(rng, emphasis), *conversation.exchanges))
     return conversation
@@ -211,6 +205,6 @@ def json_conversation(rng: Random, emphasis: str) -> Conversation:
 
 def led_document(rng: Random) -> Document:
     """How the answer opens does not count, so that a question which asks for no JSON gets none of itself."""
-    *before, (answer, weight) = document(conversation_of(draw(led_question, rng, held_out=False)))
+    *before, (answer, weight) = document(draw(led_question, rng, held_out=False).conversation())
     opening = next(opening for opening in ('{"name": "', '{"') if answer.startswith(opening))
     return *before, (opening, 0.0), (answer.removeprefix(opening), weight)

@@ -8,19 +8,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
+from assets.training import corpus
 from assets.training.conversations import NO_TOOL_ANSWER, Call, Conversation, Exchange, ParameterType, Tool
-from assets.training.corpus import SYSTEM_PROMPTS, DrawConversation, choose, draw_exchange, loosely
-from assets.training.data import items, lists, pairs, weights
-from assets.training.questions import UNKNOWN_ANSWER, WORDINGS, enumerated, is_held_out, sentence_case
-from assets.training.tool_skills import MADE_UP, SKILLS, TOOL_WORDS, Ask, Drawn, Skill, draw_made_up, draw_tool
-from assets.training.tool_skills import has_held_out_name
+from assets.training.corpus import DrawConversation, draw_until, is_held_out, items, pairs, weights
+from assets.training.tool_skills import MADE_UP, SKILLS, Ask, Drawn, Skill, draw_made_up, draw_tool, has_held_out_name
 
-_WORDS = lists(TOOL_WORDS["words"])
-_STYLES, _EXTRAS = weights(TOOL_WORDS["styles"]), dict(pairs(TOOL_WORDS["extras"]))
-_RIVALS, _ALIKE = ([set(group.split()) for group in items(TOOL_WORDS[name])] for name in ("rivals", "alike"))
-_SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, *items(TOOL_WORDS["systems"]))
+_DATA = corpus.load("tools")
+_WORDS, _FIRST = corpus.lists(_DATA["words"]), corpus.lists(corpus.WORDINGS["first_try"])
+_OFTEN, _STYLES, _EXTRAS = weights(_DATA["often"]), weights(_DATA["styles"]), dict(pairs(_DATA["extras"]))
+_RIVALS, _ALIKE = ([set(group.split()) for group in items(_DATA[name])] for name in ("rivals", "alike"))
 _ARITHMETIC = _RIVALS[0]
-_OFTEN = {"weather": 3.0, "add": 2.0, "multiply": 2.0, "calculate": 2.0, "search": 2.0}
 _ALL = tuple(SKILLS.values())
 _HELD_OUT_SKILLS = tuple(skill for skill in _ALL if has_held_out_name(skill))
 # No two of these are rivals.
@@ -70,7 +67,8 @@ def _among(drawn: Drawn, rng: Random) -> list[Tool]:
 def _made(kind: str, tools: list[Tool], rng: Random, *exchanges: Exchange) -> Conversation:
     """With the tools in any order, and now and then with a system prompt."""
     rng.shuffle(tools)
-    return Conversation(kind, tuple(tools), exchanges, rng.choice(_SYSTEM_PROMPTS) if rng.random() < 0.3 else None)
+    systems = (*corpus.SYSTEM_PROMPTS, *items(_DATA["systems"]))
+    return Conversation(kind, tuple(tools), exchanges, rng.choice(systems) if rng.random() < 0.3 else None)
 
 
 def draw_call(rng: Random, *, held_out: bool) -> Conversation:
@@ -91,7 +89,7 @@ def draw_parallel_calls(rng: Random, *, held_out: bool, answered: bool = False) 
     """Two or three calls of one tool for one question, and perhaps what came of them in words."""
     while True:
         drawn = _draw_drawn(rng, held_out=held_out)
-        if drawn.skill.name not in items(TOOL_WORDS["several"]):
+        if drawn.skill.name not in items(_DATA["several"]):
             continue
         asks = [drawn.ask(rng, held_out=held_out) for _ in range(rng.choice((2, 2, 3)))]
         text, arguments = asks[0].text, asks[0].call["arguments"]
@@ -100,10 +98,9 @@ def draw_parallel_calls(rng: Random, *, held_out: bool, answered: bool = False) 
         if len(set(values)) == len(values) and text.count(values[0]) == 1:
             break
     calls = tuple(Call(name=drawn.tool.name, arguments={**arguments, name: value}) for value in values)
-    exchanges: list[Exchange] = [(text.replace(values[0], enumerated(values)), calls)]
-    if answered:
-        exchanges.append((tuple(ask.result for ask in asks), " ".join(ask.answer for ask in asks)))
-    return _made("tool_parallel", _among(drawn, rng), rng, *exchanges)
+    told = (tuple(ask.result for ask in asks), " ".join(ask.answer for ask in asks))
+    exchanges = ((text.replace(values[0], corpus.enumerated(values)), calls), told)
+    return _made("tool_parallel", _among(drawn, rng), rng, *exchanges[: 1 + answered])
 
 
 def draw_answer(rng: Random, *, held_out: bool) -> Conversation:
@@ -118,7 +115,7 @@ def draw_answer(rng: Random, *, held_out: bool) -> Conversation:
 
 def draw_not_needed(rng: Random, *, held_out: bool) -> Conversation:
     """An ordinary question, asked beside tools."""
-    exchange = draw_exchange(rng, "beside_tools", held_out=held_out)
+    exchange = corpus.draw_exchange(rng, "beside_tools", held_out=held_out)
     return _made("tool_not_needed", _others(None, rng, rng.choice((1, 1, 2, 3))), rng, exchange)
 
 
@@ -126,11 +123,11 @@ def draw_missing(rng: Random, *, held_out: bool) -> Conversation:
     """A question for a tool that is not among those there are, or without any."""
     while True:
         drawn = _draw_drawn(rng, held_out=False)
-        ask = drawn.ask(rng, held_out=False)
-        if is_held_out(ask.text) is held_out and drawn.skill.name not in _ARITHMETIC:
+        text = drawn.ask(rng, held_out=False).text
+        if is_held_out(text) is held_out and drawn.skill.name not in _ARITHMETIC:
             break
     count = rng.choice((0, 0, 0, 1, 1, 2))
-    exchange = (ask.text, NO_TOOL_ANSWER if count else UNKNOWN_ANSWER)
+    exchange = (text, NO_TOOL_ANSWER if count else corpus.UNKNOWN_ANSWER)
     return _made("tool_missing", _others(drawn.skill.name, rng, count), rng, exchange)
 
 
@@ -156,7 +153,7 @@ def _long_conversation(rng: Random) -> Conversation:
     for _ in range(rng.choice((2, 3, 3, 4))):
         chance = rng.random()
         if is_ordinary and chance < 0.12:
-            exchanges.append(draw_exchange(rng, "beside_tools"))
+            exchanges.append(corpus.draw_exchange(rng, "beside_tools"))
         elif chance > 0.94:
             exchanges.append(_missing_for(names, rng))
         else:
@@ -168,17 +165,17 @@ TOOL_KINDS: dict[str, DrawConversation] = {
     "tool_call": draw_call, "tool_made_up": draw_made_up_call, "tool_parallel": draw_parallel_calls,
     "tool_answer": draw_answer, "tool_not_needed": draw_not_needed, "tool_missing": draw_missing,
 }  # fmt: skip
-_SHARES = dict(zip(TOOL_KINDS, (30, 14, 7, 25, 11, 16), strict=True))
 
 
 def make_tool_conversation(rng: Random) -> Conversation:
-    """One for training. Whoever asks loosely gets the same answer."""
+    """One for training. Whoever asks corpus.loosely gets the same answer."""
     if rng.random() < 0.5:
         return _long_conversation(rng)
-    conversation = TOOL_KINDS[choose(_SHARES, rng)](rng, held_out=False)
+    draw = rng.choices(list(TOOL_KINDS.values()), (30, 14, 7, 25, 11, 16))[0]
+    conversation = draw(rng, held_out=False)
     (asked, done), *rest = conversation.exchanges
     assert isinstance(asked, str)
-    return replace(conversation, exchanges=((loosely(asked, rng), done), *rest))
+    return replace(conversation, exchanges=((corpus.loosely(asked, rng), done), *rest))
 
 
 def _inflected(phrase: str) -> dict[str, str]:
@@ -199,7 +196,7 @@ def _describe(skill: Skill, rng: Random, *, held_out: bool) -> str:
     """A description of one line for a tool of the skill."""
     while True:
         verb, thing = rng.choice(skill.each("does")), rng.choice(skill.each("things"))
-        line = sentence_case(choose(_STYLES, rng).format(thing=thing, **_inflected(verb))) + "."
+        line = corpus.sentence_case(corpus.choose(_STYLES, rng).format(thing=thing, **_inflected(verb))) + "."
         if _is_unseen(line) is held_out:
             break
     choice = rng.random()
@@ -218,7 +215,7 @@ def _describe_parameter(parameter: str, role: str, rng: Random) -> str:
     if role in ("place", "origin", "destination") and rng.random() < 0.6:
         return rng.choice(_WORDS["place_notes"])
     note = rng.choice(_WORDS["notes"]).format(parameter.replace("_", " "))
-    return sentence_case(note) + rng.choice(("", "", "."))
+    return corpus.sentence_case(note) + rng.choice(("", "", "."))
 
 
 def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
@@ -233,8 +230,8 @@ def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
     if "unit" in drawn.roles and rng.random() < 0.7:
         optional.add(drawn.roles["unit"])
     if rng.random() < 0.1 and (extra := rng.choice(list(_EXTRAS))) not in parameters:
-        kind = _EXTRAS[extra]
-        parameters[extra] = tuple(kind.split(", ")) if ", " in kind else kind
+        values = tuple(_EXTRAS[extra].split(", "))
+        parameters[extra] = values if len(values) > 1 else values[0]
         optional.add(extra)
     if rng.random() < 0.35:
         roles = {parameter: role for role, parameter in drawn.roles.items()}
@@ -269,44 +266,34 @@ def _draw_beside(names: list[str], rng: Random) -> str:
 
 def _missing(names: list[str], rng: Random, answer: str) -> Exchange:
     """A question for which there is no tool, often like one for which there is."""
-    while True:
-        name = _draw_beside(names, rng)
-        if name not in _ARITHMETIC and _fits_beside(name, [one for one in names if one != MADE_UP]):
-            return loosely(_ask(_draw_reworded(name, rng), rng).text, rng), answer
+    known = [one for one in names if one != MADE_UP]
+    name = draw_until(
+        lambda name: name not in _ARITHMETIC and _fits_beside(name, known), lambda: _draw_beside(names, rng)
+    )
+    return corpus.loosely(_ask(_draw_reworded(name, rng), rng).text, rng), answer
 
 
 def make_reworded_conversation(rng: Random) -> Conversation:
     """One question or several, each for one of one to four tools, for none of them, or one that needs no tool."""
     if rng.random() < 0.04:
-        return _made("tool_none", [], rng, _missing([], rng, UNKNOWN_ANSWER))
+        return _made("tool_none", [], rng, _missing([], rng, corpus.UNKNOWN_ANSWER))
     names = [MADE_UP if rng.random() < 0.12 else _draw_skill(rng).name]
     for _ in range(rng.choices((0, 1, 2, 3), (35, 30, 20, 15))[0]):
         names.append(_draw_beside(names, rng))
     toolbox = list({drawn.tool.name: drawn for drawn in (_draw_reworded(name, rng) for name in names)}.values())
     names = [drawn.skill.name for drawn in toolbox]
-    is_narrow = all(drawn.skill.narrow for drawn in toolbox)
     exchanges: list[Exchange] = []
     for left in reversed(range(rng.choices((1, 2, 3, 4), (45, 27, 18, 10))[0])):
         choice = rng.random()
         if choice < 0.3:
             exchanges.append(_missing(names, rng, NO_TOOL_ANSWER))
-        elif choice < 0.45 and is_narrow:
-            exchanges.append(draw_exchange(rng, "beside_reworded"))
+        elif choice < 0.45 and all(drawn.skill.narrow for drawn in toolbox):
+            exchanges.append(corpus.draw_exchange(rng, "beside_reworded"))
         else:
             ask = _ask(rng.choice(toolbox), rng)
-            if not left and rng.random() < 0.5:
-                exchanges.append((loosely(ask.text, rng), (ask.call,)))
-            else:
-                exchanges += ask.exchanges()
+            is_answered = left or rng.random() >= 0.5
+            exchanges += ask.exchanges() if is_answered else [(corpus.loosely(ask.text, rng), (ask.call,))]
     return _made("tool_reworded", [drawn.tool for drawn in toolbox], rng, *exchanges)
-
-
-def draw_call_among(rng: Random, *, some: bool, held_out: bool) -> Conversation:
-    """A call of the only tool, or of one beside some others."""
-    while True:
-        conversation = draw_call(rng, held_out=held_out)
-        if (len(conversation.tools) > 1) is some:
-            return conversation
 
 
 def draw_unseen(rng: Random, *, counts: tuple[int, ...], is_there: bool, held_out: bool) -> Conversation:
@@ -329,17 +316,13 @@ def draw_unseen(rng: Random, *, counts: tuple[int, ...], is_there: bool, held_ou
     return _made("tool_unseen", _distinct(reversed(tools)), rng, exchange)
 
 
-# As the documentation of Quire and of well-known clients has them.
-_FIRST = {name: items(text) for name, text in WORDINGS["first_try"].items()}
-
-
 def draw_first_try(rng: Random, *, held_out: bool) -> Conversation:
-    """What a newcomer tries first. Most of these words were seen in training, not all of them."""
+    """What a newcomer tries first, as documentation has it. Most of these words were seen in training, not all."""
     parameter = rng.choice(("city", "location"))
-    notes = {parameter: rng.choice(("The city", "The city and state, e.g. San Francisco, CA"))}
+    note = rng.choice(("The city", "The city and state, e.g. San Francisco, CA"))
     unit: dict[str, ParameterType] = {"unit": ("celsius", "fahrenheit")} if rng.random() < 0.3 else {}
     name, description = rng.choice(_FIRST["names"]), rng.choice(_FIRST["descriptions"])
-    notes = notes if rng.random() < 0.5 else {}
+    notes = {parameter: note} if rng.random() < 0.5 else {}
     tool = Tool(name, description, {parameter: "string", **unit}, notes, frozenset(unit))
     city = rng.choice(_FIRST["cities"])
     exchange = (rng.choice(_FIRST["questions"]).format(city), (Call(name=tool.name, arguments={parameter: city}),))

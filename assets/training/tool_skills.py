@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from assets.training.conversations import Call, CallValue, Exchange, ParameterType, Tool, to_json
-from assets.training.data import items, load, pairs
-from assets.training.questions import LISTS, NAMES, TABLES, WORDS, is_held_out, made_up_word
+from assets.training.corpus import LISTS, NAMES, TABLES, WORDS, is_held_out, items, load, made_up_word, pairs
 
 MADE_UP = "made up"
 Result = str | dict[str, CallValue]
@@ -17,8 +16,7 @@ Draw = Callable[[Random], CallValue]
 
 
 def one_of(values: Iterable[str]) -> Callable[[Random], str]:
-    among = tuple(values)
-    return lambda rng: rng.choice(among)
+    return lambda rng, among=tuple(values): rng.choice(among)
 
 
 _letter, _city = one_of("abcdefghijklmnopqrstuvwxyz"), one_of((*(y for _, y in TABLES["capitals"]), *LISTS["cities"]))
@@ -124,13 +122,14 @@ def _value_result(draw: Draw, keys: str, share: float) -> Callable[[Random], Res
     return result
 
 
-def _done(rng: Random) -> Result:
-    if rng.random() < 0.4:
-        return {"status": rng.choice(("ok", "done", "sent", "success", any_word(rng)))}
-    return rng.choice(DONE)
-
-
 DONE = ("ok", "done", "success", "true", "OK", "Done", "null")
+
+
+def _done(rng: Random) -> Result:
+    is_bare = rng.random() >= 0.4
+    return rng.choice(DONE) if is_bare else {"status": rng.choice(("ok", "done", "sent", "success", any_word(rng)))}
+
+
 _RESULTS: dict[str, Callable[[Random], Result]] = {
     "weather": _weather_result, "number": _value_result(VALUES["amount"], "result value answer total", 0.3),
     "text": _value_result(_phrase, "result text title answer", 0.4), "done": _done, "coin": one_of(("heads", "tails")),
@@ -152,9 +151,8 @@ class Role:
         values = items(self.kind)
         while True:
             value = rng.choice(values) if len(values) > 1 else VALUES[self.drawn](rng)
-            if integer and isinstance(value, float):
-                continue
-            if self.drawn not in _TEXTS or is_held_out(f"value {value}") is held_out:
+            is_on_side = self.drawn not in _TEXTS or is_held_out(f"value {value}") is held_out
+            if is_on_side and not (integer and isinstance(value, float)):
                 return value
 
     def draw_type(self, rng: Random) -> ParameterType:
@@ -181,15 +179,14 @@ class Skill:
     @property
     def narrow(self) -> bool:
         """No question of the old kinds could be meant for this tool."""
-        return self.name not in _BROAD
+        return self.name not in _BROAD.split()
 
 
 SKILLS: dict[str, Skill] = {
     name: Skill(name, {"does": _GET, **data}, {role: Role(*of) for role, of in data.get("roles", {}).items()})
     for name, data in load("skills").items()
 }
-TOOL_WORDS = load("tools")
-_MADE_UP, _BROAD = TOOL_WORDS["made_up"], TOOL_WORDS["broad"].split()
+_MADE_UP, _BROAD = (load("tools")[name] for name in ("made_up", "broad"))
 
 
 def _made_up_skill(rng: Random) -> Skill:

@@ -24,12 +24,10 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from assets.training.conversations import BOS, BOS_ID, CHAT_TEMPLATE, SPECIAL_TOKENS, TOKEN_IDS, Document, document
-from assets.training.corpus import held_out_texts, make_document, plain_question_document
-from assets.training.data import load
+from assets.training.corpus import draw, held_out_texts, load, make_document, plain_question_document
 from assets.training.json_questions import JSON_KINDS, json_conversation, led_document
-from assets.training.questions import draw
 from assets.training.tool_lessons import draw_parallel_calls, make_reworded_conversation, make_tool_conversation
-from assets.training.visitors import SHARES, make_visitor_document
+from assets.training.visitors import make_visitor_document
 
 # How much the choice of a tool counts where tools are reworded.
 _DECISION_WEIGHT = 3.0
@@ -48,16 +46,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A stretch of training up to step `until`, on its own stream of documents.
-
-    Attributes:
-        emphasis: Of the questions of old documents, and of those beside JSON.
-        old: The share of the first course's documents.
-        tools: The share of conversations with tools; the rest is about JSON.
-        reworded: Of all documents, those about tools in other words; the two shares above are of the others.
-        visitors: Of all documents, what visitors ask; the shares above are of the others.
-        asked: How often each kind of visitors' questions is asked, by the name in their file.
-    """
+    """A stretch of training up to step `until`, on its own stream of documents; `data/courses.toml` says of which."""
 
     until: int
     seed: int
@@ -93,7 +82,7 @@ class Lesson:
 
     def _document(self, rng: Random) -> Document:
         if self.visitors and rng.random() < self.visitors:
-            return make_visitor_document(rng, SHARES[self.asked])
+            return make_visitor_document(rng, self.asked)
         if self.reworded and (choice := rng.random()) < self.reworded:
             is_one = choice < self.reworded * 0.9
             made = make_reworded_conversation(rng) if is_one else draw_parallel_calls(rng, held_out=False)
@@ -111,22 +100,17 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The last lesson ends where the rates do.
-
-    Attributes:
-        rates: Learning rates at some steps, in their order; straight lines in between.
-        twin: Begins with the same weights; the mean of what came of both counts.
-        way_back: How far the weights move to those before the course, on the straight line, when it is over.
-    """
+    """What the fields mean stands in `data/courses.toml`."""
 
     rates: list[tuple[int, float]]
     lessons: tuple[Lesson, ...]
     way_back: float = 0.0
     twin: "Course | None" = None
 
-    def rate(self, step: int) -> float:
-        steps, rates = zip(*self.rates, strict=True)
-        return float(np.interp(step, steps, rates))
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> "Course":
+        lessons = tuple(Lesson(**lesson) for lesson in data["lessons"])
+        return cls(data["rate"], lessons, data.get("way_back", 0.0), cls.of(data["twin"]) if "twin" in data else None)
 
     def batches(self, tokenizer: Tokenizer) -> Iterator[Batch]:
         start = 0
@@ -135,14 +119,7 @@ class Course:
             start = lesson.until
 
 
-def _course(of: dict[str, Any]) -> Course:
-    lessons = tuple(Lesson(**lesson) for lesson in of["lessons"])
-    return Course(of["rate"], lessons, of.get("way_back", 0.0), _course(of["twin"]) if "twin" in of else None)
-
-
-COURSES = tuple(_course(of) for of in load("courses")["courses"])
-
-
+COURSES = tuple(Course.of(data) for data in load("courses")["courses"])
 _MODEL = load("model")
 _HELD_OUT_SEED, _HELD_OUT_TEXTS = 99, 390
 _TOKENIZER_DOCUMENTS = 60_000
@@ -212,7 +189,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, course: Course, loss_of
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
     started, seen = time.monotonic(), 0
     for step, batch in enumerate(course.batches(tokenizer)):
-        rate = course.rate(step)
+        rate = float(np.interp(step, *zip(*course.rates, strict=True)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of(model, batch)
@@ -243,11 +220,11 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> No
             path.replace(directory / path.name)
 
 
+@torch.no_grad()
 def _move(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
     """Moves the weights on the straight line to those of `other`, by `share` of it."""
-    with torch.no_grad():
-        for weight, target in zip(model.parameters(), other.parameters(), strict=True):
-            weight.lerp_(target, share)
+    for weight, target in zip(model.parameters(), other.parameters(), strict=True):
+        weight.lerp_(target, share)
 
 
 def take(course: Course, start: Path | None, output: Path) -> None:

@@ -5,72 +5,65 @@ one is given. The split looks at the wording; the first one of a group is never 
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
 
-from assets.training import corpus, questions
+from assets.training import corpus
 from assets.training.conversations import Conversation, Document, Exchange, document
-from assets.training.corpus import DrawConversation, choose, conversation_of, draw_story
-from assets.training.data import items, load, pairs, weights
-from assets.training.questions import FACTS, NAMES, NUMBER_WORDS, QUESTION_KINDS, WORDS, Question, draw, made_up_word
+from assets.training.corpus import FACTS, NUMBER_WORDS, QUESTION_KINDS, DrawConversation, Question, draw, items, pairs
 
-_DATA: dict[str, Any] = load("visitors")
+_DATA: dict[str, Any] = corpus.load("visitors")
 _FIRST_WORDS = pairs(_DATA["first_words"])
 # The key of what is not held out.
 _TRAINED = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Questions that mean the same; `more` asks for another answer once one was given."""
-
-    asks: tuple[str, ...]
-    answers: tuple[str, ...]
-    more: tuple[str, ...] = ()
+# Questions that mean the same, their answers, and how one asks for another answer once one was given.
+Group = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def _filled(asks: str, *values: str) -> tuple[str, ...]:
-    """The ways to ask, with each value in turn."""
-    return tuple(questions.sentence_case(ask.format(x=value)) for value in values for ask in items(asks))
+def _group(asks: str, values: Iterable[str], *answers: str, more: str = "") -> Group:
+    """The ways to ask, with each value in turn; ` / ` ends a line of an answer."""
+    filled = (corpus.sentence_case(ask.replace("{x}", value)) for value in values for ask in items(asks))
+    return tuple(filled), tuple(answer.replace(" / ", "\n") for answer in answers), items(more)
 
 
 def _groups() -> Iterator[tuple[str, Group]]:
     for names, answer in _DATA["concepts"]["of"].items():
         for kind in ("concept", "simply"):
-            yield kind, Group(_filled(_DATA["concepts"][kind], *items(names)), (answer.strip(),))
+            yield kind, _group(_DATA["concepts"][kind], items(names), answer.strip())
     for kind in ("again", "asked"):
         for answer, asks in _DATA[kind].items():
-            yield kind, Group(items(asks), (answer,))
+            yield kind, (items(asks), (answer,), ())
     for of in _DATA["several"]:
         topics = pairs(of.get("topics", ""))
         answers = items(of["answer"]) if "answer" in of else (text for _, text in topics)
-        answers = tuple(text.replace(" / ", "\n") for text in answers)
-        yield "asked", Group(items(of["ask"]), answers, items(of.get("more", "")))
+        yield "asked", _group(of["ask"], [""], *answers, more=of.get("more", ""))
         for topic, text in topics:
-            yield "about", Group(_filled(of["about"], topic), (text.replace(" / ", "\n"),))
-    for names, listed in pairs(_DATA["lists"]["of"]):
-        (several, one), members = names.split(", "), listed.split(", ")
-        yield "list", Group(_filled(_DATA["lists"]["one"], one), (questions.sentence_case(members[0]) + ".",))
+            yield "about", _group(of["about"], [topic], text)
+    listed, translated = _DATA["lists"], _DATA["translations"]
+    for names, values in pairs(listed["of"]):
+        (several, one), members = names.split(", "), corpus.sentence_case(values).split(", ")
+        yield "list", _group(listed["one"], [one], members[0] + ".")
         for count in range(2, len(members) + 1):
-            asks = _filled(_DATA["lists"]["ask"].replace("{s}", several), NUMBER_WORDS[count], str(count))
-            yield "list", Group(asks, (questions.sentence_case(", ".join(members[:count])) + ".",))
-    for word, translated in pairs(_DATA["translations"]["words"]):
-        for language, y in zip(items(_DATA["translations"]["languages"]), translated.split(", "), strict=True):
-            asks = _filled(_DATA["translations"]["ask"].replace("{l}", language), word)
-            yield "translate", Group(asks, (f"In {language}, {word} is {y}.",))
+            numbers, answer = (NUMBER_WORDS[count], str(count)), ", ".join(members[:count]) + "."
+            yield "list", _group(listed["ask"].replace("{s}", several), numbers, answer)
+    for word, values in pairs(translated["words"]):
+        for language, y in zip(items(translated["languages"]), values.split(", "), strict=True):
+            answer = f"In {language}, {word} is {y}."
+            yield "translate", _group(translated["ask"].replace("{l}", language), [word], answer)
     for count in range(3, 21):
-        asks = _filled(_DATA["counting"]["ask"], NUMBER_WORDS[count], str(count))
-        yield "count", Group(asks, (", ".join(map(str, range(1, count + 1))) + ".",))
+        answer = ", ".join(map(str, range(1, count + 1))) + "."
+        yield "count", _group(_DATA["counting"]["ask"], (NUMBER_WORDS[count], str(count)), answer)
 
 
 GROUPS: dict[str, list[Group]] = {}
-for _kind, _group in _groups():
-    GROUPS.setdefault(f"visitor_{_kind}", []).append(_group)
-_ALTERNATIVES = {answer: group.answers for group in GROUPS["visitor_asked"] for answer in group.answers}
-_MORE = [group for group in GROUPS["visitor_asked"] if group.more]
+for _kind, _made in _groups():
+    GROUPS.setdefault(f"visitor_{_kind}", []).append(_made)
+_ALTERNATIVES = {answer: answers for _, answers, _ in GROUPS["visitor_asked"] for answer in answers}
 
 
 def as_typed(text: str, rng: Random) -> str:
@@ -83,16 +76,16 @@ def as_typed(text: str, rng: Random) -> str:
 
 
 def _grouped(kind: str, rng: Random) -> Question:
-    group = rng.choice(GROUPS[kind])
-    which = 0 if rng.random() < 0.15 else rng.randrange(len(group.asks))
-    ask = group.asks[which]
-    return Question(kind, ask, rng.choice(group.answers), ask if which else _TRAINED)
+    asks, answers, _ = rng.choice(GROUPS[kind])
+    which = 0 if rng.random() < 0.15 else rng.randrange(len(asks))
+    return Question(kind, asks[which], rng.choice(answers), asks[which] if which else _TRAINED)
 
 
 def _times(kind: str, rng: Random) -> Question:
     of, count = _DATA["times"], rng.randint(2, 5)
     is_common = rng.random() < 0.6
-    word = rng.choice(items(of["words"])) if is_common else rng.choice((rng.choice(WORDS), made_up_word(rng)))
+    words = items(of["words"]) if is_common else (rng.choice(corpus.WORDS), corpus.made_up_word(rng))
+    word = rng.choice(words)
     n = rng.choice((str(count), NUMBER_WORDS[count]))
     key = _TRAINED if word == "hello" else f"times {word} {count}"
     return Question(kind, rng.choice(items(of["ask"])).format(x=word, n=n), " ".join([word] * count), key)
@@ -101,9 +94,9 @@ def _times(kind: str, rng: Random) -> Question:
 def _unknown(kind: str, rng: Random) -> Question:
     asks = items(_DATA["unknown"]["ask"])
     ask = rng.choice(asks)
-    name = rng.choice((rng.choice(NAMES), made_up_word(rng).title()))
-    text = ask.format(Name=name, word=made_up_word(rng))
-    return Question(kind, text, questions.UNKNOWN_ANSWER, _TRAINED if ask == asks[0] else text)
+    name = rng.choice((rng.choice(corpus.NAMES), corpus.made_up_word(rng).title()))
+    text = ask.format(Name=name, word=corpus.made_up_word(rng))
+    return Question(kind, text, corpus.UNKNOWN_ANSWER, _TRAINED if ask == asks[0] else text)
 
 
 def _tight_sum(kind: str, rng: Random) -> Question:
@@ -120,14 +113,10 @@ def _old(kind: str, rng: Random) -> Question:
 
 
 _OTHERS = {"visitor_times": _times, "visitor_unknown": _unknown, "visitor_sum": _tight_sum, "visitor_typed": _old}
-SHARES = {
-    name: {f"visitor_{kind}": share for kind, share in weights(text).items()} for name, text in _DATA["shares"].items()
-}
 
 
 def _draw(kind: str, rng: Random, *, held_out: bool) -> Question:
-    make = partial(_OTHERS.get(kind, _grouped), kind)
-    question = draw(make, rng, held_out=held_out)
+    question = draw(partial(_OTHERS.get(kind, _grouped), kind), rng, held_out=held_out)
     if kind == "visitor_times":
         return replace(question, text=corpus.loosely(question.text, rng, 0.3))
     text = as_typed(question.text, rng)
@@ -135,7 +124,7 @@ def _draw(kind: str, rng: Random, *, held_out: bool) -> Question:
 
 
 def _single(kind: str, rng: Random, *, held_out: bool) -> Conversation:
-    return conversation_of(_draw(kind, rng, held_out=held_out))
+    return _draw(kind, rng, held_out=held_out).conversation()
 
 
 def _follow_up(rng: Random, *, held_out: bool) -> Conversation:
@@ -145,30 +134,29 @@ def _follow_up(rng: Random, *, held_out: bool) -> Conversation:
     first = draw(QUESTION_KINDS[kind], rng, held_out=False)
     exchanges: list[Exchange] = [(as_typed(first.text, rng), first.answer)]
     for _ in range(rng.choice((1, 1, 2))):
-        (x, y), ask = questions.draw_side(
+        (x, y), ask = corpus.draw_side(
             lambda: (rng.choice(FACTS[kind]), rng.choice(items(of["ask"]))),
             lambda drawn: f"{drawn[1]} {drawn[0][0]}", held_out=held_out,
         )  # fmt: skip
-        exchanges.append((as_typed(ask.format(x=x), rng), questions.fact_answer(kind, x, y)))
+        exchanges.append((as_typed(ask.format(x=x), rng), corpus.fact_answer(kind, x, y)))
     return Conversation("visitor_follow_up", (), tuple(exchanges))
 
 
 def _another(rng: Random, *, held_out: bool) -> Conversation:
     """ "Another one." after a joke."""
     while True:
-        group = rng.choice(_MORE)
-        asks = [rng.choice(group.asks), *rng.choices(group.more, k=rng.choice((1, 1, 2)))]
-        if questions.is_held_out(" ".join(asks[:2])) is held_out and (held_out or not questions.is_held_out(asks[0])):
-            answers = rng.sample(group.answers, len(asks))
-            turns = tuple((as_typed(ask, rng), answer) for ask, answer in zip(asks, answers, strict=True))
-            return Conversation("visitor_another", (), turns)
+        first, answers, more = rng.choice([group for group in GROUPS["visitor_asked"] if group[2]])
+        asks = [rng.choice(first), *rng.choices(more, k=rng.choice((1, 1, 2)))]
+        if corpus.is_held_out(" ".join(asks[:2])) is held_out and (held_out or not corpus.is_held_out(asks[0])):
+            turns = zip(asks, rng.sample(answers, len(asks)), strict=True)
+            return Conversation("visitor_another", (), tuple((as_typed(ask, rng), answer) for ask, answer in turns))
 
 
+_SHARES = {name: corpus.weights(text) for name, text in _DATA["shares"].items()}
 VISITOR_KINDS: dict[str, DrawConversation] = {
-    **{kind: partial(_single, kind) for kind in SHARES["again"]},
-    "visitor_follow_up": _follow_up,
-    "visitor_another": _another,
-}
+    **{kind: partial(_single, kind) for kind in _SHARES["again"]},
+    "visitor_follow_up": _follow_up, "visitor_another": _another,
+}  # fmt: skip
 
 
 def accepted_answers(conversation: Conversation) -> tuple[str, ...]:
@@ -187,27 +175,29 @@ def draw_first_words(rng: Random) -> tuple[Conversation, tuple[str, ...]]:
     return Conversation("first_words", (), exchanges), tuple(words.split(" or "))
 
 
+def _is_known(story: corpus.Story) -> bool:
+    """By its names."""
+    return {story.slots["name"], story.slots["friend"]} <= {*corpus.NAMES}
+
+
 def _exchanges(shares: Mapping[str, float], rng: Random) -> tuple[Exchange, ...]:
     if rng.random() < 0.25:
         return (corpus.draw_exchange(rng, "fifth"),)
     choice = rng.random()
-    kind = "visitor_follow_up" if choice < 0.1 else "visitor_another" if choice < 0.15 else choose(shares, rng)
+    kind = "visitor_follow_up" if choice < 0.1 else "visitor_another" if choice < 0.15 else corpus.choose(shares, rng)
     return VISITOR_KINDS[kind](rng, held_out=False).exchanges
 
 
-def make_visitor_document(rng: Random, shares: Mapping[str, float]) -> Document:
-    choice = rng.random()
+def make_visitor_document(rng: Random, asked: str) -> Document:
+    """`asked` names the shares of kinds."""
+    shares, choice = _SHARES[asked], rng.random()
     if choice < 0.03:
-        # A story with names that everyone knows.
-        while True:
-            story = draw_story(rng, held_out=False)
-            if story.slots["name"] in NAMES and story.slots["friend"] in NAMES:
-                asked = as_typed(story.request(rng), rng)
-                return document(Conversation("story", (), ((asked, story.text),)))
+        story = corpus.draw_until(_is_known, lambda: corpus.draw_story(rng, held_out=False))
+        return document(Conversation("story", (), ((as_typed(story.request(rng), rng), story.text),)))
     if choice < 0.08:
-        return corpus.plain_question_document(_draw(choose(shares, rng), rng, held_out=False))
+        return corpus.plain_question_document(_draw(corpus.choose(shares, rng), rng, held_out=False))
     if choice < 0.5:
-        kind = choose({**shares, "visitor_follow_up": 10, "visitor_another": 4}, rng)
+        kind = corpus.choose({**shares, "visitor_follow_up": 10, "visitor_another": 4}, rng)
         exchanges = VISITOR_KINDS[kind](rng, held_out=False).exchanges
     else:
         exchanges = tuple(each for _ in range(rng.randint(2, 4)) for each in _exchanges(shares, rng))
