@@ -353,6 +353,60 @@ def _moves_that_end_late(seed: int, draw: Random) -> Plan:
     return replace(plan, layout=layout, faults=(slow, *gone), low_limits=MOVES)
 
 
+def _blocks_that_come_for_others(seed: int, draw: Random) -> Plan:
+    """So they do, and what nobody has asked for before takes these blocks."""
+    plan = _moves_that_end_late(seed, draw)
+    gone_at, options = plan.faults[-1].at, GenerationOptions(max_tokens=MAX_OUTPUT, ignore_eos=True)
+    new = [
+        Generate(number, gone_at + draw.uniform(0.3, 3), "client-0", "ann", fresh(draw, 100), options, Verb.STREAM)
+        for number in range(3000, 3010)
+    ]
+    return replace(plan, requests=(*plan.requests, *new), layout=replace(plan.layout, disk_blocks=500))
+
+
+def _pins_beside_leases(seed: int, draw: Random) -> Plan:
+    """Requests move with their first token, one after the other and slowly, from a pool that is full of pins."""
+    layout, requests = _preempting(draw)
+    size = draw.choice((2, 4))
+    worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
+    weather = replace(layout.weather, max_delay_s=0.001, bytes_per_s=2e4, window_bytes=256)
+    settings = replace(layout.settings, pin_quota=0.45, max_pinned=0.9)
+    layout = replace(layout, num_replicas=2, first_role="prefill", weather=weather, settings=settings, worker=worker)
+    layout = replace(layout, gateway=replace(layout.gateway, long_prompt=1))
+    pins = [
+        Pin(2000 + number, draw.uniform(0, 0.3), "client-0", ("ann", "bob")[number % 2], fresh(draw, 50), 60_000)
+        for number in range(6)
+    ]
+    moving = [
+        replace(each, prompt=fresh(draw, 100), at=0.5 + number * draw.uniform(0.2, 0.6))
+        for number, each in enumerate(requests)
+    ]
+    larger = OtherPool(-1.5, "worker-1", size, 8 * worker.num_blocks, 0)
+    return plan_of(seed, layout, [*pins, *moving], [larger], low=LEASES)
+
+
+def _heirs(seed: int, draw: Random) -> Plan:
+    """Requests displace others that alone hold what they begin with, beside some that stay."""
+    layout, requests = _preempting(draw)
+    size = draw.choice((2, 4))
+    worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
+    settings = replace(layout.settings, policy="priority")
+    changed: list[Request] = []
+    at, stem = 0.0, tuple[int, ...]()
+    for number, each in enumerate(_doubled(requests)):
+        if number % 3 == 0:
+            at, stem = draw.uniform(0, 6), fresh(draw, draw.randint(60, 90))
+        prompt, priority, count = (
+            (fresh(draw, draw.randint(20, 90)), 5, 1),
+            (stem + fresh(draw, 5), -5, 1),
+            (stem + fresh(draw, 10), 1, draw.choice((1, 2, 3))),
+        )[number % 3]
+        options = GenerationOptions(n=count, temperature=1.0, seed=number, max_tokens=50, ignore_eos=True)
+        given = {"priority": priority, "at": at + 0.2 * (number % 3), "timeout_s": None, "leaves_after_s": None}
+        changed.append(replace(cast(Any, each), prompt=prompt, options=options, **given))
+    return plan_of(seed, replace(layout, worker=worker, settings=settings, num_replicas=1, slowness=10.0), changed)
+
+
 def _displacing(seed: int, draw: Random) -> Plan:
     """Requests of several sequences, of which some begin alike, displace each other, or end together and leave blocks
     that are not free at once."""
@@ -409,6 +463,7 @@ def _paid(seed: int, draw: Random) -> Plan:
 
 _SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
 SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
+COINCIDENCES = (_blocks_that_come_for_others, _blocks_that_come_for_others, _pins_beside_leases, _heirs)
 OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 OF_WORKERS = (
     _slow_preparations,

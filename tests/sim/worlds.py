@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.sim.plans import RARE, START_S, Plan, draw_usual
-from tests.sim.situations import DISK_BLOCKS, OF_HANDS, OF_WORKERS, RARITIES, SHORTAGES, draw_moving, draw_on_disk
+from tests.sim.situations import (
+    COINCIDENCES,
+    DISK_BLOCKS,
+    OF_HANDS,
+    OF_WORKERS,
+    RARITIES,
+    SHORTAGES,
+    draw_moving,
+    draw_on_disk,
+)
 from tests.sim.world.charges import Charges
 from tests.sim.world.cluster import MANY, Cluster, watched_schedulers
 from tests.sim.world.faults import BadDisk, Cut, Fault, Glitch, HalfOpen, Kill, KillAt, OtherModel, OtherPool, Reset
@@ -37,6 +46,8 @@ _HANDED = 0.05
 """The share of worlds in which rows, blocks and streams change hands in the middle of what they do."""
 _SHORT = 0.06
 """The share of worlds in which what is short is asked for by many at once, or answers are late."""
+_COINCIDING = 0.04
+"""The share of worlds in which several things that are short come to the same blocks at once."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -54,6 +65,9 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
+    coincidences = Random(f"coincidences {seed}")
+    if coincidences.random() < _COINCIDING:
+        return coincidences.choice(COINCIDENCES)(seed, coincidences)
     short = Random(f"short {seed}")
     if short.random() < _SHORT:
         return short.choice(SHORTAGES)(seed, short)
