@@ -1,324 +1,621 @@
-"""Durable streams of every kind while processes are killed and stopped and links are cut, for as long as one likes.
+"""Streams of every kind while processes are killed and stopped, links are cut, and requests move, for as long as one
+likes.
 
-Two gateways, a scheduler and a worker serve quire-tiny. Each caller streams the same request again and again: greedy,
-sampled, several samples, the best of several, beam search, stop strings, log probabilities, a JSON schema, penalties,
-chat. Every few seconds one of the faults happens, and the next one waits until requests succeed again. Each answer must
-be the one that the same request got before the first fault, log probabilities to the bit, each token must come once and
-in order, and at the end no block may be in use. Exits with 1 where that did not hold.
+`quire serve` serves a model; with several replicas two gateways stand before them. Each caller sends the same request
+again and again: `bench/kills_traffic.py` has the kinds, over gRPC and by OpenAI's client. Every few seconds one of the
+faults happens, or two. Each answer must be the one that the same request got before the first fault, log probabilities
+to the bit, each token must come once and in order, and at the end no block may be in use, no process or file be left
+over. Exits with 1 where that did not hold. A call that is not durable may fail with a gateway or a link, and no other.
 """
 
 import argparse
 import asyncio
 import contextlib
-import dataclasses
+import itertools
 import os
 import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
+import torch
+from safetensors.torch import save_file
+
+from bench.kills_processes import Cluster, Held, held_by, scheduler_address, until_none_left
+from bench.kills_traffic import DURABLE_KINDS, KINDS, AnswerError, Caller, Output
 from bench.report import Series, write_results
-from quire.client import (
-    AsyncClient,
-    BeamSearch,
-    ChatMessage,
-    Constraint,
-    GenerationOptions,
-    SequenceFinished,
-    TokenChunk,
-)
+from quire.adapters import CONFIG_FILE, WEIGHTS_FILE
+from quire.client import AsyncClient, GenerationOptions
+from quire.model_directory import ModelDirectory, is_gguf
+from quire.model_source import resolve_model
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire_cli.supervisor import LocalServer, ServeSettings
 
-_NUM_TOKENS = 160
-_STREAM_TIMEOUT_S, _READY_TIMEOUT_S = 180.0, 90.0
-_CHUNK_BYTES = 64 * 1024
-
-_SCHEMA = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 30, "maxItems": 40}
-
-_KINDS: dict[str, GenerationOptions] = {
-    "greedy": GenerationOptions(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True),
-    "sampled": GenerationOptions(temperature=1.0, max_tokens=_NUM_TOKENS, ignore_eos=True),
-    "three samples": GenerationOptions(temperature=1.0, n=3, max_tokens=_NUM_TOKENS, ignore_eos=True),
-    "best of four": GenerationOptions(temperature=1.0, n=2, best_of=4, max_tokens=_NUM_TOKENS // 2),
-    "beams": GenerationOptions(n=2, beam_search=BeamSearch(4), max_tokens=_NUM_TOKENS // 2),
-    "stop strings": GenerationOptions(temperature=0.8, stop=("zebra", " and the"), max_tokens=_NUM_TOKENS),
-    "log probabilities": GenerationOptions(temperature=0.7, logprobs=3, max_tokens=_NUM_TOKENS, ignore_eos=True),
-    "a JSON schema": GenerationOptions(
-        temperature=0.9, constraint=Constraint(json_schema=_SCHEMA), max_tokens=_NUM_TOKENS
-    ),
-    "penalties": GenerationOptions(temperature=0.9, frequency_penalty=0.5, top_p=0.95, max_tokens=_NUM_TOKENS),
-    "chat": GenerationOptions(temperature=0.9, max_tokens=_NUM_TOKENS, ignore_eos=True),
-}
-
-
-class Link:
-    """A port before the gateways' own, whose connections can be reset."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._open: set[asyncio.StreamWriter] = set()
-        self.address = ""
-
-    @contextlib.asynccontextmanager
-    async def listening(self) -> AsyncIterator["Link"]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
-        try:
-            yield self
-        finally:
-            server.close()
-            self.reset()
-
-    def reset(self) -> None:
-        for writer in self._open:
-            writer.transport.abort()
-        self._open.clear()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._target.rpartition(":")
-        try:
-            there, back = await asyncio.open_connection(host, int(port))
-        except OSError:
-            writer.transport.abort()
-            return
-        self._open |= {writer, back}
-        with contextlib.suppress(OSError):
-            await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
-        self._open -= {writer, back}
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.closing(writer):
-        while data := await reader.read(_CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()
+_READY_TIMEOUT_S, _FAULT_TIMEOUT_S = 90.0, 240.0
+_OVERLAP = 0.25
+"""The chance that the next fault does not wait until requests succeed again."""
+_LONG_STOP = 0.1
+"""The chance that a stop outlasts heartbeats and health checks."""
+_STANDSTILL, _STANDSTILL_S = "the machine stood still", 5.0
+_PAUSE_S = 0.1
+"""A shorter time between two events of a stream is no pause."""
 
 
 @dataclass(slots=True)
-class Collected:
-    """One sequence, as far as it has come."""
+class Happened:
+    """One fault."""
 
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    end: str = ""
-    logprobs: list[float] = field(default_factory=list)
-
-
-Output = dict[int, Collected]
-"""The sequences of an answer by their index."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """One who streams the same request again and again."""
-
-    number: int
-    client: AsyncClient
-
-    @property
-    def kind(self) -> str:
-        return list(_KINDS)[self.number % len(_KINDS)]
-
-    async def stream(self) -> Output:
-        """Raises RuntimeError where a token comes twice, too early or not at all."""
-        options = _KINDS[self.kind]
-        if options.beam_search is None:
-            options = _with_seed(options, self.number)
-        prompt = f"Once upon a time, story {self.number}"
-        if self.kind == "chat":
-            stream = self.client.chat_stream([ChatMessage("user", prompt)], options, durable=True)
-        else:
-            stream = self.client.generate_stream(prompt, options, durable=True)
-        sequences: Output = {}
-        async with stream:
-            async for event in stream:
-                if isinstance(event, TokenChunk):
-                    sequence = sequences.setdefault(event.sequence_index, Collected())
-                    if event.offset != len(sequence.token_ids):
-                        raise RuntimeError(f"a chunk at {event.offset} came after {len(sequence.token_ids)} tokens")
-                    sequence.token_ids += event.token_ids
-                    sequence.text += event.text
-                    sequence.logprobs += [each.chosen.logprob for each in event.logprobs]
-                elif isinstance(event, SequenceFinished):
-                    sequence = sequences.setdefault(event.sequence_index, Collected())
-                    if sequence.end:
-                        raise RuntimeError("a sequence ended twice")
-                    sequence.end = event.finish_reason
-        if stream.completed is None or not all(each.end for each in sequences.values()):
-            raise RuntimeError("the stream ended early")
-        return sequences
+    kind: str
+    at: float
+    pauses: dict[int, float] = field(default_factory=dict[int, float])
+    """The longest pause of each caller's streams until the next fault."""
+    excuses: bool = False
+    """Whether a call that is not durable may fail with it."""
+    ended: float = float("inf")
+    """When requests succeeded again."""
 
 
 @dataclass(slots=True)
 class Findings:
-    num_streams: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    recovery_s: list[float] = field(default_factory=list)
+    streams: Counter[str] = field(default_factory=Counter[str])
+    told: Counter[str] = field(default_factory=Counter[str])
+    """Errors that a fault excuses."""
+    failures: Counter[str] = field(default_factory=Counter[str])
+    verdicts: Counter[str] = field(default_factory=Counter[str])
+    faults: list[Happened] = field(default_factory=list[Happened])
+    recovery_s: list[float] = field(default_factory=list[float])
+    last: dict[int, float] = field(default_factory=dict[int, float])
+
+    def note_token(self, caller: Caller) -> None:
+        """Something of a stream of this caller came."""
+        now = time.monotonic()
+        gap = now - max(self.last.get(caller.number, 0.0), caller.began)
+        self.last[caller.number] = now
+        if self.faults and gap >= _PAUSE_S:
+            pauses = self.faults[-1].pauses
+            pauses[caller.number] = max(gap, pauses.get(caller.number, 0.0))
+
+    def fail(self, verdict: str, what: str) -> None:
+        self.verdicts[verdict] += 1
+        self.failures[what] += 1
+        print(f"FAILURE ({verdict}) {what}", flush=True)
 
 
-Fault = Callable[[LocalServer, Link, random.Random], Awaitable[None]]
+Fault = Callable[[Cluster, random.Random], Awaitable[None]]
+_EXCUSES = ("gateway", "front", "serve", "helper", "link", "everything", "roll")
+"""Faults with which a call that is not durable may fail have one of these in their names."""
 
 
-def _kill(*names: str, within_s: float = 0.0) -> Fault:
-    async def happen(server: LocalServer, link: Link, rng: random.Random) -> None:
-        for name in rng.sample(names, len(names)):
-            _signal(server, name, signal.SIGKILL)
+def _signals(number: signal.Signals, *kinds: str, within_s: float = 0.0) -> Fault:
+    """To one process of each of these kinds, or to all of a kind that ends with *."""
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        for kind in rng.sample(kinds, len(kinds)):
+            pids = _pids_of(cluster, kind)
+            for pid in pids if kind.endswith("*") else rng.sample(pids, min(1, len(pids))):
+                _send(pid, number)
             await asyncio.sleep(rng.uniform(0, within_s))
 
     return happen
 
 
-def _stop(name: str) -> Fault:
-    async def happen(server: LocalServer, link: Link, rng: random.Random) -> None:
-        _signal(server, name, signal.SIGSTOP)
-        await asyncio.sleep(rng.uniform(0.2, 4))
-        _signal(server, name, signal.SIGCONT)
+def _stop(kind: str) -> Fault:
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        pids = _pids_of(cluster, kind)
+        if not pids:
+            return
+        pid = rng.choice(pids)
+        _send(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(rng.uniform(10, 18) if rng.random() < _LONG_STOP else rng.uniform(0.2, 4))
+        finally:
+            _send(pid, signal.SIGCONT)
 
     return happen
 
 
-async def _cut_links(server: LocalServer, link: Link, rng: random.Random) -> None:
-    link.reset()
+def _pids_of(cluster: Cluster, kind: str) -> list[int]:
+    kind = kind.removesuffix("*")
+    return [pid for name, pid in sorted(cluster.pids().items()) if name.partition("-")[0] == kind]
 
 
-def _signal(server: LocalServer, name: str, number: signal.Signals) -> None:
-    # It may be between its end and its next start.
-    with contextlib.suppress(RuntimeError, ProcessLookupError):
-        os.kill(server.process(name).pid, number)
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
-_FAULTS: dict[str, Fault] = {
-    "kill gateway": _kill("gateway"),
-    "kill gateway-1": _kill("gateway-1"),
-    "kill scheduler": _kill("scheduler"),
-    "kill worker": _kill("worker"),
-    "kill both gateways": _kill("gateway", "gateway-1"),
-    "kill scheduler and worker": _kill("scheduler", "worker", within_s=0.5),
-    "kill gateway and scheduler": _kill("gateway", "scheduler", within_s=0.05),
-    "kill everything": _kill("gateway", "gateway-1", "scheduler", "worker"),
-    "stop gateway": _stop("gateway"),
-    "stop scheduler": _stop("scheduler"),
-    "stop worker": _stop("worker"),
-    "cut links": _cut_links,
-}
+async def _cut(cluster: Cluster, rng: random.Random) -> None:
+    for link in rng.sample(cluster.links, rng.randint(1, len(cluster.links))):
+        link.reset()
+
+
+async def _hold(cluster: Cluster, rng: random.Random) -> None:
+    """Half-open: bytes vanish into the link, and at its end the connections may be reset."""
+    link = rng.choice(cluster.links)
+    link.hold()
+    await asyncio.sleep(rng.uniform(0.5, 12))
+    if rng.random() < 0.5:
+        link.reset()
+    link.let_pass()
+
+
+async def _delay(cluster: Cluster, rng: random.Random) -> None:
+    link = rng.choice(cluster.links)
+    link.delay_s = rng.uniform(0.02, 0.5)
+    await asyncio.sleep(rng.uniform(1, 5))
+    link.let_pass()
+
+
+def _drain(*, then: Fault | None = None, all_at_once: bool = False) -> Fault:
+    """Replicas are drained, and take requests again when their schedulers have started anew; `then` happens soon after
+    the drain begins."""
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        number = len(cluster.replicas) if all_at_once else 1
+        replicas = rng.sample(list(cluster.replicas), number)
+        calls = [asyncio.create_task(_call_drain(scheduler_address(each), rng.uniform(0.5, 15))) for each in replicas]
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        if then is not None:
+            await then(cluster, rng)
+        await asyncio.gather(*calls)
+        for each in replicas:
+            name = each.name.replace("serve", "scheduler")
+            if pid := cluster.pids().get(name):
+                _send(pid, rng.choice([signal.SIGTERM, signal.SIGKILL]))
+
+    return happen
+
+
+async def _call_drain(address: str, timeout_s: float) -> None:
+    process = await asyncio.create_subprocess_exec(
+        str(Path(sys.executable).with_name("quire")),
+        *("drain", address, f"--timeout={timeout_s:.1f}"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    await process.wait()
+
+
+async def _roll(cluster: Cluster, rng: random.Random) -> None:
+    """Each replica's services, one after the other, as an upgrade ends them; the next replica once this one serves."""
+    for replica in cluster.replicas:
+        for name in ("gateway", "scheduler", "worker"):
+            number = replica.name.partition("-")[2]
+            if pid := cluster.pids().get(f"{name}-{number}"):
+                _send(pid, signal.SIGTERM)
+                await asyncio.sleep(rng.uniform(0.1, 2))
+        await _wait_served(cluster)
+
+
+async def _sleep(cluster: Cluster, rng: random.Random) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{rng.choice(cluster.http).address}", timeout=60) as http:
+        try:
+            await http.post(f"/sleep?level={rng.choice([1, 2])}")
+            await asyncio.sleep(rng.uniform(0.1, 3))
+        except httpx.HTTPError:
+            pass
+        finally:
+            while True:
+                try:
+                    (await http.post("/wake_up")).raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    await asyncio.sleep(0.2)
+
+
+def _load_adapter(directory: Path) -> Fault:
+    """An adapter comes, is used and goes."""
+    numbers = itertools.count()
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        name = f"extra-{next(numbers)}"
+        async with AsyncClient(cluster.grpc[0].address) as client:
+            with contextlib.suppress(QuireError):
+                await client.load_adapter(name, directory, timeout_s=30)
+                options = GenerationOptions(max_tokens=20, ignore_eos=True)
+                await client.generate("Once", options, model=name, timeout_s=30)
+            with contextlib.suppress(QuireError):
+                await client.unload_adapter(name, timeout_s=30)
+
+    return happen
+
+
+def _fill(disk: Path) -> Fault:
+    """The file system of the blocks is full for a while. It should be a small one of its own."""
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        filler = disk / "filler"
+        try:
+            _write_all(filler)
+            await asyncio.sleep(rng.uniform(0.5, 4))
+        finally:
+            filler.unlink(missing_ok=True)
+
+    return happen
+
+
+def _write_all(filler: Path) -> None:
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 20)):
+            pass
+
+
+def _files_of_blocks(disk: Path) -> list[Path]:
+    return [*disk.glob("*/blocks*.kv")]
+
+
+def _damage(disk: Path) -> Fault:
+    """Bits of files of blocks flip."""
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        for path in _files_of_blocks(disk):
+            with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+                size = path.stat().st_size
+                for _ in range(rng.randint(1, 200) if size else 0):
+                    file.seek(rng.randrange(size))
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
+
+    return happen
+
+
+def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fault]:
+    """Those that can happen with these flags, by name."""
+    kill, term = signal.SIGKILL, signal.SIGTERM
+    several = arguments.replicas > 1
+    kinds = ["worker", "scheduler", "front" if several else "gateway", "helper"]
+    front = kinds[2]
+    faults: dict[str, Fault] = {f"kill {kind}": _signals(kill, kind) for kind in [*kinds, "serve"]}
+    faults |= {f"stop {kind}": _stop(kind) for kind in kinds}
+    faults |= {f"end {kind}": _signals(term, kind) for kind in kinds[:3]}
+    faults |= {
+        "kill scheduler and worker": _signals(kill, "scheduler", "worker", within_s=0.5),
+        "kill gateway and scheduler": _signals(kill, front, "scheduler", within_s=0.05),
+        "kill all gateways": _signals(kill, f"{front}*"),
+        "kill all workers": _signals(kill, "worker*"),
+        "kill everything": _signals(kill, f"{front}*", "scheduler*", "worker*"),
+        "cut links": _cut,
+        "hold a link": _hold,
+        "delay a link": _delay,
+        "sleep": _sleep,
+        "roll": _roll,
+    }
+    if several:
+        faults |= {
+            "drain": _drain(),
+            "drain all": _drain(all_at_once=True),
+            "drain, kill worker": _drain(then=_signals(kill, "worker")),
+            "drain, kill scheduler": _drain(then=_signals(kill, "scheduler")),
+            "drain, kill gateway": _drain(then=_signals(kill, "front")),
+            "drain, cut links": _drain(then=_cut),
+        }
+    if adapter is not None:
+        faults["load adapter"] = _load_adapter(adapter)
+    if arguments.kv_disk is not None:
+        faults |= {"fill disk": _fill(arguments.kv_disk), "damage disk": _damage(arguments.kv_disk)}
+    return faults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--streams", type=int, default=16, help="streams at once")
+    parser.add_argument("--model", help="model directory or file; none is the embedded model")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--roles", nargs="+", help="of the replicas; both if absent")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--adapters", action="store_true", help="serve two adapters, and load and unload a third")
+    parser.add_argument(
+        "--kv-disk", type=Path, help="directory, best on a small file system of its own, which is filled"
+    )
+    parser.add_argument("--blocks", type=int, default=512, help="of each pool")
+    parser.add_argument("--streams", type=int, default=24, help="callers at once")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="of the callers; all that apply if absent")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
-    parser.add_argument("--faults", nargs="+", choices=[*_FAULTS], default=[*_FAULTS], help="which faults happen")
+    parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
+    parser.add_argument("--bound", type=float, default=120.0, help="seconds after which a stream hangs")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--speculate", default="auto", help="as in quire serve")
+    parser.add_argument("--serve", nargs="+", default=[], help="further flags of quire serve, without the dashes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="write what the processes print")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    findings = asyncio.run(_run(arguments))
-    for fault, count in sorted(findings.faults.items()):
-        print(f"{count:>5} x {fault}")
+    with tempfile.TemporaryDirectory(prefix="kills-") as directory:
+        findings, held = asyncio.run(_run(arguments, Path(directory)))
+        for left in until_none_left(Path(directory)):
+            findings.fail("leak", left)
+        log = (Path(directory) / "log").read_text(errors="replace")
+        if arguments.log is not None:
+            arguments.log.write_text(log)
+        if tracebacks := log.count("Traceback (most recent call last)"):
+            findings.fail("traceback", f"{tracebacks} tracebacks in the log")
+    kinds = Counter(each.kind for each in findings.faults)
+    pauses: dict[str, list[float]] = defaultdict(list[float])
+    for each in findings.faults:
+        pauses[each.kind] += each.pauses.values()
+    print(f"{'faults':>6} {'pauses p50':>10} {'p99':>7}")
+    figures = {kind: _percentiles(pauses[kind]) for kind in sorted(kinds)}
+    for kind, (p50, p99) in figures.items():
+        print(f"{kinds[kind]:>6} {p50:>8.1f} s {p99:>5.1f} s {kind}")
     if findings.recovery_s:
         print(
             f"served again after {statistics.median(findings.recovery_s):.1f} s, {max(findings.recovery_s):.1f} at most"
         )
-    print(f"{findings.num_streams} streams ended as before the first fault")
-    for failure, count in findings.failures.items():
-        print(f"{count:>5} x {failure}")
+    print(f"{sum(findings.streams.values())} answers as before the first fault:", dict(findings.streams))
+    print(f"verdicts: {dict(findings.verdicts)}; {len(findings.faults)} faults")
+    for text, counted in (("told", findings.told), ("FAILED", findings.failures)):
+        for what, count in counted.most_common():
+            print(f"{count:>5} x {text}: {what}")
+    for line in held:
+        print(line)
     if arguments.out is not None:
         series = [Series("served again after a fault", "s", tuple(findings.recovery_s))]
-        facts = {"num_streams": findings.num_streams, "faults": findings.faults, "failures": findings.failures}
-        write_results(arguments.out, "durable streams through kills, stops and cuts", series, **facts)
+        facts = {
+            "faults": kinds,
+            "pauses_s": {kind: {"p50": p50, "p99": p99} for kind, (p50, p99) in figures.items()},
+            "answers": findings.streams,
+            "verdicts": {each: findings.verdicts[each] for each in ("lost", "changed", "doubled", "hung", "error")},
+            "errors_of_faults": findings.told,
+            "failures": findings.failures,
+            "held": held,
+        }
+        write_results(arguments.out, "streams through kills, stops, cuts and moves", series, **facts)
     if findings.failures:
         sys.exit(1)
 
 
-async def _run(arguments: argparse.Namespace) -> Findings:
-    settings = ServeSettings(
-        grpc_port=0,
-        http_port=0,
-        gateways=2,
-        dtype=arguments.dtype,
-        speculate=tuple(arguments.speculate.split(",")),
-        num_gpu_blocks=512,
-        log_level="error",
-    )
-    findings = Findings()
-    async with LocalServer(settings, report=lambda line: None) as server:
-        await server.wait_ready()
-        async with Link(server.grpc_address).listening() as link, contextlib.AsyncExitStack() as stack:
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values) or [0.0]
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+
+
+async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings, list[str]]:
+    findings, rng = Findings(), random.Random(arguments.seed)
+    serve, gateway, adapter = _flags(arguments, directory)
+    faults = _faults(arguments, adapter)
+    if unknown := set(arguments.faults or ()) - set(faults):
+        raise SystemExit(f"unknown faults {sorted(unknown)}; there are {sorted(faults)}")
+    chosen = arguments.faults or list(faults)
+    roles = arguments.roles or ["both"] * arguments.replicas
+    held: list[str] = []
+    async with Cluster.started(directory, arguments.replicas, serve, gateway, roles) as cluster:
+        await _wait_served(cluster)
+        async with contextlib.AsyncExitStack() as stack:
             callers = [
-                Caller(number, await stack.enter_async_context(AsyncClient(link.address)))
-                for number in range(arguments.streams)
+                await _caller(stack, cluster, number, arguments, findings) for number in range(arguments.streams)
             ]
-            expected = await asyncio.gather(*(caller.stream() for caller in callers))
+            expected = await asyncio.gather(*(_undisturbed(each) for each in callers))
+            before = _held(cluster)
             ends_at = time.monotonic() + arguments.seconds
+            watching = asyncio.create_task(_watch_standstills(findings))
+            stack.callback(watching.cancel)
             async with asyncio.TaskGroup() as group:
                 for caller, output in zip(callers, expected, strict=True):
-                    group.create_task(_stream_until(ends_at, caller, output, findings))
-                await _let_faults_happen(ends_at, server, link, arguments, findings)
-        blocks = await _blocks_in_use(server)
-        if blocks:
-            findings.failures[f"{blocks} blocks are in use at the end"] += 1
-    return findings
+                    group.create_task(_call_until(ends_at, caller, output, findings, arguments.bound))
+                await _let_faults_happen(
+                    ends_at, cluster, {name: faults[name] for name in chosen}, rng, findings, arguments
+                )
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                await _wait_served(cluster)
+        except TimeoutError:
+            findings.fail("hung", f"not served {_READY_TIMEOUT_S:.0f} s after the last fault")
+            return findings, held
+        for replica in cluster.replicas:
+            if blocks := await _blocks_in_use(scheduler_address(replica)):
+                findings.fail("leak", f"{blocks} blocks of a replica are in use at the end")
+        after = _held(cluster)
+        for name in sorted(after):
+            held.append(f"{name}: {before.get(name)} before, {after[name]} after")
+            if after[name].zombies:
+                findings.fail("leak", f"{name} has zombies")
+    return findings, held
+
+
+def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], list[str], Path | None]:
+    """Of each `quire serve`, of gateways, and the directory of the adapter that comes and goes."""
+    of_all = [f"--model={arguments.model}"] if arguments.model else []
+    serve = [
+        *of_all,
+        f"--dtype={arguments.dtype}",
+        f"--num-gpu-blocks={arguments.blocks}",
+        f"--speculate={arguments.speculate}",
+        f"--tensor-parallel-size={arguments.ranks}",
+        *(f"--{each}" for each in arguments.serve),
+    ]
+    if arguments.kv_disk is not None:
+        serve += [f"--kv-disk={arguments.kv_disk}/REPLICA", "--kv-disk-space=1GiB"]
+    gateway = [f"--response-store=sqlite:{directory}/responses.db", f"--batch-dir={directory}/batches"]
+    if arguments.replicas == 1:
+        gateway.append("--gateways=2")
+    else:
+        gateway += [*of_all, "--long-prompt=128", "--failover-delay=2"]
+    if not arguments.adapters:
+        return serve, gateway, None
+    directories = [_write_adapter(directory / name, arguments.model, seed) for seed, name in enumerate("abc")]
+    gateway.append(f"--adapters=a={directories[0]},b={directories[1]}")
+    return serve, gateway, directories[2]
+
+
+def _write_adapter(directory: Path, model: str | None, seed: int) -> Path:
+    """An adapter of the projections of queries, of random numbers, that says something else than the model."""
+    source = resolve_model(model)
+    assert not is_gguf(source), "adapters are written for directories of models"
+    config: dict[str, Any] = ModelDirectory.open(source).config
+    hidden, rank = config["hidden_size"], 8
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": torch.randn(
+            shape, generator=generator
+        )
+        * 0.2
+        for layer in range(config["num_hidden_layers"])
+        for side, shape in (("A", (rank, hidden)), ("B", (hidden, rank)))
+    }
+    directory.mkdir()
+    save_file(tensors, directory / WEIGHTS_FILE)
+    (directory / CONFIG_FILE).write_text(
+        '{"peft_type": "LORA", "r": 8, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}'
+    )
+    return directory
+
+
+async def _caller(
+    stack: contextlib.AsyncExitStack, cluster: Cluster, number: int, arguments: argparse.Namespace, findings: Findings
+) -> Caller:
+    kinds = arguments.kinds or [each for each in KINDS if arguments.adapters or not each.startswith("adapter")]
+    addresses = [link.address for link in cluster.grpc]
+    client = await stack.enter_async_context(
+        AsyncClient(addresses[number % len(addresses) :] + addresses[: number % len(addresses)])
+    )
+    base_url = f"http://{cluster.http[number % len(cluster.http)].address}/v1"
+    http = openai.AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0, timeout=arguments.bound)
+    await stack.enter_async_context(http)
+    name = (await client.list_models())[0].name
+    return Caller(number, kinds[(number + arguments.seed) % len(kinds)], client, http, name, findings.note_token)
+
+
+async def _undisturbed(caller: Caller) -> Output:
+    """What it says, twice the same."""
+    first, second = await caller.call(), await caller.call()
+    if first != second:
+        raise RuntimeError(f"{caller.kind} says something else the second time without a fault: {first} {second}")
+    return first
+
+
+async def _watch_standstills(findings: Findings) -> None:
+    """Notes when this machine stood still, as virtual ones do now and then: all timeouts are over then."""
+    while True:
+        began = time.monotonic()
+        await asyncio.sleep(1)
+        if (still_s := time.monotonic() - began - 1) > _STANDSTILL_S:
+            findings.faults.append(Happened(_STANDSTILL, began, excuses=True, ended=time.monotonic()))
+            print(f"{_STANDSTILL} for {still_s:.0f} s", flush=True)
 
 
 async def _let_faults_happen(
-    ends_at: float, server: LocalServer, link: Link, arguments: argparse.Namespace, findings: Findings
+    ends_at: float,
+    cluster: Cluster,
+    faults: dict[str, Fault],
+    rng: random.Random,
+    findings: Findings,
+    arguments: argparse.Namespace,
 ) -> None:
-    rng = random.Random(arguments.seed)
     while time.monotonic() < ends_at:
         await asyncio.sleep(rng.uniform(0.1, arguments.interval))
-        name = rng.choice(arguments.faults)
-        await _FAULTS[name](server, link, rng)
-        findings.faults[name] += 1
-        began = time.monotonic()
+        name = rng.choice(list(faults))
+        happened = Happened(name, time.monotonic(), excuses=any(each in name for each in _EXCUSES))
+        findings.faults.append(happened)
+        try:
+            async with asyncio.timeout(_FAULT_TIMEOUT_S):
+                await faults[name](cluster, rng)
+        except LookupError:  # a process that it needs is between its end and its next start
+            pass
+        except TimeoutError:
+            findings.fail("hung", f"not over after {_FAULT_TIMEOUT_S:.0f} s: {name}")
+        acted = time.monotonic()
+        if rng.random() < _OVERLAP:
+            continue
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                await _wait_served(server)
+                await _wait_served(cluster)
         except TimeoutError:
-            findings.failures[f"not served {_READY_TIMEOUT_S:.0f} s after: {name}"] += 1
+            if any(each.kind == _STANDSTILL and each.ended >= acted for each in findings.faults):
+                continue
+            findings.fail("hung", f"not served {_READY_TIMEOUT_S:.0f} s after: {name}")
             return
-        findings.recovery_s.append(time.monotonic() - began)
+        served = time.monotonic()
+        findings.recovery_s.append(served - acted)
+        for each in findings.faults:
+            each.ended = min(each.ended, served)
 
 
-async def _wait_served(server: LocalServer) -> None:
-    while True:
-        try:
-            async with AsyncClient(server.grpc_address) as client:
-                await client.generate("a", GenerationOptions(max_tokens=1), timeout_s=_READY_TIMEOUT_S)
-            return
-        except QuireError:
-            await asyncio.sleep(0.05)
+async def _wait_served(cluster: Cluster) -> None:
+    """Through each gateway."""
+    for link in cluster.grpc:
+        while True:
+            try:
+                async with AsyncClient(link.address) as client:
+                    await client.generate("a", GenerationOptions(max_tokens=1), timeout_s=20)
+                break
+            except QuireError:
+                await asyncio.sleep(0.05)
 
 
-async def _stream_until(ends_at: float, caller: Caller, expected: Output, findings: Findings) -> None:
+async def _call_until(ends_at: float, caller: Caller, expected: Output, findings: Findings, bound_s: float) -> None:
     while time.monotonic() < ends_at:
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(_STREAM_TIMEOUT_S):
-                output = await caller.stream()
-        except (QuireError, RuntimeError, TimeoutError) as error:
-            findings.failures[f"{caller.kind}: {type(error).__name__} {error}"] += 1
+            async with asyncio.timeout(bound_s):
+                output = await caller.call()
+        except (AnswerError, QuireError, openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
+            _judge(error, caller, began, findings)
             await asyncio.sleep(0.2)
             continue
         if output == expected:
-            findings.num_streams += 1
+            findings.streams[caller.kind] += 1
         else:
-            findings.failures[f"{caller.kind}: another answer than before"] += 1
+            findings.fail("changed", f"{caller.kind}: {_difference(expected, output)} {_story(findings, began)}")
 
 
-async def _blocks_in_use(server: LocalServer) -> int:
+def _judge(error: Exception, caller: Caller, began: float, findings: Findings) -> None:
+    what = f"{caller.kind}: {type(error).__name__} {' '.join(str(error).split())[:200]}"
+    with_fault = any((each.excuses or caller.kind == "pinned") and each.ended >= began - 5 for each in findings.faults)
+    if any(each.kind == _STANDSTILL and each.ended >= began for each in findings.faults):
+        findings.told[f"{_STANDSTILL}: {type(error).__name__}"] += 1
+    elif isinstance(error, TimeoutError):
+        findings.fail("hung", f"{what} {_story(findings, began)}")
+    elif isinstance(error, AnswerError):
+        is_told = caller.kind not in DURABLE_KINDS and with_fault and str(error).startswith("lost")
+        if is_told:
+            findings.told[what] += 1
+        else:
+            findings.fail(str(error).partition(":")[0], f"{what} {_story(findings, began)}")
+    elif with_fault and caller.kind in _FRAGILE:
+        findings.told[what] += 1
+    else:
+        findings.fail("error", f"{what} {_story(findings, began)}")
+
+
+_FRAGILE = (frozenset(KINDS) - DURABLE_KINDS) | {"background", "batch", "pinned"}
+"""Kinds that make a call which may fail with its gateway: it is not durable, or what it makes is not known before."""
+
+
+def _story(findings: Findings, began: float) -> str:
+    """The faults while a call ran."""
+    now = time.monotonic()
+    return (
+        f"[{now - began:.1f} s; "
+        + ", ".join(f"{each.kind} at {each.at - began:.1f}" for each in findings.faults if each.ended >= began - 5)
+        + "]"
+    )
+
+
+def _difference(expected: Output, output: Output) -> str:
+    ours, theirs = repr(expected), repr(output)
+    at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return f"...{ours[max(0, at - 60) : at + 60]!r} became {theirs[max(0, at - 60) : at + 60]!r}"
+
+
+def _held(cluster: Cluster) -> dict[str, Held]:
+    return {name: held for name, pid in cluster.pids().items() if (held := held_by(pid)) and "helper" not in name}
+
+
+async def _blocks_in_use(address: str) -> int:
     """What is in use once requests that were left behind have had their time."""
-    async with open_channel(server.scheduler_address) as channel:
+    async with open_channel(address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         in_use = 0
         for _ in range(150):
@@ -328,7 +625,3 @@ async def _blocks_in_use(server: LocalServer) -> int:
                 break
             await asyncio.sleep(0.5)
         return in_use
-
-
-def _with_seed(options: GenerationOptions, seed: int) -> GenerationOptions:
-    return dataclasses.replace(options, seed=seed)
