@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quire.common.v1.common_pb2 import Constraint
-from quire.constraints.check_process import HEADER
+from quire.constraints.check_process import CUT_SHORT, HEADER
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
 from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
 
@@ -59,6 +59,7 @@ class ConstraintChecker:
         Raises:
             InvalidArgument: it is malformed, not enforced, or takes too much time or memory.
             ResourceExhausted: too many constraints wait already.
+            Unavailable: it could not be tried; no verdict is kept.
         """
         size = constraint.ByteSize()
         if size > MAX_CONSTRAINT_BYTES:
@@ -181,7 +182,8 @@ class TrialProcess:
         """The verdict on a serialized constraint.
 
         Raises:
-            Unavailable: the process ended before it answered, or cannot be started.
+            Unavailable: the process ended before it answered, or cannot be started, or the trial was cut short for a
+                reason that says nothing about the constraint.
         """
         writer = await self._connection()
         self._next_number += 1
@@ -232,7 +234,11 @@ class TrialProcess:
                 length, number = HEADER.unpack(await reader.readexactly(HEADER.size))
                 payload = await reader.readexactly(length)
                 answer = self._answers.get(number)
-                if answer is not None and not answer.done():
+                if answer is None or answer.done():
+                    continue
+                if payload == CUT_SHORT:
+                    answer.set_exception(_unavailable("the trial of a constraint was cut short; try again"))
+                else:
                     answer.set_result(_verdict_from(payload))
         except (asyncio.IncompleteReadError, ConnectionError):
             _logger.warning("the process that compiles constraints ended; the next constraint starts it again")
@@ -262,8 +268,8 @@ def _verdict_from(payload: bytes) -> Verdict:
 
 
 def _ended() -> Unavailable:
-    return Unavailable(
-        "the process that compiles constraints ended; try again",
-        reason="CONSTRAINTS_UNAVAILABLE",
-        retry_after_ms=_RETRY_AFTER_MS,
-    )
+    return _unavailable("the process that compiles constraints ended; try again")
+
+
+def _unavailable(message: str) -> Unavailable:
+    return Unavailable(message, reason="CONSTRAINTS_UNAVAILABLE", retry_after_ms=_RETRY_AFTER_MS)

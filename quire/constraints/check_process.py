@@ -4,7 +4,8 @@ It reads the vocabulary once, and compiles each constraint in a forked child wit
 time and memory. So untrusted constraints cannot affect each other or the gateway.
 
 Requests arrive on stdin and answers go to stdout, each as a header (length, number) and that many bytes. A request is a
-`Constraint`; its answer is empty, or a field and a description as a JSON list. Answers may come in any order.
+`Constraint`; its answer is empty, or a field and a description as a JSON list, or CUT_SHORT. Answers may come in any
+order.
 """
 
 import json
@@ -27,6 +28,9 @@ from quire.model_directory import ModelDirectory
 HEADER = struct.Struct("<IQ")
 """The length of what follows and the number of the request."""
 
+CUT_SHORT = b"null"
+"""The answer where the trial ended for a reason that says nothing about the constraint."""
+
 CPU_SECONDS = 0.5
 """Small, because a worker compiles an accepted constraint again while the request's rows wait."""
 WALL_SECONDS = 20
@@ -38,10 +42,8 @@ _TRIED_TOKENS = 16
 
 _TOO_SLOW = f"takes more than {CPU_SECONDS} s of processor time to compile; make it smaller or less ambiguous"
 _TOO_LARGE = f"takes more than {MEMORY_BYTES >> 20} MiB to compile; make it smaller or less ambiguous"
-_CAUSES = {
-    signal.SIGPROF: _TOO_SLOW,
-    signal.SIGALRM: f"did not compile within {WALL_SECONDS} s",
-}
+# A constraint takes processor time and memory. Its wall clock time is that of a machine that is busy or stood still.
+_OF_OTHERS = (signal.SIGALRM, signal.SIGKILL, signal.SIGTERM)
 
 
 def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str] | None:
@@ -104,6 +106,10 @@ def _answer(number: int, problem: list[str] | None) -> None:
         field, description = problem
         while len(payload := json.dumps([field, description]).encode()) > _MAX_ANSWER_BYTES:
             field, description = field[:200], description[: len(description) // 2] + "..."
+    _write(number, payload)
+
+
+def _write(number: int, payload: bytes) -> None:
     os.write(1, HEADER.pack(len(payload), number) + payload)
 
 
@@ -115,8 +121,12 @@ def _reap(numbers: dict[int, int]) -> None:
             return
         number = numbers.pop(pid)
         if os.WIFSIGNALED(status):
-            # A child without memory aborts, or hits the guard page of its stack.
-            _answer(number, ["", _CAUSES.get(signal.Signals(os.WTERMSIG(status)), _TOO_LARGE)])
+            end = os.WTERMSIG(status)
+            if end in _OF_OTHERS:
+                _write(number, CUT_SHORT)
+            else:
+                # A child without memory aborts, or hits the guard page of its stack.
+                _answer(number, ["", _TOO_SLOW if end == signal.SIGPROF else _TOO_LARGE])
         elif os.WEXITSTATUS(status):
             _answer(number, ["", _TOO_LARGE])
 

@@ -46,6 +46,11 @@ HOSTILE = {
     "more than a megabyte": Constraint(regex="a" * (1 << 20) + "b"),
 }
 
+SLOW = Constraint(
+    json_schema=json.dumps(
+        {"type": "object", "properties": {f"name_{index}": {"type": "string"} for index in range(8000)}}
+    )
+)
 SMALL_AFTER_ALL = ("nested quantifiers", "a counted class", "an ambiguous regex", "an ambiguous grammar")
 
 
@@ -105,9 +110,8 @@ async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
         return popen([command[0], "-c", patient, *command[3:]], **options)
 
     monkeypatch.setattr(checking.subprocess, "Popen", start)
-    slow = {"type": "object", "properties": {f"name_{index}": {"type": "string"} for index in range(8000)}}
     with pytest.raises(InvalidArgument, match="processor time to compile"):
-        await checker.check(Constraint(json_schema=json.dumps(slow)), "a")
+        await checker.check(SLOW, "a")
 
 
 async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(checker, monkeypatch) -> None:
@@ -137,6 +141,23 @@ async def test_without_open_files_constraints_are_unavailable_until_there_are_so
         with pytest.raises(Unavailable, match="try again"):
             await checker.check(Constraint(regex="[ab]+"), "tenant")
     await checker.check(Constraint(regex="[ab]+"), "tenant")
+
+
+@pytest.mark.parametrize("end", [signal.SIGALRM, signal.SIGKILL])
+async def test_an_end_that_says_nothing_about_the_constraint_is_no_verdict(checker, end) -> None:
+    """Its time is over on a machine that stood still, or it is killed for another's memory: it may be tried again."""
+    await checker.check(Constraint(regex="a"), "a")
+    pid = checker._trial._process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    await until_true(lambda: not children.read_text())
+    waiting = asyncio.create_task(checker.check(SLOW, "a"))
+    await until_true(lambda: bool(children.read_text()))
+    os.kill(int(children.read_text()), end)
+    with pytest.raises(Unavailable, match="try again") as refused:
+        await waiting
+    assert refused.value.reason == "CONSTRAINTS_UNAVAILABLE"
+    with pytest.raises(InvalidArgument, match="processor time to compile"):
+        await checker.check(SLOW, "a")
 
 
 async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path) -> None:
