@@ -34,7 +34,7 @@ from bench.kills_processes import Cluster, Held, held_by, scheduler_address, unt
 from bench.kills_traffic import DURABLE_KINDS, KINDS, AnswerError, Caller, Output
 from bench.report import Series, write_results
 from quire.adapters import CONFIG_FILE, WEIGHTS_FILE
-from quire.client import AsyncClient, GenerationOptions
+from quire.client import AsyncClient, GenerationOptions, RetryPolicy
 from quire.model_directory import ModelDirectory, is_gguf
 from quire.model_source import resolve_model
 from quire.rpc.channel import open_channel
@@ -437,7 +437,11 @@ def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], l
     ]
     if arguments.kv_disk is not None:
         serve += [f"--kv-disk={arguments.kv_disk}/REPLICA", "--kv-disk-space=1GiB"]
-    gateway = [f"--response-store=sqlite:{directory}/responses.db", f"--batch-dir={directory}/batches"]
+    gateway = [
+        f"--response-store=sqlite:{directory}/responses.db",
+        f"--batch-dir={directory}/batches",
+        f"--connect-timeout={arguments.bound:g}",
+    ]
     if arguments.replicas == 1:
         gateway.append("--gateways=2")
     else:
@@ -477,8 +481,12 @@ async def _caller(
 ) -> Caller:
     kinds = arguments.kinds or [each for each in KINDS if arguments.adapters or not each.startswith("adapter")]
     addresses = [link.address for link in cluster.grpc]
+    # On a busy machine all processes take longer to start than the 30 s for which clients and gateways wait by default.
     client = await stack.enter_async_context(
-        AsyncClient(addresses[number % len(addresses) :] + addresses[: number % len(addresses)])
+        AsyncClient(
+            addresses[number % len(addresses) :] + addresses[: number % len(addresses)],
+            retry=RetryPolicy(resume_for_s=arguments.bound),
+        )
     )
     base_url = f"http://{cluster.http[number % len(cluster.http)].address}/v1"
     http = openai.AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0, timeout=arguments.bound)

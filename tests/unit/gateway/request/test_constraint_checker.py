@@ -147,12 +147,15 @@ async def test_without_open_files_constraints_are_unavailable_until_there_are_so
 async def test_an_end_that_says_nothing_about_the_constraint_is_no_verdict(checker, end) -> None:
     """Its time is over on a machine that stood still, or it is killed for another's memory: it may be tried again."""
     await checker.check(Constraint(regex="a"), "a")
-    pid = checker._trial._process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    await until_true(lambda: not children.read_text())
+
+    def trials() -> list[int]:
+        pid = checker._trial._process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    await until_true(lambda: not trials())
     waiting = asyncio.create_task(checker.check(SLOW, "a"))
-    await until_true(lambda: bool(children.read_text()))
-    os.kill(int(children.read_text()), end)
+    await until_true(lambda: bool(trials()))
+    os.kill(trials()[0], end)
     with pytest.raises(Unavailable, match="try again") as refused:
         await waiting
     assert refused.value.reason == "CONSTRAINTS_UNAVAILABLE"
