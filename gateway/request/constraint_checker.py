@@ -242,6 +242,8 @@ class TrialProcess:
                     answer.set_result(_verdict_from(payload))
         except (asyncio.IncompleteReadError, ConnectionError):
             _logger.warning("the process that compiles constraints ended; the next constraint starts it again")
+            self._reading = None
+            self.close()
         finally:
             self._reading = None
             for answer in self._answers.values():
