@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-_READY_TIMEOUT_S, _FAULT_TIMEOUT_S = 90.0, 240.0
+_READY_TIMEOUT_S, _FAULT_TIMEOUT_S, _CALL_TIMEOUT_S = 90.0, 240.0, 600.0
 _OVERLAP = 0.25
 """The chance that the next fault does not wait until requests succeed again."""
 _LONG_STOP = 0.1
@@ -74,6 +74,7 @@ class Findings:
     verdicts: Counter[str] = field(default_factory=Counter[str])
     faults: list[Happened] = field(default_factory=list[Happened])
     recovery_s: list[float] = field(default_factory=list[float])
+    served_s: float = 0.0
     last: dict[int, float] = field(default_factory=dict[int, float])
 
     def note_token(self, caller: Caller) -> None:
@@ -322,7 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="of the callers; all that apply if absent")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
     parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
-    parser.add_argument("--bound", type=float, default=120.0, help="seconds after which a stream hangs")
+    parser.add_argument("--bound", type=float, default=120.0, help="seconds of service after which a stream hangs")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--speculate", default="auto", help="as in quire serve")
     parser.add_argument("--serve", nargs="+", default=[], help="further flags of quire serve, without the dashes")
@@ -399,7 +400,7 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings
             expected = await asyncio.gather(*(_undisturbed(each) for each in callers))
             before = _held(cluster)
             ends_at = time.monotonic() + arguments.seconds
-            watching = asyncio.create_task(_watch_standstills(findings))
+            watching = asyncio.create_task(_watch(findings))
             stack.callback(watching.cancel)
             async with asyncio.TaskGroup() as group:
                 for caller, output in zip(callers, expected, strict=True):
@@ -440,7 +441,7 @@ def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], l
     gateway = [
         f"--response-store=sqlite:{directory}/responses.db",
         f"--batch-dir={directory}/batches",
-        f"--connect-timeout={arguments.bound:g}",
+        f"--connect-timeout={_CALL_TIMEOUT_S:g}",
     ]
     if arguments.replicas == 1:
         gateway.append("--gateways=2")
@@ -485,11 +486,11 @@ async def _caller(
     client = await stack.enter_async_context(
         AsyncClient(
             addresses[number % len(addresses) :] + addresses[: number % len(addresses)],
-            retry=RetryPolicy(resume_for_s=arguments.bound),
+            retry=RetryPolicy(resume_for_s=_CALL_TIMEOUT_S),
         )
     )
     base_url = f"http://{cluster.http[number % len(cluster.http)].address}/v1"
-    http = openai.AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0, timeout=arguments.bound)
+    http = openai.AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0, timeout=_CALL_TIMEOUT_S)
     await stack.enter_async_context(http)
     name = (await client.list_models())[0].name
     return Caller(number, kinds[(number + arguments.seed) % len(kinds)], client, http, name, findings.note_token)
@@ -503,11 +504,13 @@ async def _undisturbed(caller: Caller) -> Output:
     return first
 
 
-async def _watch_standstills(findings: Findings) -> None:
-    """Notes when this machine stood still, as virtual ones do now and then: all timeouts are over then."""
+async def _watch(findings: Findings) -> None:
+    """Counts the seconds of service, and notes when this machine stood still, as virtual ones do now and then: all
+    timeouts are over then."""
     while True:
         began = time.monotonic()
         await asyncio.sleep(1)
+        findings.served_s += all(each.ended < began for each in findings.faults)
         if (still_s := time.monotonic() - began - 1) > _STANDSTILL_S:
             findings.faults.append(Happened(_STANDSTILL, began, excuses=True, ended=time.monotonic()))
             print(f"{_STANDSTILL} for {still_s:.0f} s", flush=True)
@@ -566,8 +569,7 @@ async def _call_until(ends_at: float, caller: Caller, expected: Output, findings
     while time.monotonic() < ends_at:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(bound_s):
-                output = await caller.call()
+            output = await _within(caller.call(), findings, bound_s)
         except (AnswerError, QuireError, openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
             # By then it is known whether the machine stood still.
             await asyncio.sleep(2)
@@ -577,6 +579,18 @@ async def _call_until(ends_at: float, caller: Caller, expected: Output, findings
             findings.streams[caller.kind] += 1
         else:
             findings.fail("changed", f"{caller.kind}: {_difference(expected, output)} {_story(findings, began)}")
+
+
+async def _within(call: Coroutine[Any, Any, Output], findings: Findings, bound_s: float) -> Output:
+    """Raises TimeoutError once requests could have succeeded for so long."""
+    task, began_s = asyncio.create_task(call), findings.served_s
+    try:
+        while not (await asyncio.wait([task], timeout=1.0))[0]:
+            if findings.served_s - began_s > bound_s:
+                raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _judge(error: Exception, caller: Caller, began: float, findings: Findings) -> None:
