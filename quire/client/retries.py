@@ -14,7 +14,7 @@ from quire import entropy
 from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk
 from quire.clock import monotonic
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
 
 # gRPC says only in the text of a status that no gateway was reached. Tests check the texts with unused ports.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
@@ -275,6 +275,9 @@ class Resumption:
 
     def _may_go_on_after(self, error: QuireError) -> bool:
         """Whether there is another call to make; notes which."""
+        if isinstance(error, Cancelled) and error.reason == Cancelled.default_reason:
+            # Not by a caller: a gateway that ends, or a proxy, has reset the call.
+            error = Unavailable(error.message)
         if isinstance(error, Unavailable):
             # A request that ended since its model went is not resumed; with what came, the text would be of two models.
             has_ended = error.reason == "MODEL_CHANGED"

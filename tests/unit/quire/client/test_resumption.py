@@ -7,7 +7,7 @@ import pytest
 from quire.client import RetryPolicy, TokenChunk
 from quire.client.retries import Attempts, CallTime, Restart, Resumption
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
 
 FULL = ResourceExhausted("full", retry_after_ms=2000)
 LOST = Unavailable("the connection broke")
@@ -88,6 +88,18 @@ def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(
     assert [go_on(resumption, error) for error in (LOST, at_once, at_once)] == [0.05, 0.1, 0.2]
     with pytest.raises(ResourceExhausted):
         resumption.delay_after(ResourceExhausted("too large"))
+
+
+def test_a_stream_that_a_gateway_or_a_proxy_resets_is_resumed_and_one_that_a_caller_cancelled_is_not(
+    gateway: Gateway,
+) -> None:
+    """HTTP/2's RST_STREAM with CANCEL, as the gateway's connection ends, is CANCELLED without a reason."""
+    resumption = gateway.resumption()
+    assert resumption.accept(chunk("ab"))
+    assert go_on(resumption, Cancelled("CANCELLED")) == 0.05
+    assert gateway.calls == ["start", [(0, 2, 2)]]
+    with pytest.raises(Cancelled):
+        resumption.delay_after(Cancelled("was cancelled", reason="CANCELLED_BY_ID"))
 
 
 def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gateway) -> None:
