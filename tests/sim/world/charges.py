@@ -66,4 +66,7 @@ def _bounds(story: Story, num_gateways: int) -> tuple[float, float]:
         num_said = sum(len(each.token_ids) for each in story.witness.last.expected.sequences)
         cost = num_said * num_computed / request.num_returned
         return len(request.prompt) + cost, len(request.prompt) + num_calls * cost
-    return 0.0, len(request.prompt) + num_calls * (options.max_tokens or 0) * num_computed
+    # A prompt is paid for once a token of it came, whatever ended the rest.
+    num_seen = 0 if story.witness is None else story.witness.last.num_tokens
+    least = len(request.prompt) + num_seen * num_computed / request.num_returned if num_seen else 0.0
+    return least, len(request.prompt) + num_calls * (options.max_tokens or 0) * num_computed

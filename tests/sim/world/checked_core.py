@@ -3,7 +3,7 @@ policies, pins, leases and trials promise."""
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from quire.clock import CLOCK, monotonic
@@ -12,8 +12,8 @@ from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core import scheduler as scheduler_core
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL
-from scheduler_svc.core.moves import Lease, Leases
+from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
+from scheduler_svc.core.moves import Arriving, Lease, Leases
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy
 from scheduler_svc.core.preparation import Preparation
@@ -21,7 +21,7 @@ from scheduler_svc.core.request import Adapter, ClientId, Constraint, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import Array, ClientEvents, RequestFailure, StepPlan, StepResult
+from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
 from scheduler_svc.recording import recorder
 from scheduler_svc.recording.recorder import Recorder
 from tests.sim.world.fairness import Shares
@@ -32,6 +32,7 @@ from tests.sim.world.world import Node
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_TOLERANCE_S = 1e-6
 STEP_TIMEOUT_S = 5.0
 """How long a step may take."""
 
@@ -55,8 +56,11 @@ class CheckedScheduler(Scheduler):
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
         self._compiled: list[Constraint] = []
         self._arrivals = itertools.count()
-        self._own_losses: dict[RequestKey, tuple[int, int]] = {}
+        self._own_losses: dict[RequestKey, tuple[Progress, int, int]] = {}
         self._answered_at = 0.0
+        self._times_of: dict[RequestKey, list[float]] = {}
+        self.forgotten = set[BlockHash]()
+        """What it no longer wants from the disks, until they say that they have it again."""
         pins_give_way = self.pins.give_way
 
         def give_way(pool: BlockPool) -> bool:
@@ -114,13 +118,18 @@ class CheckedScheduler(Scheduler):
         self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
 
     def _with_room(self, enter: F, *, comes_back: bool) -> F:
-        """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back
-        in."""
+        """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back in,
+        and rows for those that are to come from elsewhere. Nobody enters with an adapter that is to leave its slot."""
 
         def call(group: SequenceGroup, now: float) -> Any:
             batch, alone = self.batch, self._room.is_empty
             reserve = self._growth() - (batch.blocks_for_decodes() if comes_back else 0)
+            if group.request.adapter is not None and not batch.adapters.is_ready(group.request.adapter):
+                self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             done = enter(group, now)
+            coming = {*self.promises, *self.coming} - {group.request.key}
+            if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in coming):
+                self._report(AssertionError(f"{group.request.request_id} takes a row that is kept for another one"))
             left = batch.blocks.pool.num_free - (batch.blocks_for_decodes() if comes_back else 0)
             if left < (0 if alone else max(reserve, batch.blocks._watermark_blocks)):
                 self._report(AssertionError(f"{group.request.request_id} leaves {left} blocks, others need {reserve}"))
@@ -165,6 +174,11 @@ class CheckedScheduler(Scheduler):
         plan = super().schedule(now)
         self._observe_fairness()
         self._check()
+        # With drafts it is not known how much of a step was kept for them.
+        is_full = plan is None or plan.max_drafts is not None or plan.num_tokens >= self.config.max_num_batched_tokens
+        if not is_full and len(rows := self.batch.rows.prefilling()):
+            name = self.batch.sequence(int(rows[0])).request.request_id
+            self._report(AssertionError(f"a step has room for {name}, which has more to compute"))
         if plan is not None and self.config.prepares_constraints and not (are_trials or self.trials.are_on):
             needs = {need for each in plan.assign for need in self.batch.sequence(each.row).request.needs}
             if not {each for each in needs if isinstance(each, Constraint)} <= {
@@ -172,6 +186,19 @@ class CheckedScheduler(Scheduler):
             }:
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
+
+    @property
+    def kept_for_requests(self) -> list[str]:
+        """What there is no more when there are no requests."""
+        waits, trials = self.preparations, self.trials
+        kept = {
+            "needs of requests": (*waits._need_of, *waits._held),
+            "adapters that requests are owed": waits._owed,
+            "losses of requests": trials._losses,
+            "room for requests": (*self.promises, *self.coming),
+            "blocks that requests wait for": (*self.batch.underway.items(), *self.batch.underway.awaited()),
+        }
+        return [what for what, each in kept.items() if each]
 
     @property
     def is_late(self) -> bool:
@@ -211,6 +238,7 @@ class CheckedScheduler(Scheduler):
             if asked.front is None and request.priority != asked.priority:
                 self._report(AssertionError(f"{request.request_id} comes with priority {request.priority}"))
         super().submit(request, now)
+        self._times_of[request.key] = [now]
         self._check()
 
     def abort(self, key: RequestKey) -> bool:
@@ -244,10 +272,29 @@ class CheckedScheduler(Scheduler):
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         charged = self._charged_drafts()
         events = super().apply(result, now)
+        for client, batch in events.items():
+            for handle in batch.handles:
+                # When it came, and when its first token did.
+                if len(times := self._times_of.get(RequestKey(client, handle), [0.0, 0.0])) == 1:
+                    times.append(now)
+            for end in batch.completed:
+                self._check_times(RequestKey(client, end.handle), end, now)
         self._answered_at = now
         charged()
         self._check()
         return events
+
+    def _check_times(self, key: RequestKey, end: RequestEnd, now: float) -> None:
+        """The times of a request add up to what it took, and those before its first token to when that came."""
+        usage, times = end.usage, self._times_of.pop(key, None)
+        if times is None:
+            # That of a pin which is computed again.
+            return
+        came, first = times[0], times[-1]
+        before = usage.queue_s + usage.prefill_s
+        is_right = abs(came + before + usage.decode_s - now) < _TOLERANCE_S and came + before < now + _TOLERANCE_S
+        if not is_right or (first > came and came + before > first + _TOLERANCE_S):
+            self._report(AssertionError(f"{usage} of a request that came at {came}, began at {first}, ended at {now}"))
 
     def _charged_drafts(self) -> Callable[[], None]:
         """What it returns, called when the oldest step was applied, demands that tenants were charged for each token
@@ -294,10 +341,12 @@ class CheckedScheduler(Scheduler):
         if was_alive and has_answered and self.trials._losses != before:
             self._report(AssertionError("a link that broke counts against a request"))
         for key, progress in ({} if loss is None else loss.progress).items():
-            num_tokens, num = self._own_losses.get(key, (0, 0))
-            self._own_losses[key] = progress.num_tokens, num + 1 if num_tokens == progress.num_tokens else 1
-            if key in self.trials._losses and self.trials._losses[key].num > self._own_losses[key][1]:
-                self._report(AssertionError(f"losses of {key} count on, though it got tokens between them"))
+            last, num, num_there = self._own_losses.get(key, (progress, 0, 0))
+            num = num + 1 if last.num_tokens == progress.num_tokens else 1
+            self._own_losses[key] = progress, num, num_there = progress, num, num_there + 1 if last == progress else 1
+            counted = self.trials._losses.get(key)
+            if counted is not None and (counted.num > num or counted.num_alone > num_there):
+                self._report(AssertionError(f"losses of {key} count on, though it came further between them"))
         for failure in (failure for batch in events.values() for failure in batch.failed):
             if int(failure.message.partition(", the last ")[2].partition(" ")[0]) < LOSSES_ON_TRIAL:
                 self._report(AssertionError(f"it is at fault without a trial: {failure.message}"))
@@ -360,6 +409,10 @@ class CheckedScheduler(Scheduler):
         pinned = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
         if len(pinned) > self.config.pin_quota * self.config.num_blocks:
             self._report(AssertionError(f"{tenant} pins {len(pinned)} blocks of {self.config.num_blocks}"))
+        if (
+            count := len({name for each in self.pins for name in each.hashes})
+        ) > self.config.max_pinned * self.config.num_blocks:
+            self._report(AssertionError(f"all pin {count} blocks of {self.config.num_blocks}"))
         return made
 
     def expire_pins(self, now: float) -> None:
@@ -372,7 +425,7 @@ class CheckedScheduler(Scheduler):
         before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]
         ends = {pin.pin_id: pin.expires_at for pin in old.pins}
         if isinstance(old, CheckedScheduler):
-            self._own_losses = old._own_losses
+            self._own_losses, self._times_of = old._own_losses, old._times_of
         failures = super().take_over(old, now)
         # Blocks of another size give other ids.
         if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
@@ -381,6 +434,14 @@ class CheckedScheduler(Scheduler):
         if lost := [key for key in before if key not in failed and self.group(key) is None]:
             self._report(AssertionError(f"{lost} are dropped without a word"))
         return failures
+
+    def _forget_failed(self, arriving: Arriving, failed: Collection[int]) -> None:
+        self.forgotten.update(arriving.hashes)
+        super()._forget_failed(arriving, failed)
+
+    def forget_cached(self) -> int:
+        self.forgotten.update(self.tier._slots)
+        return super().forget_cached()
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         super().restore_sealed(sealed)

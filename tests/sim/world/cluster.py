@@ -17,6 +17,7 @@ from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Account
 from quire.clock import CLOCK
+from quire.prefix_hashes import short
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -177,7 +178,9 @@ class Cluster:
             self.running,
             lambda host: f"{host}:{_SCHEDULER_PORT}",
             self.layout.gateway.failover_delay,
-            patience_s=3.0 + 100 * self.layout.weather.max_delay_s,
+            3.0 + 100 * self.layout.weather.max_delay_s,
+            self.loops,
+            self.workers,
         )
         workers = [f"worker-{number}" for number in range(self.layout.num_replicas)]
         self._workers = dict.fromkeys(workers, self.layout.worker)
@@ -231,7 +234,13 @@ class Cluster:
     def drain(self, host: str) -> None:
         """A scheduler drains, for as long as it takes."""
         loop, node = self.loops[host], self.running[host]
-        node.start(lambda: loop.drain(None))
+
+        async def drain() -> None:
+            await loop.drain(None)
+            if (core := loop.scheduler) is not None and not core.num_live and len(core.leases):
+                node.fail(AssertionError(f"a drain ends, and {len(core.leases)} leases do not"))
+
+        node.start(drain)
 
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock. It ends by
@@ -431,6 +440,7 @@ class Cluster:
             replicas = gateway._generator.replicas
             if any(replicas._placed.values()) or replicas._timers:
                 yield f"{host} counts requests of replicas, or has timers for them, and has none"
+            yield from (f"{host} keeps {what}" for what, count in _kept_by(gateway).items() if count)
             keys = gateway.authenticator
             assert isinstance(keys, KeyRing)
             if count := sum(len(known.caller.account._running) for known in keys._by_hash.values()):
@@ -446,6 +456,8 @@ class Cluster:
                 yield f"{host} holds blocks or rows, and has no requests"
             else:
                 yield from self._held_apart(host, core)
+                yield from self._believed(host, core)
+                yield from (f"{host} keeps {what}, and has no requests" for what in core.kept_for_requests)
         for host, requests in self.requests.items():
             # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
             owned = (
@@ -480,8 +492,28 @@ class Cluster:
                         yield f"{host} takes a block to be in slot {slot} of a disk, which is not there"
                 if core.tier._slots != {name: slot for slot, name in core.tier._by_slot.items()}:
                     yield f"{host} takes blocks to be on a disk that are no longer there"
+                if unknown := self._on_all_disks(host) - core.tier._slots.keys() - core.forgotten:
+                    yield f"{host} does not know of {len(unknown)} blocks on disks"
             elif len(core.tier):
                 yield f"{host} takes blocks to be on the disk of {worker_host}, which has none"
+
+    def _on_all_disks(self, scheduler: str) -> set[bytes]:
+        """The names of the blocks that all ranks have on disk."""
+        ranks = self.layout.ranks(scheduler.replace("scheduler", "worker"))
+        tiers = [worker.disk for host in ranks if (worker := self.workers.get(host)) is not None]
+        names = [set(tier.entries.values()) for tier in tiers if isinstance(tier, SimDiskTier)]
+        return set.intersection(*names) if len(names) == len(ranks) else set()
+
+    def _believed(self, scheduler: str, core: CheckedScheduler) -> Iterator[str]:
+        """What gateways take to be cached, and is not, or the other way round."""
+        cached = core.batch.blocks.pool.sealed_hashes()
+        for host, gateway in self.gateways.items():
+            link = gateway._generator.replicas.links.get(f"{scheduler}:{_SCHEDULER_PORT}")
+            if link is not None and (known := link.cached) is not None:
+                if known._blocks != {short(content) for content in cached}:
+                    yield f"{host} takes {len(known._blocks)} blocks of {scheduler} to be cached, not {len(cached)}"
+                if not known._on_disk <= {short(content) for content in core.tier._slots}:
+                    yield f"{host} takes blocks of {scheduler} to be on disk that are not"
 
     def check_glitches(self) -> None:
         """Raises FalseAnswerError where more requests than rows failed by what is not finite."""
@@ -532,6 +564,19 @@ class Cluster:
                 limit = tenant.limits[name]
                 if limit is not None and amount > num_gateways * limit * (1 + seconds / 60):
                     raise FalseAnswerError(f"{tenant} got {amount} of {name} in {seconds:.1f} s")
+
+
+def _kept_by(gateway: Gateway) -> dict[str, int]:
+    """What a gateway counts for calls and requests, each of which gives its part back."""
+    generator = gateway._generator
+    reads, memory = generator.durable_reads, generator._answer_memory
+    return {
+        "prompts that are prepared": generator.preparations._num_requests.total(),
+        "bytes of answers": memory.num_bytes + len(memory._keys),
+        "tokens of durable requests": reads._kept_tokens,
+        "durable requests": len(reads._reads) + len(reads._over) + len(reads._next),
+        "offers": len(generator.replicas._offers._open),
+    }
 
 
 @contextmanager

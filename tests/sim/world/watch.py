@@ -26,10 +26,12 @@ from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import Handle
+from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.outbox import Readiness
 from scheduler_svc.service.requests import OwnedRequest, Requests
+from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
@@ -37,9 +39,11 @@ from tests.sim.world.world import Node
 from tests.support.fake_pool import BlockError, Prefixes
 from worker_svc.device.seals import SealInventory
 from worker_svc.protocol.session import Session, Sessions
+from worker_svc.protocol.stream import Worker
 from worker_svc.step import SealedBlocks
 
 _LOOK_EVERY_S = 0.25
+_IDLE_S = 1.0
 _SILENCE_S = 13.0
 """A scheduler that is not stopped itself has noticed by then that its worker is silent."""
 
@@ -292,6 +296,8 @@ class Watch:
     address_of: Callable[[str], str]
     failover_delay_s: float
     patience_s: float
+    loops: Mapping[str, StepLoop]
+    workers: Mapping[str, Worker]
     _next_s: float = 0.0
     _since: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -306,6 +312,8 @@ class Watch:
         found |= dict.fromkeys(self._left(gateways, tables), self.patience_s + 2 * self.failover_delay_s)
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
+        found |= dict.fromkeys(self._idle(), _IDLE_S)
+        found |= dict.fromkeys(self._useless_leases(), self.patience_s)
         self._since = {what: self._since.get(what, now) for what in found}
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
 
@@ -380,6 +388,32 @@ class Watch:
                 if is_left and not (each.is_over or each.moves or each.awaits_usage):
                     at = f"{each.replica}, ready {times.get(str(each.replica).partition(':')[0])} times"
                     yield f"{each.request.request_id} of {host} waits at {at}, and {ready[0]} runs steps"
+
+    def _attached(self) -> Iterator[tuple[str, CoreScheduler, list[str]]]:
+        """Schedulers that nothing keeps from their workers, with their cores, and the hosts of these workers."""
+        for host, loop in self.loops.items():
+            ranks = [each for each in self.running if worker_of(each) == host.replace("scheduler", "worker")]
+            lives = host in self.running and not self.running[host].is_dead and loop.is_attached
+            if lives and loop.scheduler is not None and not any(self._is_disturbed(host, each) for each in ranks):
+                yield host, loop.scheduler, ranks
+
+    def _useless_leases(self) -> Iterator[str]:
+        """Leases of blocks that nobody can fetch, since no worker offers them any more."""
+        for host, core, ranks in self._attached():
+            transfers = [self.workers[each].transfers for each in ranks if each in self.workers]
+            offered = {lease for each in transfers if each is not None for lease in each._offers}
+            useless = [lease.hex() for lease in core.leases if lease not in offered]
+            yield from (f"{host} keeps blocks under lease {lease}, which nobody offers" for lease in useless)
+
+    def _idle(self) -> Iterator[str]:
+        """Requests that wait for nothing, at schedulers that have nothing to do: nobody woke them."""
+        for host, core, _ in self._attached():
+            waits = core.preparations
+            if core.in_flight or waits.num_underway or waits._given_up or core.promises:
+                continue
+            waiting = next(iter(core.waiting.next_few(1)), None)
+            if waiting is not None and not (waiting.request.is_offer or core.trials.are_on):
+                yield f"{host} is idle, and {waiting.request.request_id} waits"
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps and get nothing new."""
