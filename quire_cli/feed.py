@@ -265,6 +265,7 @@ def _moves_of(numbers: Mapping[str, Any]) -> str:
     parts = {
         "{} blocks on disk": numbers.get("disk_blocks"),
         "{} fetched from disk": numbers.get("blocks_from_disk"),
+        "{} from host memory": numbers.get("blocks_from_host"),
         "{} from replicas": numbers.get("blocks_from_replicas"),
         "{} requests moved in": numbers.get("requests_moved_in"),
         "{} requests moved out": numbers.get("requests_moved_out"),

@@ -121,7 +121,9 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
         "does since",
         choices=("array", "map"),
     )
-    kv_events_disk: bool = setting(False, "publish events about blocks on disk (--kv-disk), too, with medium STORAGE")
+    kv_events_disk: bool = setting(
+        False, "publish events about blocks on disk and in host memory, too, with medium STORAGE and CPU"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

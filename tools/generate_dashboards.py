@@ -260,7 +260,7 @@ MEMORY = (
     ),
     Panel(
         "Host blocks and pinned blocks",
-        "Blocks in host memory, of requests that were swapped out; blocks that pins hold.",
+        "Blocks in host memory, used ones of swapped requests and cached ones; blocks that pins hold.",
         "short",
         (
             (gauge("quire_scheduler_host_blocks", "state"), "host {{state}}"),

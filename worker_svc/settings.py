@@ -68,8 +68,8 @@ class WorkerFlags(StepFlags):
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     swap_space: int | None = setting(
         None,
-        "host memory for swapped blocks, 0 for none; not given, on cpu as many blocks as the KV pool has and at most "
-        "1GiB, on cuda 4GiB, and at most half of what is available beside the KV pool",
+        "host memory for swapped blocks, and on cuda for evicted ones, 0 for none; not given, on cpu as many blocks as "
+        "the KV pool has and at most 1GiB, on cuda 4GiB, and at most half of what is available beside the KV pool",
         parse=parse_bytes,
         metavar="BYTES",
     )

@@ -16,6 +16,7 @@ from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import DraftBudget
+from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import Array, RowAssignment, StepPlan
@@ -181,8 +182,8 @@ class RowTable:
 class StepDraft:
     """The next step while it is put together: all that changed for the worker since the last one.
 
-    What happens between two plans (rows released, beams forked, blocks swapped out) is kept here too, so nothing is
-    lost when there is nothing to compute. `budget` is how many more tokens the batch may have, without those that are
+    What happens between two plans (rows released, beams forked) is kept here too, so nothing is lost when there is
+    nothing to compute. `budget` is how many more tokens the batch may have, without those that are
     set aside.
     """
 
@@ -191,7 +192,6 @@ class StepDraft:
         self.aside: list[tuple[int, int]] = []
         """Rows whose chunk is planned last, and the share of the budget that is kept for each until then."""
         self.copies: list[tuple[BlockId, BlockId]] = []
-        self.swap_in: list[tuple[BlockId, BlockId]] = []
         self.sealed: list[tuple[BlockId, BlockHash]] = []
         self.assign: dict[int, RowAssignment] = {}
         self.parents: dict[int, int] = {}
@@ -201,7 +201,6 @@ class StepDraft:
         """Position and id of the token that was chosen, by dependent row."""
         self.blocks: dict[tuple[int, int], BlockId] = {}
         """Block ids by row and logical index."""
-        self._swap_out: dict[BlockId, BlockId] = {}
         self._release: dict[int, None] = {}
         # Rows that decode and how many of their tokens are computed, as arrays; after them chunks of single rows, as
         # (row, new tokens, computed tokens).
@@ -215,11 +214,6 @@ class StepDraft:
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not (len(self._rows) or self._chunks)
-
-    @property
-    def swaps_out(self) -> bool:
-        """Whether blocks are to be moved to the host."""
-        return bool(self._swap_out)
 
     @property
     def has_chunks(self) -> bool:
@@ -236,10 +230,6 @@ class StepDraft:
             released = set(rows)
             self.blocks = {place: block for place, block in self.blocks.items() if place[0] not in released}
         self._release.update(dict.fromkeys(rows))
-
-    def swap_out(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
-        """Pairs (GPU block, host block). A host block that was freed since, before any plan, goes to another."""
-        self._swap_out.update((host, gpu) for gpu, host in pairs)
 
     def set_aside(self, row: int, num_tokens: int) -> None:
         """Keeps a share of the budget for a row whose chunk is planned last."""
@@ -270,8 +260,9 @@ class StepDraft:
         self.budget -= num_tokens
         assert self.budget >= 0, "the step exceeds its token budget"
 
-    def finish(self, step_id: int) -> StepPlan:
-        """The step as a value. A draft that is empty only seals blocks."""
+    def finish(self, step_id: int, host: HostMemory) -> StepPlan:
+        """The step as a value, with the copies between pool and host. A draft that is empty only seals blocks."""
+        swap_out, swap_in = host.take_copies()
         rows, num_computed = self._rows, self._num_computed
         num_new_tokens, samples, max_drafts = np.ones_like(rows), rows.repeat(2).reshape(-1, 2), self._max_drafts
         if self._chunks:
@@ -286,8 +277,8 @@ class StepDraft:
                 max_drafts = np.concatenate((max_drafts, np.zeros(len(self._chunk_samples), dtype=np.int64)))
         return StepPlan(
             step_id=step_id,
-            swap_out=_array([(gpu, host) for host, gpu in self._swap_out.items()], 2),
-            swap_in=_array(self.swap_in, 2),
+            swap_out=_array(swap_out, 2),
+            swap_in=_array(swap_in, 2),
             copies=_array(self.copies, 2),
             release=np.array(list(self._release), dtype=np.int64),
             assign=tuple(self.assign.values()),
@@ -572,8 +563,9 @@ class Batch:
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed, which they are once its result comes."""
-        self.draft.sealed = self.blocks.still_sealed(self.draft.sealed)
-        plan = self.draft.finish(step_id)
+        self.draft.sealed = self.blocks.still_sealed([*self.draft.sealed, *self.blocks.sealed_by_step])
+        self.blocks.sealed_by_step.clear()
+        plan = self.draft.finish(step_id, self.blocks.host)
         self.draft = StepDraft(self._token_budget)
         sampling = plan.samples[:, 0]
         self.rows.num_computed[plan.rows] += plan.num_new_tokens

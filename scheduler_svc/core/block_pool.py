@@ -7,7 +7,7 @@ Two sequences that agree on a hash agree on everything up to the end of that blo
 share the block (the paper's section 4.4, shared prefix). Hashes are computed here and never taken from others.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NewType, cast
 
 from quire.prefix_hashes import BlockHash, hash_chain, pack
@@ -209,8 +209,9 @@ class BlockPool:
         """`hash_of` of the blocks from `first` to before `end`, or the last one."""
         return self._hashes[first:end]
 
-    def allocate(self, count: int) -> list[BlockId]:
-        """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
+    def allocate(self, count: int, evict: Callable[[BlockId, BlockHash], None] | None = None) -> list[BlockId]:
+        """Takes `count` free blocks, each with a reference count of 1, and tells `evict` of each that could be hit.
+        Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} blocks requested, {len(self._free)} of {self.num_blocks} are free")
         blocks = self._free.pop(count)
@@ -223,6 +224,8 @@ class BlockPool:
                     self._note_changes((block,))
                 if self.log is not None:
                     self.log.removed(content)
+                if evict is not None:
+                    evict(block, content)
             self._ref_counts[block] = 1
         return blocks
 

@@ -1,6 +1,6 @@
 """What entered a prefix cache and what left it since somebody last asked. Nobody has to ask: without a log nothing is
 noted, and a log holds changes of the content, not a history, so it is bounded by twice the blocks of the pool and of
-the tier below it."""
+the tiers below it."""
 
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ class CacheChanges:
 
     `tier_stored` and `tier_removed` are changes of the tier below the pool, where a block may be beside the pool. Their
     tokens are those of the pool's block of the same name. A block is stored again when its tokens become known.
+    `host_stored` and `host_removed` are the same of host memory.
     """
 
     is_cleared: bool
@@ -35,6 +36,8 @@ class CacheChanges:
     stored: dict[BlockHash, CachedTokens | None]
     tier_stored: list[BlockHash] = field(default_factory=list[BlockHash])
     tier_removed: list[BlockHash] = field(default_factory=list[BlockHash])
+    host_stored: list[BlockHash] = field(default_factory=list[BlockHash])
+    host_removed: list[BlockHash] = field(default_factory=list[BlockHash])
 
 
 class CacheLog:
@@ -44,15 +47,18 @@ class CacheLog:
 
     Attributes:
         tier: Which blocks are in the tier below the pool.
+        host: Which are in host memory.
     """
 
     def __init__(self) -> None:
         self.tier: Container[BlockHash] = ()
+        self.host: Container[BlockHash] = ()
         self._is_cleared = True
         self._removed: dict[BlockHash, None] = {}
         self._stored: dict[BlockHash, CachedTokens | None] = {}
-        # Whether each block came into the tier or left it.
+        # Whether each block came into the tier or left it, and the same of host memory.
         self._in_tier: dict[BlockHash, bool] = {}
+        self._in_host: dict[BlockHash, bool] = {}
         # Blocks whose tokens are not known, and blocks that `take` has handed out and will again, with tokens.
         self._unread: set[BlockHash] = set()
         self._retold: dict[BlockHash, CachedTokens] = {}
@@ -81,15 +87,18 @@ class CacheLog:
             self._removed[content] = None
 
     def cleared(self) -> None:
-        """The pool is gone, and what was known of the tier."""
+        """The pool is gone, and what was known of the tiers."""
         self._is_cleared = True
-        self._removed, self._stored, self._retold, self._in_tier = {}, {}, {}, {}
+        self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, {}, {}, {}
         self._unread.clear()
 
     def tier_changed(self, content: BlockHash, *, is_stored: bool) -> None:
         """A block came into the tier or left it."""
-        if self._in_tier.pop(content, is_stored) is is_stored:
-            self._in_tier[content] = is_stored
+        _note(self._in_tier, content, is_stored=is_stored)
+
+    def host_changed(self, content: BlockHash, *, is_stored: bool) -> None:
+        """A block came into host memory or left it."""
+        _note(self._in_host, content, is_stored=is_stored)
 
     @property
     def has_unread(self) -> bool:
@@ -105,6 +114,8 @@ class CacheLog:
         self._unread.discard(content)
         if content in self.tier:
             self._in_tier[content] = True
+        if content in self.host:
+            self._in_host[content] = True
         if content in self._stored:
             self._stored[content] = tokens
         else:
@@ -112,15 +123,26 @@ class CacheLog:
 
     def take(self) -> CacheChanges | None:
         """What changed since the last call; None if nothing did."""
-        if not (self._is_cleared or self._removed or self._stored or self._retold or self._in_tier):
+        in_tier, in_host = self._in_tier, self._in_host
+        if not (self._is_cleared or self._removed or self._stored or self._retold or in_tier or in_host):
             return None
         changes = CacheChanges(
             self._is_cleared,
             list(self._removed),
             {**self._stored, **self._retold},
-            [content for content, is_stored in self._in_tier.items() if is_stored],
-            [content for content, is_stored in self._in_tier.items() if not is_stored],
+            *_parted(in_tier),
+            *_parted(in_host),
         )
         self._is_cleared = False
-        self._removed, self._stored, self._retold, self._in_tier = {}, {}, {}, {}
+        self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, {}, {}, {}
         return changes
+
+
+def _note(changes: dict[BlockHash, bool], content: BlockHash, *, is_stored: bool) -> None:
+    if changes.pop(content, is_stored) is is_stored:
+        changes[content] = is_stored
+
+
+def _parted(changes: dict[BlockHash, bool]) -> tuple[list[BlockHash], list[BlockHash]]:
+    """The blocks that came, and those that left."""
+    return [each for each in changes if changes[each]], [each for each in changes if not changes[each]]

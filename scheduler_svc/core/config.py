@@ -36,7 +36,7 @@ class SchedulerConfig:
     wait. With `prepares_constraints` the workers compile constraints when they are told to, before rows need them.
     `max_adapters` are the slots of adapters that the workers have. A sample may extend its row by up to `max_drafts`
     tokens more than one, which the worker drafts, while that pays where a step costs as much as `fixed_tokens` more
-    tokens than it has (see `drafts`).
+    tokens than it has (see `drafts`). With `caches_on_host` the host blocks also keep what the pool evicts.
     """
 
     num_blocks: int
@@ -49,6 +49,7 @@ class SchedulerConfig:
     tenant_overflow: float = 1.0
     watermark: float = 0.01
     num_host_blocks: int = 0
+    caches_on_host: bool = False
     policy: PolicyKind = PolicyKind.FCFS
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     pin_quota: float = 0.25

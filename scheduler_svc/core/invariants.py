@@ -30,8 +30,11 @@ def check(scheduler: Scheduler) -> None:
     keepers = (scheduler.pins, scheduler.leases, scheduler.promises, scheduler.preparations)
     kept = [table for keeper in keepers for table in keeper.held_tables()]
     _check_pool(blocks.pool, [*tables, *kept, *blocks.retired_tables])
-    _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
-    _check_seals(scheduler, running)
+    if blocks.host.loading or blocks.sealed_by_step:
+        raise InvariantViolationError("copies to the pool are left behind")
+    _check_pool(blocks.host.pool, [each.block_table for each in swapped])
+    _check_seals(scheduler, running, blocks.pool)
+    _check_seals(scheduler, swapped, blocks.host.pool)
     _check_sizes(scheduler)
     _check_found(scheduler)
     _check_pins(scheduler)
@@ -58,6 +61,9 @@ def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
         raise InvariantViolationError(f"blocks {sorted(distinct & held.keys())} are both free and held")
     if len(free) + len(held) != pool.num_blocks:
         raise InvariantViolationError(f"{len(free)} free + {len(held)} held != {pool.num_blocks} blocks")
+    names = [name for name in pool.names(0, pool.num_blocks) if name is not None]
+    if len(set(names)) != len(names) or set(names) != set(pool.sealed_hashes()):
+        raise InvariantViolationError("a block cannot be found by its hash, or two can")
     num_cached = len(free) - pool.hashes_of(free).count(None)
     if num_cached != pool.num_cached:
         raise InvariantViolationError(f"{num_cached} free blocks are sealed, {pool.num_cached} are counted")
@@ -66,9 +72,9 @@ def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
         raise InvariantViolationError(f"block {block}: ref count {pool.ref_count(block)}, holders {count}")
 
 
-def _check_seals(scheduler: Scheduler, running: list[Sequence]) -> None:
-    size, pool = scheduler.config.block_size, scheduler.batch.blocks.pool
-    for sequence in running:
+def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: BlockPool) -> None:
+    size = scheduler.config.block_size
+    for sequence in sequences:
         # Computed here anew: those that the sequence keeps are what is checked.
         table = sequence.block_table[: sequence.num_tokens // size]
         packed = pack(sequence.token_ids[: len(table) * size])

@@ -16,6 +16,8 @@ from typing import Self
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.host_memory import HostMemory
+from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
@@ -39,11 +41,15 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.host = HostMemory(0, MoveCounts())
+        """What the pool evicts goes there."""
         self._watermark_blocks = math.ceil(watermark * num_blocks)
         self._retired: deque[Sequence] = deque()
         self._num_versions = 0
         self.num_looked_up = 0
-        """Blocks that `cached_start` found so far, each of which may have cost a hash."""
+        """Blocks that were found here or on the host so far, each of which may have cost a hash."""
+        self.sealed_by_step: list[tuple[BlockId, BlockHash]] = []
+        """Blocks that the next step copies from the host."""
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Self:
@@ -83,9 +89,44 @@ class BlockManager:
         if (log := self.pool.log) is not None and log.has_unread:
             self._read(log, sequence, len(shared))
         self.pool.touch(shared)
-        fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(shared))
+        if self.host.caches:
+            shared = [*shared, *self._from_host(sequence, len(shared))]
+        fresh = self.take(self.blocks_for(sequence.num_tokens) - len(shared))
         sequence.block_table, sequence.cached_start = [*shared, *fresh], None
         return len(shared) * self.block_size
+
+    def take(self, count: int) -> list[BlockId]:
+        """Takes blocks that the next step writes, or a later one. What could be hit in them stays on the host. Raises
+        OutOfBlocksError."""
+        return self.pool.allocate(count, self.host.evicted if self.host.caches else None)
+
+    def _from_host(self, sequence: Sequence, start: int) -> list[BlockId]:
+        """The blocks of a sequence behind the first `start` that the host has, in blocks of the pool that the next step
+        fills. Ends before the first block that is in neither, and takes those between that the pool has."""
+        blocks: list[BlockId | None] = []
+        found: list[tuple[int, BlockId, BlockHash]] = []
+        for index in range(start, self.num_shareable(sequence)):
+            (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
+            if hit := self.pool.hits((content,)):
+                self.pool.touch(hit)
+                blocks += hit
+            elif (host := self.host.find(content)) is not None:
+                self.host.pool.touch((host,))
+                blocks.append(None)
+                found.append((index, host, content))
+            else:
+                break
+        self.num_looked_up += len(blocks)
+        for (index, host, content), block in zip(found, self.take(len(found)), strict=True):
+            self.host.load(host, block)
+            blocks[index - start] = block
+            self.pool.seal(block, content)
+            self.sealed_by_step.append((block, content))
+            if self.pool.log is not None:
+                self.pool.log.stored(content, self._cached_tokens(sequence, index))
+        self.host.pool.free([host for _, host, _ in found])
+        self.host.counts.from_host += len(found)
+        return [block for block in blocks if block is not None]
 
     def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
         """The blocks at the start of a sequence that it takes from those `before` it, or else from the cache. Those
@@ -135,14 +176,14 @@ class BlockManager:
         shared = sequence.block_table[index]
         if self.pool.ref_count(shared) == 1:
             return None
-        (own,) = self.pool.allocate(1)
+        (own,) = self.take(1)
         self.pool.free([shared])
         sequence.block_table[index] = own
         return shared, own
 
     def append(self, sequence: Sequence) -> BlockId:
         """Adds one block to the end of a sequence's table. Raises OutOfBlocksError."""
-        (block,) = self.pool.allocate(1)
+        (block,) = self.take(1)
         sequence.block_table.append(block)
         return block
 
@@ -178,14 +219,14 @@ class BlockManager:
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
     ) -> tuple[list[BlockId], list[BlockHash]]:
         """The cached blocks at the start of sequences that wait, and the names of those behind them that they may take
-        from others and that are not cached, each once; with a tier as far as it has them."""
+        from others and that neither pool nor host have, each once; with a tier as far as it has them."""
         cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
         for sequence in sequences:
             start = self.cached_start(sequence).blocks
             cached.update(dict.fromkeys(start))
             for index in range(len(start), self.num_shareable(sequence)):
                 (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
-                if self.pool.hits([content]):
+                if self.pool.hits([content]) or content in self.host:
                     continue
                 if tier is not None and content not in tier:
                     break
@@ -323,16 +364,6 @@ class VictimTables:
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedIn:
-    """What a swap in did: pairs (host block, GPU block), and for each sequence how many of its tokens are computed and
-    how many of its first blocks are sealed."""
-
-    pairs: list[tuple[BlockId, BlockId]]
-    num_computed: list[int]
-    num_sealed: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Return:
     """The table of one sequence after its swap in: sealed blocks of the GPU pool, copies of host blocks, new blocks."""
 
@@ -342,30 +373,29 @@ class _Return:
 
 
 class SwapSpace:
-    """The host pool (the paper's section 4.5). All sequences of a group move together; a block that several of them
-    share moves once, and they share it again when they are back."""
+    """Groups whose blocks are in host memory (the paper's section 4.5). All sequences of a group move together; a block
+    that several of them share moves once, and they share it again when they are back."""
 
-    def __init__(self, num_blocks: int, blocks: BlockManager) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, blocks: BlockManager) -> None:
+        self.pool = blocks.host.pool
         self._blocks = blocks
 
     def can_swap_out(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the host pool has room for the tokens in `num_swapped_tokens` of each sequence."""
         return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self.pool.num_free
 
-    def swap_out(self, sequences: SequenceOf[Sequence]) -> list[tuple[BlockId, BlockId]]:
-        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. Returns
-        pairs (GPU block, host block). Raises OutOfBlocksError."""
+    def swap_out(self, sequences: SequenceOf[Sequence]) -> None:
+        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. Raises
+        OutOfBlocksError."""
         host_of: dict[BlockId, BlockId] = {}
         for sequence in sequences:
             kept = self._kept(sequence)
-            shared = [host_of[block] for block in kept if block in host_of]
-            self.pool.touch(shared)
-            moved = [block for block in kept if block not in host_of]
-            host_of.update(zip(moved, self.pool.allocate(len(moved)), strict=True))
+            self.pool.touch([host_of[block] for block in kept if block in host_of])
+            for block in kept:
+                if block not in host_of:
+                    host_of[block] = self._blocks.host.save(block, self._blocks.pool.hash_of(block))
             self._blocks.free(sequence)
             sequence.block_table = [host_of[block] for block in kept]
-        return list(host_of.items())
 
     def blocks_needed(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks of the GPU pool that `swap_in` takes, cached ones included, and that the sequences then copy
@@ -375,8 +405,9 @@ class SwapSpace:
         taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
         return free_hits + taken + self._num_copies(returns, sequences)
 
-    def swap_in(self, sequences: SequenceOf[Sequence]) -> SwappedIn:
-        """Gives the sequences GPU blocks for all their tokens. Raises OutOfBlocksError."""
+    def swap_in(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+        """Gives the sequences GPU blocks for all their tokens. Returns for each how many of its tokens are computed and
+        how many of its first blocks are sealed. Raises OutOfBlocksError."""
         pool = self._blocks.pool
         returns = [self._return(sequence) for sequence in sequences]
         for each in returns:
@@ -385,16 +416,15 @@ class SwapSpace:
         for sequence, each in zip(sequences, returns, strict=True):
             pool.touch([gpu_of[block] for block in each.from_host if block in gpu_of])
             moved = [block for block in each.from_host if block not in gpu_of]
-            gpu_of.update(zip(moved, pool.allocate(len(moved)), strict=True))
+            for host, block in zip(moved, self._blocks.take(len(moved)), strict=True):
+                self._blocks.host.load(host, block)
+                gpu_of[host] = block
             self.free(sequence)
             back = [gpu_of[block] for block in each.from_host]
-            sequence.block_table = [*each.hits, *back, *pool.allocate(each.num_new)]
+            sequence.block_table = [*each.hits, *back, *self._blocks.take(each.num_new)]
             sequence.cached_start = None
-        return SwappedIn(
-            list(gpu_of.items()),
-            [self._num_computed(each, sequence) for each, sequence in zip(returns, sequences, strict=True)],
-            [len(each.hits) for each in returns],
-        )
+        pairs = zip(returns, sequences, strict=True)
+        return [(self._num_computed(each, sequence), len(each.hits)) for each, sequence in pairs]
 
     def free(self, sequence: Sequence) -> None:
         """Takes the host blocks of a sequence back."""

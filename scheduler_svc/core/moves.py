@@ -94,7 +94,8 @@ class Leases(Generic[K]):
 @dataclass(slots=True)
 class MoveCounts:
     """Requests that came from other replicas and that left for them, blocks that came from disk and from replicas, and
-    blocks that did not. Since the scheduler started."""
+    blocks that did not; blocks that the pool evicted to host memory, and that came from there. Since the scheduler
+    started."""
 
     requests_in: int = 0
     requests_out: int = 0
@@ -102,6 +103,8 @@ class MoveCounts:
     from_replicas: int = 0
     failed_from_disk: int = 0
     failed_from_replicas: int = 0
+    to_host: int = 0
+    from_host: int = 0
 
     def fetched(self, arriving: "Arriving", num_failed: int) -> None:
         """All blocks came but so many."""

@@ -57,10 +57,7 @@ class Placement:
         group.timeline.run(now)
         batch, computing = self._batch, group.computing
         swapped_in = self._swap_space.swap_in(computing)
-        batch.draft.swap_in += swapped_in.pairs
-        for sequence, num_computed, num_sealed in zip(
-            computing, swapped_in.num_computed, swapped_in.num_sealed, strict=True
-        ):
+        for sequence, (num_computed, num_sealed) in zip(computing, swapped_in, strict=True):
             row = batch.enter(sequence, group.order, num_computed, num_sealed)
             batch.rows.shares_tail[row] = len(computing) > 1
             # A sequence that has only its newest token to compute, and forks none, continues as a decode.
@@ -109,7 +106,7 @@ class Placement:
         self._running.remove(group.request.key)
         batch.release_rows(group.unfinished)
         batch.blocks.free(*(sequence for sequence in group.unfinished if sequence not in computing))
-        batch.draft.swap_out(self._swap_space.swap_out(computing))
+        self._swap_space.swap_out(computing)
         group.restart()
         for sequence in computing:
             sequence.status = SequenceStatus.SWAPPED

@@ -27,6 +27,7 @@ from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
+from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
 from scheduler_svc.core.moves import Arriving, Lease, Leases, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
@@ -111,6 +112,7 @@ class Scheduler:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
+        self.batch.blocks.host = HostMemory(config.num_host_blocks, self.move_counts, caches=config.caches_on_host)
         self.leases = Leases[Lease]()
         self.promises = Leases[RequestKey]()
         self.promised = list[RequestKey]()
@@ -122,7 +124,7 @@ class Scheduler:
         if self._cache_log is not None:
             self._cache_log.cleared()
             self._set_cache_log(self._cache_log)
-        self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
+        self.swap_space = SwapSpace(self.batch.blocks)
         self._room = Room(
             self.batch,
             self.swap_space,
@@ -187,9 +189,10 @@ class Scheduler:
         self._set_cache_log(None)
 
     def _set_cache_log(self, log: CacheLog | None) -> None:
-        self._cache_log = self.batch.blocks.pool.log = self.tier.log = log
+        blocks = self.batch.blocks
+        self._cache_log = blocks.pool.log = blocks.host.log = self.tier.log = log
         if log is not None:
-            log.tier = self.tier
+            log.tier, log.host = self.tier, blocks.host
 
     # Requests
 
@@ -325,6 +328,7 @@ class Scheduler:
         """Forgets what is cached in blocks that nobody holds; returns their number. Blocks of sequences and of pins
         keep their names. What the tier has is not fetched until workers are attached again."""
         self.tier.clear()
+        self.batch.blocks.host.forget_cached()
         pool = self.batch.blocks.pool
         num_before = pool.num_cached
         pool.free(pool.allocate(pool.num_free))
@@ -361,6 +365,10 @@ class Scheduler:
                 num_sealed = int(rows.num_sealed[sequence.row])
             hashes = sequence.prefix_hashes.first(num_sealed, sequence.token_ids)
             sealed.update(zip(blocks.pool.hits(hashes), hashes, strict=False))
+        for step in self.in_flight:
+            for block in step.from_host.tolist():
+                # Its content is yet to come.
+                sealed.pop(block, None)
         if sealed:
             blocks.pool.touch(sealed)
             self.leases.add(lease, list(sealed), now + lease_s)
@@ -481,7 +489,7 @@ class Scheduler:
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()
         # What is swapped out leaves before other blocks may come to its place.
-        if not batch.draft.is_empty or batch.draft.swaps_out:
+        if not batch.draft.is_empty or batch.blocks.host.has_copies:
             return self._commit(now)
         if self.in_flight:
             return None
@@ -704,6 +712,7 @@ class Scheduler:
             rows.num_computed[chunks],
             now,
             has_chunks,
+            plan.swap_in[:, 1],
         )
         self.in_flight.append(step)
         return plan
@@ -839,7 +848,8 @@ class Scheduler:
         self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
         self.num_prompt_tokens, self.num_cached_tokens = old.num_prompt_tokens, old.num_cached_tokens
         self.trials = self.preparations.trials = old.trials
-        self.draft_counts, self.move_counts = old.draft_counts, old.move_counts
+        self.draft_counts = old.draft_counts
+        self.move_counts = self.batch.blocks.host.counts = old.move_counts
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:
                 continue

@@ -120,8 +120,8 @@ class StepWork:
 class StepInFlight:
     """A planned step whose result is still to come: its sampling rows, which sequences sat in them, and by how many
     tokens more than one each may grow, None where none may; the rows that compute a chunk and sample nothing, their
-    sequences, and how many of their tokens are computed then; when it was planned, in seconds; and whether any row
-    computes a chunk."""
+    sequences, and how many of their tokens are computed then; when it was planned, in seconds; whether any row computes
+    a chunk; and the blocks that it copies from the host."""
 
     step_id: int
     rows: Array
@@ -132,6 +132,7 @@ class StepInFlight:
     chunk_num_computed: Array
     planned: float
     has_chunks: bool
+    from_host: Array
 
 
 @dataclass(frozen=True, slots=True)

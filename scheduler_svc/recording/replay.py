@@ -184,7 +184,7 @@ class Replayer:
                 scheduler.restore_sealed(sealed_of(operation.restore_sealed))
             case "rename":
                 rename = operation.rename
-                for named in (scheduler.batch.blocks.pool, scheduler.tier):
+                for named in (scheduler.batch.blocks.pool, scheduler.swap_space.pool, scheduler.tier):
                     named.rename(BlockHash(rename.name), BlockHash(rename.hash))
             case "tier_changed":
                 tier = operation.tier_changed

@@ -1,10 +1,10 @@
-"""What gateways are told about the prefix cache, so that they send a prompt where most of it is cached, and about the
-tier below it, which is the next best.
+"""What gateways are told about the prefix cache, so that they send a prompt where most of it is cached, and about disk
+and host memory below it, which are the next best and told as one place.
 
 A block is told by the end of its hash. Changes of a tenth of a second go out together, to every gateway alike; one that
 has not read those before gets the whole digest instead. Of a pool with many blocks only a part is told, which the
-blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways. Of a
-disk with many blocks these are the last ones that came.
+blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways. Of
+many blocks below the pool these are the last ones that came.
 
 What is cached already when the first gateway comes is read in parts, each in a turn of the event loop of its own: a
 pool of half a million blocks takes some tenths of a second until all of it is told, and no turn takes long.
@@ -21,7 +21,7 @@ from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.outbox import CacheUpdate, Outbox
 
 _MAX_TOLD = 1 << 16
-"""About how many blocks of the pool are told at most, and how many on disk: half a mebibyte each, and some 5 MB in a
+"""About how many blocks of the pool are told at most, and how many below it: half a mebibyte each, and some 5 MB in a
 gateway."""
 
 _MAX_SAMPLING_BITS = 8
@@ -102,7 +102,7 @@ class CacheDigest:
         self._gateways: dict[Outbox, None] = {}
         self._is_watching = False
         self._sampling_bits = 0
-        self._pool, self._disk = _Told(), _Told()
+        self._pool, self._below = _Told(), _Told()
         self._is_cleared = False
         self._is_due = False
         # The first block that is not read yet; None where there is none, or where changes will tell of all blocks.
@@ -128,27 +128,27 @@ class CacheDigest:
             self._feed.unwatch(self.note)
             self._is_cleared, self._unread = False, None
             self._pool.clear()
-            self._disk.clear()
+            self._below.clear()
 
     def _snapshot(self) -> CacheUpdate:
         """All that was told so far, for a gateway that knows nothing, or not all of it."""
-        return CacheUpdate(True, b"", self._pool.all(), b"", self._disk.all(), self._sampling_bits)
+        return CacheUpdate(True, b"", self._pool.all(), b"", self._below.all(), self._sampling_bits)
 
     def note(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Watches the cache."""
         if changes.is_cleared:
             self._is_cleared = True
             self._pool.clear()
-            self._disk.clear()
+            self._below.clear()
             self._sampling_bits = sampling_bits_for(config.num_blocks)
             self._unread = None
         self._pool.remove(self._sampled(changes.removed))
-        self._disk.remove(self._sampled(changes.tier_removed))
-        self._store(changes.stored, changes.tier_stored)
+        self._below.remove(self._sampled((*changes.tier_removed, *changes.host_removed)))
+        self._store(changes.stored, (*changes.tier_stored, *changes.host_stored))
 
-    def _store(self, blocks: Iterable[BlockHash], on_disk: Iterable[BlockHash]) -> None:
+    def _store(self, blocks: Iterable[BlockHash], below: Iterable[BlockHash]) -> None:
         self._pool.store(self._sampled(blocks))
-        self._disk.store(self._sampled(on_disk))
+        self._below.store(self._sampled(below))
         if not self._is_due:
             self._is_due = True
             self._call_later(_INTERVAL_S, self._tell)
@@ -159,12 +159,12 @@ class CacheDigest:
         if self._unread is None:
             return
         first, end = self._unread, self._unread + _READ_AT_ONCE
-        names, on_disk = self._feed.names(first, end), self._feed.names_on_disk(first, end)
+        names, below = self._feed.names(first, end), self._feed.names_below(first, end)
         # `names` may have told that the pool is another one, whose blocks are all told as changes.
         if self._unread is None:
             return
-        self._unread = end if names or on_disk else None
-        self._store(filter(None, names), filter(None, on_disk))
+        self._unread = end if names or below else None
+        self._store(filter(None, names), filter(None, below))
         if not self._is_read_due:
             self._is_read_due = True
             self._call_later(_READ_INTERVAL_S, self._read)
@@ -175,7 +175,7 @@ class CacheDigest:
 
     def _tell(self) -> None:
         self._is_due = False
-        update = CacheUpdate(self._is_cleared, *self._pool.take(), *self._disk.take(_MAX_TOLD), self._sampling_bits)
+        update = CacheUpdate(self._is_cleared, *self._pool.take(), *self._below.take(_MAX_TOLD), self._sampling_bits)
         self._is_cleared = False
         if update != CacheUpdate(False, b"", b"", b"", b"", self._sampling_bits):
             for gateway in self._gateways:

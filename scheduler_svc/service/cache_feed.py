@@ -46,10 +46,12 @@ class CacheFeed:
         self.tell()
         return [] if self._scheduler is None else self._scheduler.batch.blocks.pool.names(first, end)
 
-    def names_on_disk(self, first: int, end: int) -> list[BlockHash | None]:
-        """As `names`, of the slots of the tier below the pool."""
+    def names_below(self, first: int, end: int) -> list[BlockHash | None]:
+        """As `names`, of the slots of the tier below the pool, and of the blocks of host memory."""
         self.tell()
-        return [] if self._scheduler is None else self._scheduler.tier.names(first, end)
+        if (scheduler := self._scheduler) is None:
+            return []
+        return scheduler.tier.names(first, end) + scheduler.swap_space.pool.names(first, end)
 
     def unwatch(self, watcher: CacheWatcher) -> None:
         """`watcher` is told nothing more. After the last one the core notes nothing more."""

@@ -29,6 +29,9 @@ _logger = logging.getLogger(__name__)
 _POOL = "GPU"
 """vLLM's name of where blocks are that the model reads, on whatever device."""
 
+_HOST = "CPU"
+"""vLLM's name of host memory."""
+
 _DISK = "STORAGE"
 """vLLM's name of disks: since 0.27, "FS" for some weeks before."""
 
@@ -78,19 +81,22 @@ def payload_of(events: list[Event], *, at: float, as_maps: bool) -> bytes:
     return msgspec.msgpack.encode((at, written, 0))
 
 
-def events_of(changes: CacheChanges, block_size: int, *, with_disk: bool) -> list[Event]:
+def events_of(changes: CacheChanges, block_size: int, *, with_tiers: bool) -> list[Event]:
     """The same changes as events, in the order in which they are to be applied. A subscriber that forgets the tokens of
-    blocks that are nowhere any more still has those of blocks that moved between pool and disk."""
+    blocks that are nowhere any more still has those of blocks that moved between the pool and the tiers below it."""
+    tiers = ((_HOST, changes.host_stored, changes.host_removed), (_DISK, changes.tier_stored, changes.tier_removed))
     events: list[Event] = []
     if changes.is_cleared:
         events.append(AllBlocksCleared())
-    if with_disk and changes.tier_stored:
-        events.append(BlockStored(list(map(_number, changes.tier_stored)), None, [], block_size, medium=_DISK))
+    for medium, stored, _ in tiers if with_tiers else ():
+        if stored:
+            events.append(BlockStored(list(map(_number, stored)), None, [], block_size, medium=medium))
     if changes.removed:
         events.append(BlockRemoved(list(map(_number, changes.removed))))
     events += _stored(changes, block_size)
-    if with_disk and changes.tier_removed:
-        events.append(BlockRemoved(list(map(_number, changes.tier_removed)), _DISK))
+    for medium, _, removed in tiers if with_tiers else ():
+        if removed:
+            events.append(BlockRemoved(list(map(_number, removed)), medium))
     return events
 
 
@@ -132,7 +138,7 @@ class KvEventPublisher:
         self._pub = pub
         self._topic = (settings.kv_events_topic or "").encode()
         self._as_maps = settings.kv_events_format == "map"
-        self._with_disk = settings.kv_events_disk
+        self._with_tiers = settings.kv_events_disk
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._max_batches = settings.kv_events_buffer
         self._num_bytes = 0
@@ -173,7 +179,7 @@ class KvEventPublisher:
 
     def publish(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Sends the changes of a step, or keeps them for the next subscriber."""
-        if not (events := events_of(changes, config.block_size, with_disk=self._with_disk)):
+        if not (events := events_of(changes, config.block_size, with_tiers=self._with_tiers)):
             return
         payload = payload_of(events, at=clock.unix_s(), as_maps=self._as_maps)
         self._buffer.append((self._next_number.to_bytes(_NUMBER_BYTES, "big"), payload))

@@ -185,9 +185,8 @@ class _State(Collector):
         arrivals = [group.timeline.arrived for group in scheduler.waiting.all() if group.timeline.started is None]
         oldest_s = clock.monotonic() - min(arrivals) if arrivals else 0.0
         yield _gauge("oldest_waiting_seconds", "How long the oldest request waits that no step had yet.", oldest_s)
-        yield _gauges(
-            "host_blocks", "Blocks of the host pool.", "state", {"free": host.num_free, "used": host.num_used}
-        )
+        of_host = {"free": host.num_free - host.num_cached, "cached": host.num_cached, "used": host.num_used}
+        yield _gauges("host_blocks", "Blocks of the host pool.", "state", of_host)
         yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
         yield _gauge("arriving_blocks", "Blocks that workers fetch now.", scheduler.num_arriving)
         yield _gauge("offered_blocks", "Blocks kept for other replicas to fetch.", scheduler.leases.num_blocks)
@@ -195,14 +194,17 @@ class _State(Collector):
         help_text = "Requests that went on at another replica, and those that came with blocks to fetch."
         requests_moved = {("in",): moves.requests_in, ("out",): moves.requests_out}
         yield _counters("moved_requests", help_text, ("direction",), requests_moved)
-        help_text = "Blocks that were to be fetched from another replica or from disk; those that failed were computed."
+        help_text = "Blocks that came from another replica, disk or host memory, and that failed to and were computed."
         fetched = {
             ("replica", "fetched"): moves.from_replicas,
             ("replica", "failed"): moves.failed_from_replicas,
             ("disk", "fetched"): moves.from_disk,
             ("disk", "failed"): moves.failed_from_disk,
+            ("host", "fetched"): moves.from_host,
         }
         yield _counters("moved_blocks", help_text, ("source", "outcome"), fetched)
+        help_text = "Blocks that the pool evicted and that were copied to host memory."
+        yield CounterMetricFamily(f"{_PREFIX}blocks_to_host", help_text, moves.to_host)
         yield CounterMetricFamily(f"{_PREFIX}preemptions", "Preemptions.", scheduler.num_preemptions)
         yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
         help_text = "Prompt tokens that were looked up in the prefix cache, once for each request."

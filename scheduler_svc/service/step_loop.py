@@ -665,6 +665,8 @@ class StepLoop:
             tenant_overflow=settings.tenant_overflow,
             watermark=settings.watermark,
             num_host_blocks=info.num_host_blocks,
+            # Beside a pool in the same memory it would be copies, and no more room.
+            caches_on_host=info.device != "cpu",
             policy=PolicyKind(settings.policy),
             preemption_mode=PreemptionMode(settings.preemption_mode),
             pin_quota=settings.pin_quota,

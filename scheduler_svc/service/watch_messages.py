@@ -187,6 +187,7 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.arriving_blocks, message.offered_blocks = scheduler.num_arriving, scheduler.leases.num_blocks
     moves = scheduler.move_counts
     message.blocks_from_disk, message.blocks_from_replicas = moves.from_disk, moves.from_replicas
+    message.blocks_from_host = moves.from_host
     message.blocks_that_did_not_come = moves.failed_from_disk + moves.failed_from_replicas
     message.requests_moved_in, message.requests_moved_out = moves.requests_in, moves.requests_out
     return message

@@ -152,7 +152,7 @@ async def test_the_load_view_shows_roles_tiers_and_what_moved(chromium, tmp_path
         for number in range(3):
             await generate(gateway.http_url, f"{number}: {PROMPT * 6}")
         tiers = page.locator("#tiers tbody tr")
-        await tiers.filter(has_text="host, swapped").nth(1).wait_for()
+        await tiers.filter(has_text=re.compile(r"host\d")).nth(1).wait_for()
         await tiers.filter(has_text=re.compile(r"disk\d")).nth(1).wait_for()
         moves = page.locator("#moves tbody tr")
         for row, column in ((0, 5), (1, 4)):

@@ -66,7 +66,7 @@ ADDED = frozenset(
         "quire.scheduler.v1.CacheUpdate.6",
         "quire.scheduler.v1.ReplicaState.4",
         "quire.scheduler.v1.ReplicaState.5",
-        *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 41)),
+        *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 42)),
     }
 )
 """Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other

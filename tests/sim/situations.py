@@ -57,6 +57,8 @@ from tests.sim.world.traffic import (
 
 DISK_BLOCKS = (4, 32, 500, 500)
 """For how many blocks a disk may have room."""
+_HOST_TOKENS = (60, 300, 1000, 3000)
+"""For how many tokens host memory may have room where it keeps what the pools evict."""
 
 
 def _searches_that_swap(seed: int, draw: Random) -> Plan:
@@ -156,29 +158,31 @@ def _doubled(requests: Sequence[Request]) -> tuple[Request, ...]:
     return (*requests, *more)
 
 
+def with_host_cache(draw: Random, layout: Layout) -> Layout:
+    worker = layout.worker
+    tokens = draw.choice(_HOST_TOKENS)
+    return replace(layout, worker=replace(worker, device="cuda", num_host_blocks=max(tokens // worker.block_size, 1)))
+
+
+def draw_on_host(seed: int, draw: Random) -> Plan:
+    """A few prompts come again and again, the pool has room for one or two of them, and the host for more. Some disks
+    have them, too."""
+    layout, requests, over_s = _few_prompts(draw)
+    layout = with_host_cache(draw, with_ranks(Random(f"ranks of hosts {seed}"), layout))
+    layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY))
+    faults: tuple[Fault, ...] = ()
+    if draw.random() < 0.5:
+        kind = draw.choice((Kind.MIXED, Kind.RESTARTS, Kind.TIGHT))
+        faults = draw_faults(draw, kind, layout.hosts, [each.at for each in requests], over_s, layout.worker)
+    if draw.random() < 0.2:
+        layout = replace(layout, disk_blocks=draw.choice(DISK_BLOCKS))
+    return plan_of(seed, layout, requests, faults, MOVES if draw.random() < 0.2 else ())
+
+
 def draw_on_disk(seed: int, draw: Random) -> Plan:
     """A few prompts come again and again, the pool has room for one or two of them, and the disk for more."""
-    layout, over_s = draw_layout(draw, Kind.TIGHT), draw.choice((1.0, 5.0))
-    worker = layout.worker
-    # As small as one that refuses no request may be.
-    pool_tokens = 2 * LONGEST + 40
-    worker = replace(worker, num_blocks=pool_tokens // worker.block_size)
-    drawn = draw_requests(draw, draw.choice((Kind.CALM, Kind.TIGHT)), layout.clients, pool_tokens, over_s)
-    prompts = [fresh(draw, 100) for _ in range(6)]
-    tenant = draw.choice((None, "ann", "ann"))
-    drawn = _doubled(drawn)
-    requests = [
-        replace(
-            each,
-            prompt=draw.choice(prompts)[: draw.randint(60, 100)],
-            at=draw.uniform(0, over_s),
-            tenant=tenant or each.tenant,
-        )
-        if isinstance(each, Generate) and each.front is None
-        else each
-        for each in drawn
-    ]
-    layout = replace(layout, worker=worker, disk_blocks=draw.choice(DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
+    layout, requests, over_s = _few_prompts(draw)
+    layout = replace(layout, disk_blocks=draw.choice(DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
     layout = with_ranks(Random(f"parts on disk {seed}"), layout)
     late = draw_slow_block_disks(Random(f"slow {seed}"), over_s)
     if any(isinstance(fault, HalfOpen | PowerOff) for fault in late):
@@ -191,6 +195,31 @@ def draw_on_disk(seed: int, draw: Random) -> Plan:
         settings = replace(layout.settings, max_steps_in_flight=4)
         layout = replace(layout, slowness=10.0, settings=settings, worker=replace(layout.worker, max_steps_in_flight=4))
     return plan_of(seed, layout, requests, faults, MOVES if draw.random() < 0.5 else ())
+
+
+def _few_prompts(draw: Random) -> tuple[Layout, list[Request], float]:
+    """A few prompts that come again and again within so many seconds, and a pool with room for one or two of them."""
+    layout, over_s = draw_layout(draw, Kind.TIGHT), draw.choice((1.0, 5.0))
+    worker = layout.worker
+    # As small as one that refuses no request may be.
+    pool_tokens = 2 * LONGEST + 40
+    worker = replace(worker, num_blocks=pool_tokens // worker.block_size)
+    drawn = draw_requests(draw, draw.choice((Kind.CALM, Kind.TIGHT)), layout.clients, pool_tokens, over_s)
+    prompts = [fresh(draw, 100) for _ in range(6)]
+    tenant = draw.choice((None, "ann", "ann"))
+    drawn = _doubled(drawn)
+    requests: list[Request] = [
+        replace(
+            each,
+            prompt=draw.choice(prompts)[: draw.randint(60, 100)],
+            at=draw.uniform(0, over_s),
+            tenant=tenant or each.tenant,
+        )
+        if isinstance(each, Generate) and each.front is None
+        else each
+        for each in drawn
+    ]
+    return replace(layout, worker=worker), requests, over_s
 
 
 def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Plan:

@@ -16,6 +16,8 @@ from tests.sim.situations import (
     SHORTAGES,
     draw_moving,
     draw_on_disk,
+    draw_on_host,
+    with_host_cache,
 )
 from tests.sim.world.charges import Charges
 from tests.sim.world.cluster import MANY, Cluster, watched_schedulers
@@ -42,6 +44,10 @@ _ON_DISK = 0.05
 """The share of worlds in which much comes back from disks of blocks."""
 _WITH_DISKS = 0.15
 """The share of the others whose workers have such disks."""
+_ON_HOST = 0.03
+"""The share of worlds in which much comes back from host memory."""
+_WITH_HOST = 0.06
+"""The share of the others in which host memory keeps what the pools evict."""
 _HANDED = 0.05
 """The share of worlds in which rows, blocks and streams change hands in the middle of what they do."""
 _SHORT = 0.06
@@ -85,6 +91,11 @@ def draw_plan(seed: int) -> Plan:
     hands = Random(f"hands {seed}")
     if hands.random() < _HANDED:
         return hands.choice(OF_HANDS)(seed, hands)
+    memory = Random(f"memory below {seed}")
+    if memory.random() < _ON_HOST:
+        return draw_on_host(seed, memory)
+    if memory.random() < _WITH_HOST:
+        plan = replace(plan, layout=with_host_cache(memory, plan.layout))
     if disks.random() < _WITH_DISKS:
         plan = replace(plan, layout=replace(plan.layout, disk_blocks=disks.choice(DISK_BLOCKS)))
     if draw.random() < 0.5 * RARE:

@@ -12,6 +12,7 @@ class CacheMirror:
     def __init__(self, scheduler: Scheduler, tenants: tuple[str, ...] = ("",)) -> None:
         self.blocks: dict[BlockHash, CachedTokens | None] = {}
         self.tier: set[BlockHash] = set()
+        self.host: set[BlockHash] = set()
         self._tenants = tenants
         self._log: CacheLog
         self.watch(scheduler)
@@ -22,6 +23,7 @@ class CacheMirror:
         assert self._log.take() == CacheChanges(True, [], {})
         self.blocks = dict.fromkeys(scheduler.batch.blocks.pool.sealed_hashes())
         self.tier = set(scheduler.tier._slots)
+        self.host = set(scheduler.swap_space.pool.sealed_hashes())
 
     def check(self) -> None:
         """Takes in what changed, and compares."""
@@ -32,16 +34,22 @@ class CacheMirror:
         pool = self._scheduler.batch.blocks.pool
         assert self.blocks.keys() == set(pool.sealed_hashes())
         assert self.tier == set(self._scheduler.tier._slots)
+        assert self.host == set(self._scheduler.swap_space.pool.sealed_hashes())
 
     def _apply(self, changes: CacheChanges) -> None:
         assert len(changes.removed) + len(changes.stored) <= 2 * self._scheduler.config.num_blocks
         if changes.is_cleared:
             self.blocks.clear()
             self.tier.clear()
+            self.host.clear()
         assert set(changes.tier_removed) <= self.tier
         assert set(changes.tier_stored).isdisjoint(changes.tier_removed)
         self.tier |= set(changes.tier_stored)
         self.tier -= set(changes.tier_removed)
+        assert set(changes.host_removed) <= self.host
+        assert set(changes.host_stored).isdisjoint(changes.host_removed)
+        self.host |= set(changes.host_stored)
+        self.host -= set(changes.host_removed)
         for content in changes.removed:
             del self.blocks[content]
         for content, tokens in changes.stored.items():

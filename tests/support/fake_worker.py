@@ -30,6 +30,7 @@ class FakeWorkerConfig:
 
     num_blocks: int = 256
     num_host_blocks: int = 0
+    device: str = "cpu"
     block_size: int = 16
     vocab_size: int = 1000
     max_model_len: int = 1024
@@ -65,7 +66,7 @@ class FakeWorkerConfig:
             dtype="float32",
             block_bytes=8 * self.block_size,
         )
-        model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu", "a fake")
+        model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, self.device, "a fake")
         limits = WorkerLimits(
             self.max_num_rows,
             self.max_num_batched_tokens,

@@ -57,6 +57,8 @@ class PoolBlocks:
             return torch.cat(parts, dim=1).cpu()
 
     def _write_to_device(self, blocks: Tensor, contents: Tensor) -> None:
+        # Blocks that an earlier step copies to the host may be among these: that goes on when the step is over.
+        torch.cuda.synchronize(self._layers[0].device)
         with torch.inference_mode(), self._beside_steps():
             there, contents = blocks.to(self._layers[0].device), contents.to(self._layers[0].device)
             for layer, part in zip(self._layers, contents.tensor_split(self._ends[:-1].tolist(), dim=1), strict=True):

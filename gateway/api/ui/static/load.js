@@ -182,7 +182,10 @@ export class LoadView {
       const { gpu_pool: pool, host_pool: host } = its, held = pool.used_blocks + pool.cached_blocks;
       const hits = its.prompt_tokens ? `${percent(its.cached_tokens / its.prompt_tokens)} of prompt tokens` : "–";
       const rows = [tier("pool", held, pool.total_blocks, hits)];
-      if (host.total_blocks) rows.push(tier("host, swapped", host.used_blocks, host.total_blocks, "–"));
+      if (host.total_blocks) {
+        const fetched = its.blocks_from_host ? `${whole(its.blocks_from_host)} blocks` : "–";
+        rows.push(tier("host", host.used_blocks + host.cached_blocks, host.total_blocks, fetched));
+      }
       if (its.disk_blocks || its.blocks_from_disk) {
         rows.push(tier("disk", its.disk_blocks, 0, `${whole(its.blocks_from_disk)} blocks`));
       }

@@ -108,4 +108,4 @@ def test_prompts_are_no_measure_of_how_long_steps_take():
 
 def make_step(planned: float, *, has_chunks: bool = False) -> StepInFlight:
     none = np.array([], dtype=np.int64)
-    return StepInFlight(1, none, none, None, none, none, none, planned, has_chunks)
+    return StepInFlight(1, none, none, None, none, none, none, planned, has_chunks, none)

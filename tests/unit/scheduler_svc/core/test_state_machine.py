@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 24),
         num_host_blocks=st.sampled_from([0, 3, 12, 40]),
+        caches_on_host=st.booleans(),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 20),

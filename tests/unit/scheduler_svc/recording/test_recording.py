@@ -65,7 +65,10 @@ def record(
     """Chats that carry their history come, and a full pool preempts some of them. The recording is closed."""
     recorder = Recorder.open(str(path), with_token_ids=with_token_ids, max_bytes=max_bytes)
     monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
-    driver = Driver(make_config(num_blocks=16, num_host_blocks=8, max_waiting_requests=1000, prepares_constraints=True))
+    config = make_config(
+        num_blocks=16, num_host_blocks=8, caches_on_host=True, max_waiting_requests=1000, prepares_constraints=True
+    )
+    driver = Driver(config)
     rng = random.Random(1)
     histories = [[SECRET, chat, 1, 2, 3] for chat in range(8)]
     for handle in range(num_requests):

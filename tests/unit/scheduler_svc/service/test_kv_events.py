@@ -71,6 +71,17 @@ async def test_large_batches_are_bounded_by_their_bytes(monkeypatch) -> None:
     assert socket.numbers[-1] == 100
 
 
+async def test_blocks_in_host_memory_have_the_medium_cpu() -> None:
+    name = [BlockHash(bytes([number]) * 32) for number in range(2)]
+    publisher, socket = make_publisher(kv_events_disk=True)
+    publisher.publish(CacheChanges(False, [], {}, host_stored=[name[0]], host_removed=[name[1]]), make_config())
+    await socket.until_read(publisher, b"\x01")
+    (payload,) = socket.payloads
+    told = [(kind, fields["medium"], fields["block_hashes"]) for kind, fields in events_in(payload)]
+    numbers = [[int.from_bytes(each[-8:], "big")] for each in name]
+    assert told == [("BlockStored", "CPU", numbers[0]), ("BlockRemoved", "CPU", numbers[1])]
+
+
 @pytest.mark.parametrize("format_", ["array", "map"])
 async def test_blocks_on_disk_have_a_medium_of_their_own_and_only_where_that_is_asked_for(format_: str) -> None:
     name = [BlockHash(bytes([number]) * 32) for number in range(4)]

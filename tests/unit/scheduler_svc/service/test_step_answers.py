@@ -35,7 +35,7 @@ def make_result(**changes) -> worker_pb2.StepResult:
 
 def make_step(*rows: int) -> StepInFlight:
     zeros, none = np.zeros(len(rows), dtype=np.int64), np.zeros(0, dtype=np.int64)
-    return StepInFlight(7, np.array(rows, dtype=np.int64), zeros, None, none, none, none, 0.0, False)
+    return StepInFlight(7, np.array(rows, dtype=np.int64), zeros, None, none, none, none, 0.0, False, none)
 
 
 def test_tokens_and_log_probabilities_are_those_of_their_rows():

@@ -87,6 +87,17 @@ async def test_blocks_that_a_request_waits_for_are_shown_and_counted(watched):
     assert (numbers.prompt_tokens, numbers.cached_tokens) == (34, 16)
 
 
+async def test_blocks_that_came_from_host_memory_are_counted(watched):
+    watched.driver = Driver(make_config(num_blocks=8, num_host_blocks=16, caches_on_host=True))
+    for handle, first in enumerate((0, 20, 0), 1):
+        watched.driver.submit(make_request(handle, prompt=[*range(first, first + 17)], max_tokens=4))
+        watched.driver.run_until_idle()
+    async with aclosing(watched.watchers.frames(wants_memory=False)) as frames:
+        numbers = (await next_frame(frames)).numbers
+    assert (numbers.blocks_from_host, numbers.cached_tokens) == (1, 16)
+    assert numbers.host_pool.cached_blocks > 0
+
+
 async def test_everything_in_a_large_pool_is_several_frames(watched, monkeypatch):
     monkeypatch.setattr(view, "_MAX_ENTRIES", 2)
     for handle in (1, 2):
