@@ -42,8 +42,9 @@ class Answerer:
         """None where the model runs into the limit of tokens. Prompts must hold their special tokens already."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         # transformers types it against a protocol that its own models do not meet.
-        generate: Any = self.model.generate
-        output = generate(**inputs, max_new_tokens=max_tokens, do_sample=False, **TOKEN_IDS)
+        output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            **inputs, max_new_tokens=max_tokens, do_sample=False, **TOKEN_IDS
+        )
         rows: list[list[int]] = output[:, inputs["input_ids"].shape[1] :].tolist()
         ends = {*TOKEN_IDS["eos_token_id"]}
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)

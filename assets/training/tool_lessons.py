@@ -230,8 +230,8 @@ def _reworded(drawn: Drawn, rng: Random, *, held_out: bool = False) -> Drawn:
     if "unit" in drawn.roles and rng.random() < 0.7:
         optional.add(drawn.roles["unit"])
     if rng.random() < 0.1 and (extra := rng.choice(list(_EXTRAS))) not in parameters:
-        values = tuple(_EXTRAS[extra].split(", "))
-        parameters[extra] = values if len(values) > 1 else values[0]
+        values = _EXTRAS[extra].split(", ")
+        parameters[extra] = tuple(values) if len(values) > 1 else values[0]
         optional.add(extra)
     if rng.random() < 0.35:
         roles = {parameter: role for role, parameter in drawn.roles.items()}

@@ -189,7 +189,8 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, course: Course, loss_of
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
     started, seen = time.monotonic(), 0
     for step, batch in enumerate(course.batches(tokenizer)):
-        rate = float(np.interp(step, *zip(*course.rates, strict=True)))
+        steps, rates = zip(*course.rates, strict=True)
+        rate = float(np.interp(step, steps, rates))
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of(model, batch)

@@ -40,6 +40,7 @@ class MeasuredGateway:
         """The call succeeds in each try, and no kind of turn takes longer in each of them: what a call costs shows in
         all tries at the same place, and what else the machine does now here, now there."""
         tries: list[dict[str, float]] = []
+        long: list[str] = []
         await self.longest_turns_ms()
         for _ in range(_NUM_TRIES):
             await call()

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from gateway.auth.quota import Account, Limits
 from gateway.sqlite import StoreThread
 
 
-async def call(tenant: str | None, work: Coroutine[None, None, None]) -> None:
+async def call(tenant: str | None, work: Coroutine[Any, Any, object]) -> None:
     if tenant is not None:
         set_caller(Caller(tenant, Access(), Account(Limits(), lambda: 0.0)))
     await work

@@ -106,7 +106,7 @@ async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
     patient = "from quire.constraints import check_process as each; each.WALL_SECONDS = 3600; each.main()"
     popen = subprocess.Popen
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    def start(command: list[str], **options: Any) -> subprocess.Popen[Any]:
         return popen([command[0], "-c", patient, *command[3:]], **options)
 
     monkeypatch.setattr(checking.subprocess, "Popen", start)
