@@ -37,7 +37,7 @@ class StoreThread:
         future: Future[Found] = Future()
         with self._lock:
             self._waiting.setdefault(calling_tenant(), deque()).append((future, partial(work, *arguments, **named)))
-        self._thread.submit(self._do_next)
+        asyncio.get_running_loop().run_in_executor(self._thread, self._do_next)
         return await asyncio.wrap_future(future)
 
     def close(self, last: Callable[[], object]) -> None:

@@ -58,7 +58,7 @@ def test_the_table_has_each_fault() -> None:
         ("salt-not-sent", 8),
         ("generated-not-charged", 36),
         ("resumed-as-new", 123),
-        ("host-block-reused", 63),
+        ("host-hit-not-copied", 65),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:

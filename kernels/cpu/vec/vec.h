@@ -33,8 +33,8 @@ inline constexpr int32_t kNoUpperBytes = static_cast<int32_t>(0x80808000u);
 
 namespace quire::QUIRE_ISA {
 
-// Caches, as the compiler counts them, nearest last. A line that no cache keeps is only in the first one, until it gives
-// way: it displaces nothing from the others.
+// Caches, as the compiler counts them, nearest last. A line that no cache keeps is only in the first one, until it
+// gives way: it displaces nothing from the others.
 inline constexpr int kNoCache = 0, kSecondCache = 2, kFirstCache = 3;
 
 // Starts to load a cache line before it is read.
@@ -50,8 +50,8 @@ inline constexpr int kPrefetchCache = kFirstCache;
 inline constexpr int kPrefetchCache = kSecondCache;
 #endif
 
-// The same for what is read soon, and once: 9% more a second on an AMD processor, for keys and values and for weights of
-// one token. Not measured on others.
+// The same for what is read soon, and once: 9% more a second on an AMD processor, for keys and values and for weights
+// of one token. Not measured on others.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 inline constexpr int kOnceCache = kNoCache;
 #else
