@@ -512,8 +512,9 @@ class Cluster:
             if link is not None and (known := link.cached) is not None:
                 if known._blocks != {short(content) for content in cached}:
                     yield f"{host} takes {len(known._blocks)} blocks of {scheduler} to be cached, not {len(cached)}"
-                if not known._on_disk <= {short(content) for content in core.tier._slots}:
-                    yield f"{host} takes blocks of {scheduler} to be on disk that are not"
+                below = {*core.tier._slots, *core.batch.blocks.host.pool.sealed_hashes()}
+                if not known._on_disk <= {short(content) for content in below}:
+                    yield f"{host} takes blocks of {scheduler} to be below the pool that are not"
 
     def check_glitches(self) -> None:
         """Raises FalseAnswerError where more requests than rows failed by what is not finite."""
