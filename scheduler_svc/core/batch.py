@@ -563,7 +563,7 @@ class Batch:
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed, which they are once its result comes."""
-        self.draft.sealed = self.blocks.still_sealed([*self.draft.sealed, *self.blocks.sealed_by_step])
+        self.draft.sealed = self.blocks.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
         plan = self.draft.finish(step_id, self.blocks.host)
         self.draft = StepDraft(self._token_budget)

@@ -80,6 +80,8 @@ class HostMemory:
 
     def take_copies(self) -> tuple[list[tuple[BlockId, BlockId]], list[tuple[BlockId, BlockId]]]:
         """The copies of a step that is finished: pairs (pool block, host block), and pairs the other way round."""
+        if not self.has_copies:
+            return [], []
         copies = (
             [(block, host) for host, block in self._out.items()],
             [(host, block) for block, host in self._in.items()],
