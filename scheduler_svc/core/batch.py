@@ -183,8 +183,7 @@ class StepDraft:
     """The next step while it is put together: all that changed for the worker since the last one.
 
     What happens between two plans (rows released, beams forked) is kept here too, so nothing is lost when there is
-    nothing to compute. `budget` is how many more tokens the batch may have, without those that are
-    set aside.
+    nothing to compute. `budget` is how many more tokens the batch may have, without those that are set aside.
     """
 
     def __init__(self, token_budget: int) -> None:

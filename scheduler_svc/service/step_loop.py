@@ -513,6 +513,7 @@ class StepLoop:
                 if (arriving := scheduler.preparations.arriving(answer.number)) is not None:
                     self._metrics.fetched(arriving, self._moves.answered(answer.number, now))
                 self._take_prepared(scheduler, answer, link)
+                self.cache.tell()
                 continue
             result = answer.result
             step_s = self._steps.answered(result.step_id, now)

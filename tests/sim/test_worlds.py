@@ -26,9 +26,10 @@ def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
 def test_worlds_that_once_failed() -> None:
     """By loads of adapters that never ended (288), by a request that displaced nobody though room had become enough
     (720201), by one that displaced others for rows that are kept for an offer (1130626), by workers that died of a
-    request between two looks (1130164, which was no fault), and by blocks from disk in the place of others that had yet
-    to be swapped out (54, as it was)."""
-    for seed in (288, 720201, 1130626, 1130164):
+    request between two looks (1130164, which was no fault), by blocks that came for a request that was over, of which
+    gateways heard with the next step only (1520103), and by blocks from disk in the place of others that had yet to be
+    swapped out (54, as it was)."""
+    for seed in (288, 720201, 1130626, 1130164, 1520103):
         check_world(draw_plan(seed))
     check_world(replace(draw_plan(54), faults=(), low_limits=()))
 
