@@ -469,7 +469,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     Attributes:
         wanted: A scheduler has called Run.
-        discarded: The process is to end, and with it the weights; no more calls will come.
+        discarded: The process is to end, and with it the weights; calls are for the next one.
     """
 
     def __init__(
@@ -556,6 +556,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             except BaseException:
                 self._stopping.clear()
                 raise
+            self.report_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS))
             self.discarded.set()
         return worker_pb2.ReleaseMemoryResponse()
 
@@ -570,7 +571,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise
 
     def _worker(self) -> Worker:
-        if self._loaded is None:
+        if self._loaded is None or self.discarded.is_set():
             loading = self._loading
             raise Unavailable(
                 f"the worker is loading its model: {loading}",

@@ -126,6 +126,15 @@ async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:
         await server.stop(grace_s=0)
 
 
+async def test_a_worker_that_has_discarded_its_weights_attaches_no_scheduler(service: Service) -> None:
+    async with worker_stub(service.address) as stub:
+        discarding = worker_pb2.ReleaseMemoryRequest(scheduler_epoch=1, discard_weights=True)
+        await stub.ReleaseMemory(discarding)
+        with pytest.raises(grpc.RpcError, match="asleep without weights"):
+            await stub.Run([attach_request(2)]).read()
+        await stub.ReleaseMemory(discarding)
+
+
 async def test_a_scheduler_that_comes_before_the_worker_is_ready_has_it_at_once(tmp_path: Path) -> None:
     servicer = WorkerServicer(WorkerMetrics())
     server = await start_server(servicer, f"unix:{tmp_path / 'loading'}")
