@@ -1,5 +1,6 @@
-"""Where the time of a forward pass goes on the CPU: each kind of operation by itself, of all layers, beside the time
-that a plain sum in the same process needs to read as many bytes.
+"""Where the time of a forward pass goes on the CPU: each kind of operation by itself, of all layers, beside its floor.
+That is the time that a plain sum in the same process needs to read as many bytes, or that as many products take whose
+operands stay in registers, whichever is longer.
 
 Parts and whole are recordings of the same model over the same tensors, run in turn; the least time of the runs counts.
 """
@@ -7,6 +8,7 @@ Parts and whole are recordings of the same model over the same tensors, run in t
 import argparse
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 
 from bench.filled_pool import fill_pool
 from bench.models import write_model
+from bench.peak import Peak
 from bench.report import Series, write_results
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation
@@ -66,13 +69,19 @@ def main(arguments: argparse.Namespace) -> None:
         passes, batches = Passes(model, max(arguments.batches), arguments.context, pool_dtype), arguments.batches
     series, kept = [], []
     for batch in batches:
-        stages, rate = measure(passes, batch, arguments.runs)
-        kept.append(floors(batch, stages, rate))
+        stages, machine = measure(passes, batch, arguments.runs)
+        kept.append(floors(batch, stages, machine))
         what = "sequences" if arguments.prompt is None else "prompt"
-        print(f"\n{batch} {what} of {passes.context} tokens; a plain sum reads {rate:.1f} GB/s")
+        print(
+            f"\n{batch} {what} of {passes.context} tokens; a plain sum reads {machine.gigabytes:.1f} GB/s, products in "
+            f"registers do {machine.gigaflops:.0f} GFLOP/s"
+        )
+        floors_ms = {stage.name: machine.floor_ms(stage) for stage in stages[1:]}
+        floors_ms[stages[0].name] = sum(floors_ms.values())
         for stage in stages:
-            floor = stage.floor_ms(rate)
-            beside = "" if not floor else f"   {stage.read_bytes / 1e6:7.1f} MB, at least {floor:6.2f} ms"
+            floor = floors_ms[stage.name]
+            work = f"{stage.read_bytes / 1e6:7.1f} MB, {stage.flops / 1e9:7.2f} GFLOP"
+            beside = f"   {work}, at least {floor:6.2f} ms: {stage.best_ms / floor:.2f} of it" if floor else ""
             print(f"{stage.name:<28} {stage.best_ms:7.2f} ms{beside}", flush=True)
         series += [stage.series(batch) for stage in stages]
     if arguments.out is not None:
@@ -94,27 +103,43 @@ class Stage:
 
     Attributes:
         read_bytes: of weights, or of keys and values; 0 where neither is read.
+        flops: of its products; 0 where there are none.
     """
 
     name: str
     read_bytes: int
+    flops: int
     times_ms: tuple[float, ...]
 
     @property
     def best_ms(self) -> float:
         return min(self.times_ms)
 
-    def floor_ms(self, gigabytes_per_second: float) -> float:
-        return self.read_bytes / gigabytes_per_second / 1e6
-
     def series(self, batch: int) -> Series:
         return Series(f"{self.name}, {batch} seqs", "ms", self.times_ms)
 
 
-def floors(batch: int, stages: Sequence[Stage], rate: float) -> dict[str, Any]:
-    """What the floors of a batch are computed from: the rate of a plain sum, and the bytes that each stage reads."""
-    read_bytes = {stage.name: stage.read_bytes for stage in stages if stage.read_bytes}
-    return {"batch": batch, "rate": rate, "unit": "GB/s", "read_bytes": read_bytes}
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the processor does at most, with the threads of the pass.
+
+    Attributes:
+        gigabytes: a second, by a plain sum.
+        gigaflops: a second, by products whose operands stay in registers.
+    """
+
+    gigabytes: float
+    gigaflops: float
+
+    def floor_ms(self, stage: Stage) -> float:
+        """Of one stage. A pass takes at least the sum over its stages, each of which waits for the one before."""
+        return max(stage.read_bytes / self.gigabytes, stage.flops / self.gigaflops) / 1e6
+
+
+def floors(batch: int, stages: Sequence[Stage], machine: Machine) -> dict[str, Any]:
+    """What the floors of a batch are computed from."""
+    work = {stage.name: {"read_bytes": stage.read_bytes, "flops": stage.flops} for stage in stages}
+    return {"batch": batch, "gigabytes_per_s": machine.gigabytes, "gigaflops_per_s": machine.gigaflops, "work": work}
 
 
 class Passes:
@@ -125,7 +150,7 @@ class Passes:
     def __init__(
         self, model: NativeCausalLM, num_rows: int, context: int, dtype: torch.dtype, num_new: int = 1
     ) -> None:
-        self.context, self._num_new = context, num_new
+        self.context, self.num_new = context, num_new
         blocks = -(-context // _BLOCK_SIZE)
         request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks, dtype)
         geometry = pool_geometry(model, request, None)
@@ -147,47 +172,61 @@ class Passes:
 
     def run(self, part: Recording, num_rows: int) -> None:
         """A part of the recording, for the first rows."""
-        part.run(num_rows * self._num_new, num_rows)
+        part.run(num_rows * self.num_new, num_rows)
 
     def kv_bytes(self, num_rows: int) -> int:
         """What attention of the first rows reads."""
         return int(self._lengths[:num_rows].sum()) * self._block_bytes // _BLOCK_SIZE
 
+    def attention_flops(self, num_rows: int, num_heads: int, head_dim: int) -> int:
+        """Of one layer: products of queries with keys, and of weights with values."""
+        seen = self._lengths[:num_rows, None] - torch.arange(self.num_new)
+        return 4 * num_heads * head_dim * int(seen.sum())
+
     def _fill(self, num_rows: int, blocks: int) -> None:
         room, attention = self._room, self._room.attention
         tables = torch.randperm(num_rows * blocks).view(num_rows, blocks)
         room.token_ids.zero_()
-        row = torch.arange(num_rows).repeat_interleave(self._num_new)
-        last = (self._lengths[:, None] - self._num_new + torch.arange(self._num_new)).flatten()
+        row = torch.arange(num_rows).repeat_interleave(self.num_new)
+        last = (self._lengths[:, None] - self.num_new + torch.arange(self.num_new)).flatten()
         room.positions.copy_(last)
         attention.block_tables.copy_(tables)
         last_blocks = tables[row, last // _BLOCK_SIZE]
         attention.slot_mapping.copy_(last_blocks * _BLOCK_SIZE + last % _BLOCK_SIZE)
-        attention.query_start_loc.copy_(torch.arange(num_rows + 1) * self._num_new)
+        attention.query_start_loc.copy_(torch.arange(num_rows + 1) * self.num_new)
         attention.seq_lens.copy_(self._lengths)
 
 
-def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
-    """The stages, the whole first, and the rate of the sum in GB/s: its best of the same runs."""
+def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], Machine]:
+    """The stages, the whole first, and what the processor does at most: the best of the same runs."""
     parts = {"all layers": passes.recording}
-    read_bytes = {"all layers": 0}
+    read_bytes, flops = Counter[str](), Counter[str]()
     for call in passes.recording.calls:
         name = _name(call)
         if name not in parts:
             parts[name] = passes.recording.part(lambda each, name=name: _name(each) == name)
-            read_bytes[name] = passes.kv_bytes(batch) if call.operation is Operation.PAGED_ATTENTION else 0
+            if call.operation is Operation.PAGED_ATTENTION:
+                read_bytes[name] = passes.kv_bytes(batch)
         if call.operation is Operation.PRODUCT:
-            read_bytes[name] += ProductShape.of(call.arguments).weight_bytes
-    read_bytes["all layers"] = sum(read_bytes.values())
+            shape = ProductShape.of(call.arguments)
+            read_bytes[name] += shape.weight_bytes
+            flops[name] += 2 * shape.in_features * shape.out_features * batch * passes.num_new
+        elif call.operation is Operation.PAGED_ATTENTION:
+            flops[name] += passes.attention_flops(batch, call.arguments.num_heads, call.arguments.head_dim)
+    for work in (read_bytes, flops):
+        work["all layers"] = work.total()
     numbers = torch.ones(_SUMMED_BYTES // 4)
     times: dict[str, list[float]] = {name: [] for name in parts}
-    sums = []
-    for _ in range(runs):
-        for name, part in parts.items():
-            times[name].append(_seconds(lambda part=part: passes.run(part, batch)) * 1e3)
-        sums.append(_seconds(numbers.sum))
-    stages = [Stage(name, read_bytes[name], tuple(each)) for name, each in times.items()]
-    return stages, _SUMMED_BYTES / min(sums) / 1e9
+    sums, rates = [], []
+    with tempfile.TemporaryDirectory() as made:
+        peak = Peak(Path(made), torch.get_num_threads())
+        for _ in range(runs):
+            for name, part in parts.items():
+                times[name].append(_seconds(lambda part=part: passes.run(part, batch)) * 1e3)
+            sums.append(_seconds(numbers.sum))
+            rates.append(peak.gigaflops())
+    stages = [Stage(name, read_bytes[name], flops[name], tuple(each)) for name, each in times.items()]
+    return stages, Machine(_SUMMED_BYTES / min(sums) / 1e9, max(rates))
 
 
 def _name(call: RecordedCall) -> str:

@@ -1,0 +1,51 @@
+// The arithmetic that one core does at most: products of bfloat16 (of float32 with AVX2) whose operands stay in registers.
+// `quire_peak(rounds)` does `rounds` rounds of them and returns the number of floating-point operations of one round.
+#include <immintrin.h>
+
+#if defined(PEAK_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+long quire_peak(long rounds) {
+  static const struct { unsigned char palette, start, zeros[14]; unsigned short bytes[16]; unsigned char rows[16]; }
+      __attribute__((aligned(64))) shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+  syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
+  _tile_loadconfig(&shape);
+  for (long i = 0; i < rounds; ++i) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return 4 * 2 * 16 * 16 * 32;
+}
+#else
+#define SUMS 12
+#if defined(PEAK_BF16)
+typedef __m512 Sum;
+#define STEP(sum) sum = _mm512_dpbf16_ps(sum, a, b)
+#define OPERANDS __m512bh a = (__m512bh)_mm512_set1_epi32((int)rounds), b = a
+#define FLOPS 64
+#elif defined(PEAK_AVX512)
+typedef __m512 Sum;
+#define STEP(sum) sum = _mm512_fmadd_ps(a, b, sum)
+#define OPERANDS __m512 a = _mm512_set1_ps((float)rounds), b = a
+#define FLOPS 32
+#else
+typedef __m256 Sum;
+#define STEP(sum) sum = _mm256_fmadd_ps(a, b, sum)
+#define OPERANDS __m256 a = _mm256_set1_ps((float)rounds), b = a
+#define FLOPS 16
+#endif
+long quire_peak(long rounds) {
+  OPERANDS;
+  Sum sums[SUMS] = {0};
+  for (long i = 0; i < rounds; ++i) {
+    _Pragma("GCC unroll 12") for (int j = 0; j < SUMS; ++j) {
+      STEP(sums[j]);
+      __asm__ volatile("" : "+v"(sums[j]));  // no two of them are one
+    }
+  }
+  return SUMS * FLOPS;
+}
+#endif

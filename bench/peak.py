@@ -1,0 +1,51 @@
+"""The arithmetic that the processor does at most: products whose operands stay in registers."""
+
+import ctypes
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kernels.cpu.library import available_isas
+
+_SOURCE = Path(__file__).with_name("peak.c")
+_FLAGS = {
+    "amx": ["-DPEAK_AMX", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": ["-DPEAK_BF16", "-mavx512f", "-mavx512bf16"],
+    "avx512_vnni": ["-DPEAK_AVX512", "-mavx512f"],
+    "avx512": ["-DPEAK_AVX512", "-mavx512f"],
+    "avx2": ["-mavx2", "-mfma"],
+}
+_SECONDS = 0.005
+
+
+class Peak:
+    """Products of bfloat16, of float32 where the instruction set has none, on all threads at once."""
+
+    def __init__(self, directory: Path, num_threads: int) -> None:
+        """Compiles them into `directory` with the machine's C compiler, for the instruction set of the kernels."""
+        library = directory / "peak.so"
+        flags = _FLAGS[available_isas()[0]]
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", *flags, "-o", library, _SOURCE], check=True)
+        self._run = ctypes.CDLL(str(library)).quire_peak
+        self._run.argtypes, self._run.restype = [ctypes.c_long], ctypes.c_long
+        self._num_threads = num_threads
+        self._rounds = 1 << 10
+        while self._seconds() < _SECONDS:
+            self._rounds *= 2
+
+    def gigaflops(self) -> float:
+        """A second, of one measurement that takes some milliseconds."""
+        flops: int = self._run(0)
+        return flops * self._rounds * self._num_threads / self._seconds() / 1e9
+
+    def _seconds(self) -> float:
+        """Of the slowest thread."""
+
+        def time_one(_: int) -> float:
+            began = time.perf_counter()
+            self._run(self._rounds)
+            return time.perf_counter() - began
+
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            return max(threads.map(time_one, range(self._num_threads)))
