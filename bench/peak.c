@@ -1,8 +1,16 @@
-// The arithmetic that one core does at most: products of bfloat16 (of float32 with AVX2) whose operands stay in registers.
+// The arithmetic that one core does at most: products whose operands stay in registers, of bfloat16, or of float32 where
+// the instruction set has none, or of int8.
 // `quire_peak(rounds)` does `rounds` rounds of them and returns the number of floating-point operations of one round.
 #include <immintrin.h>
 
 #if defined(PEAK_AMX)
+#if defined(PEAK_INT8)
+#define MULTIPLY _tile_dpbusd
+#define FLOPS (2 * 16 * 16 * 64)
+#else
+#define MULTIPLY _tile_dpbf16ps
+#define FLOPS (2 * 16 * 16 * 32)
+#endif
 #include <sys/syscall.h>
 #include <unistd.h>
 long quire_peak(long rounds) {
@@ -11,17 +19,22 @@ long quire_peak(long rounds) {
   syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
   _tile_loadconfig(&shape);
   for (long i = 0; i < rounds; ++i) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    MULTIPLY(0, 4, 6);
+    MULTIPLY(1, 4, 7);
+    MULTIPLY(2, 5, 6);
+    MULTIPLY(3, 5, 7);
   }
   _tile_release();
-  return 4 * 2 * 16 * 16 * 32;
+  return 4 * FLOPS;
 }
 #else
 #define SUMS 12
-#if defined(PEAK_BF16)
+#if defined(PEAK_INT8)
+typedef __m512i Sum;
+#define STEP(sum) sum = _mm512_dpbusd_epi32(sum, a, b)
+#define OPERANDS __m512i a = _mm512_set1_epi32((int)rounds), b = a
+#define FLOPS 128
+#elif defined(PEAK_BF16)
 typedef __m512 Sum;
 #define STEP(sum) sum = _mm512_dpbf16_ps(sum, a, b)
 #define OPERANDS __m512bh a = (__m512bh)_mm512_set1_epi32((int)rounds), b = a

@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
         passes, batches = Passes(model, max(arguments.batches), arguments.context, pool_dtype), arguments.batches
     series, kept = [], []
     for batch in batches:
-        stages, machine = measure(passes, batch, arguments.runs)
+        stages, machine = measure(passes, batch, arguments.runs, arguments.quantization)
         kept.append(floors(batch, stages, machine))
         what = "sequences" if arguments.prompt is None else "prompt"
         print(
@@ -197,7 +197,7 @@ class Passes:
         attention.seq_lens.copy_(self._lengths)
 
 
-def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], Machine]:
+def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[list[Stage], Machine]:
     """The stages, the whole first, and what the processor does at most: the best of the same runs."""
     parts = {"all layers": passes.recording}
     read_bytes, flops = Counter[str](), Counter[str]()
@@ -219,7 +219,7 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], Machine
     times: dict[str, list[float]] = {name: [] for name in parts}
     sums, rates = [], []
     with tempfile.TemporaryDirectory() as made:
-        peak = Peak(Path(made), torch.get_num_threads())
+        peak = Peak(Path(made), torch.get_num_threads(), is_int8=quantization == Quantization.INT8_DYNAMIC.value)
         for _ in range(runs):
             for name, part in parts.items():
                 times[name].append(_seconds(lambda part=part: passes.run(part, batch)) * 1e3)
