@@ -1,5 +1,5 @@
-// The arithmetic that one core does at most: products whose operands stay in registers, of bfloat16, or of float32 where
-// the instruction set has none, or of int8.
+// The arithmetic that one core does at most: products whose operands stay in registers, of bfloat16, or of float32
+// where the instruction set has none, or of int8.
 // `quire_peak(rounds)` does `rounds` rounds of them and returns the number of floating-point operations of one round.
 #include <immintrin.h>
 
@@ -14,8 +14,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 long quire_peak(long rounds) {
-  static const struct { unsigned char palette, start, zeros[14]; unsigned short bytes[16]; unsigned char rows[16]; }
-      __attribute__((aligned(64))) shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+  static const struct {
+    unsigned char palette, start, zeros[14];
+    unsigned short bytes[16];
+    unsigned char rows[16];
+  } __attribute__((aligned(64))) shape = {
+      1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
   syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
   _tile_loadconfig(&shape);
   for (long i = 0; i < rounds; ++i) {
