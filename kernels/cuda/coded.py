@@ -6,24 +6,34 @@ dequantized weight, bit for bit: all operations but one are exact.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from kernels.cuda.launch import ceil_div, launch
 from kernels.packed_weight import CodedWeight, Coding, PackedWeight, Quantization
 from kernels.reference import activated
 
-# Inputs of a tile, and of 32 bytes of halves of codes: each byte has an input and the one 32 inputs behind.
-_INPUTS = 64
-# Tokens and outputs of a tile: few tokens leave more programs to read the weight.
-_OF_FEW, _OF_MANY = (16, 32), (64, 64)
+# Inputs of a tile: all of its codes of an output have the same scale, or the two halves have.
+_INPUTS = 32
+# Tokens and outputs of a tile, and pieces of inputs of a turn of the loop, at most: few tokens leave more programs to
+# read the weight, and room for longer turns.
+_OF_FEW, _OF_MANY = (16, 32, 8), (64, 64, 4)
+# With few tokens, several programs share the inputs of a tile: enough for so many programs, each with so many inputs.
+_PROGRAMS, _MAX_PARTS, _INPUTS_OF_PART = 512, 8, 512
+_MULTIPLE = 256
 # Of IQ4_NL and IQ4_XS: what the 16 codes stand for.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4_LOWER, _IQ4_UPPER = (
+    tl.constexpr(int.from_bytes(bytes(number + 128 for number in each), "little")) for each in (_IQ4[:8], _IQ4[8:])
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +41,18 @@ class Scales:
     """What the codes of R rows stand for: (code - zero) * unit * step - minimum_unit * minimum_step."""
 
     units: torch.Tensor
-    """[R, units], floating; `inputs_of_unit` each."""
+    """[units, R], floating; of `inputs_of_unit` inputs each, a multiple of 32 where there are several."""
     inputs_of_unit: int
     zero: int = 0
     zeros: torch.Tensor | None = None
-    """[R, units] uint8, instead of `zero`."""
-    table: torch.Tensor | None = None
-    """[codes] float32, instead of code - zero."""
+    """[units, R] uint8, instead of `zero`."""
+    kind: Literal["whole", "iq4", "fp8"] = "whole"
+    """What codes are: whole numbers, or places of such numbers in `_IQ4`, or numbers in E4M3, all of which have no
+    zero."""
     steps: torch.Tensor | None = None
-    """[R, groups] int8; None: 1."""
+    """[groups, R] int8; None: 1."""
     inputs_of_step: int = 32
+    """32 or 16."""
     minimum_units: torch.Tensor | None = None
     """As `units`; None: there are no minima."""
     minimum_steps: torch.Tensor | None = None
@@ -49,29 +61,49 @@ class Scales:
         """[R, in] float32 for codes [R, in] uint8."""
         inputs = torch.arange(codes.shape[1], device=codes.device)
         of_unit, of_step = inputs // self.inputs_of_unit, inputs // self.inputs_of_step
-        if self.table is not None:
-            numbers = self.table[codes.long()]
+        if self.kind == "fp8":
+            numbers = codes.view(torch.float8_e4m3fn).float()
+        elif self.kind == "iq4":
+            numbers = _iq4_table(codes.device)[codes.long()]
         else:
-            numbers = codes.float() - (self.zero if self.zeros is None else self.zeros[:, of_unit].float())
-        numbers *= _product_of(self.units[:, of_unit], self.steps, of_step)
+            numbers = codes.float() - (self.zero if self.zeros is None else self.zeros[of_unit].t().float())
+        numbers *= _product_of(self.units[of_unit], self.steps, of_step)
         if self.minimum_units is not None:
-            numbers -= _product_of(self.minimum_units[:, of_unit], self.minimum_steps, of_step)
+            numbers -= _product_of(self.minimum_units[of_unit], self.minimum_steps, of_step)
         return numbers
 
 
 def _product_of(units: torch.Tensor, steps: torch.Tensor | None, of_step: torch.Tensor) -> torch.Tensor:
-    return units.float() if steps is None else units.float() * steps[:, of_step]
+    return (units.float() if steps is None else units.float() * steps[of_step]).t()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight(PackedWeight):
-    """`data` has the codes, [out, bytes]; those of more than 4 and less than 8 bits only their lower 4."""
+    """`data` has the codes, [out, bytes]; those of more than 4 and less than 8 bits only their lower 4.
+
+    32 bytes have parts of codes of as many pieces of 32 inputs as fit, the first piece in their lowest bits: two of 4
+    bits, four of 2, eight of 1. Rows end with whole bytes.
+    """
 
     bits: int
     """Of a code."""
+    width: int
+    """Bits of a code in `data`."""
     high: torch.Tensor | None
-    """[out, bytes], the other bits, from the lowest on."""
+    """[out, bytes], the other bits."""
     scale: Scales
+
+
+@triton.jit
+def _scales_of(units, steps, unit, inputs, at, rows, num_outputs, STEP: tl.constexpr):
+    """float32 [1, outputs], or [32, outputs] where the inputs from `at` on have two steps."""
+    scales = tl.load(units + unit * num_outputs + rows).to(tl.float32)
+    if steps is not None:
+        step = tl.load(steps + at // STEP * num_outputs + rows)
+        if STEP < 32:
+            step = tl.where(inputs < STEP, step, tl.load(steps + (at // STEP + 1) * num_outputs + rows))
+        scales *= step.to(tl.float32)
+    return scales
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
@@ -80,7 +112,6 @@ def _product_kernel(
     x,
     data,
     high,
-    table,
     zeros,
     units,
     steps,
@@ -89,63 +120,77 @@ def _product_kernel(
     bias,
     num_tokens,
     x_stride,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
+    num_outputs,
+    num_inputs,
+    turns,
+    row_bytes,
+    high_bytes,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    PIECES: tl.constexpr,
     BITS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    HIGH_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
     ZERO: tl.constexpr,
+    KIND: tl.constexpr,
     UNIT: tl.constexpr,
-    NUM_UNITS: tl.constexpr,
     STEP: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    outputs = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = outputs[None, :]
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    outputs = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    first = tl.program_id(2) * turns
+    # Behind the last output that one is read again.
+    rows = tl.minimum(outputs, num_outputs - 1)
+    inputs, columns = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    is_token = tokens < num_tokens
     sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    for start in range(0, IN, INPUTS):
-        columns = start + tl.arange(0, INPUTS)
-        inputs = columns[:, None]
-        mask = (inputs < IN) & (rows < OUT)
-        if BITS == 8:
-            codes = tl.load(data + rows * ROW_BYTES + inputs, mask=mask, other=0).to(tl.int32)
-        else:
-            halves = tl.load(data + rows * ROW_BYTES + inputs // 64 * 32 + inputs % 32, mask=mask, other=0)
-            codes = (halves.to(tl.int32) >> (inputs % 64 // 32 * 4)) & 15
-        if high is not None:
-            places = inputs * (BITS - 4)
-            more = tl.load(high + rows * HIGH_BYTES + places // 8, mask=mask, other=0).to(tl.int32)
-            codes += ((more >> (places % 8)) & ((1 << (BITS - 4)) - 1)) << 4
-        of_unit, of_step = rows * NUM_UNITS + inputs // UNIT, rows * NUM_STEPS + inputs // STEP
-        if table is not None:
-            numbers = tl.load(table + codes)
-        elif zeros is not None:
-            numbers = (codes - tl.load(zeros + of_unit, mask=mask, other=0).to(tl.int32)).to(tl.float32)
-        else:
-            numbers = (codes - ZERO).to(tl.float32)
-        scales = tl.load(units + of_unit, mask=mask, other=0.0).to(tl.float32)
-        if steps is not None:
-            scales *= tl.load(steps + of_step, mask=mask, other=0).to(tl.float32)
-        numbers *= scales
-        if minimum_units is not None:
-            minima = tl.load(minimum_units + of_unit, mask=mask, other=0.0).to(tl.float32)
-            if minimum_steps is not None:
-                minima *= tl.load(minimum_steps + of_step, mask=mask, other=0).to(tl.float32)
-            numbers -= minima
-        values = tl.load(
-            x + tokens[:, None] * x_stride + columns[None, :],
-            mask=(tokens < num_tokens)[:, None] & (columns < IN)[None, :],
-            other=0.0,
-        )
-        sums = tl.dot(values, numbers.to(values.dtype), sums)
+    for turn in range(first, tl.minimum(first + turns, tl.cdiv(num_inputs, PIECES * 32))):
+        for piece in tl.static_range(PIECES):
+            begin = turn * (PIECES * 32) + piece * 32
+            # Behind the last input tokens have zeros, and the last scales are read again.
+            at = tl.minimum(begin, (num_inputs - 1) // 32 * 32)
+            unit = at // UNIT if UNIT else 0
+            if BITS == 8:
+                codes = tl.load(data + rows * row_bytes + begin + inputs).to(tl.int32)
+            else:
+                if piece % 2 == 0:
+                    halves = tl.load(data + rows * row_bytes + turn * (PIECES * 16) + piece * 16 + inputs)
+                codes = ((halves >> (piece % 2 * 4)) & 15).to(tl.int32)
+            if high is not None:
+                if piece % (8 // WIDTH) == 0:
+                    place = (turn * PIECES + piece) * (4 * WIDTH)
+                    upper = tl.load(high + rows * high_bytes + place + inputs)
+                more = (upper >> (piece % (8 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)
+                codes |= more.to(tl.int32) << 4
+            if KIND == "fp8":
+                # Exponent and fraction where float32 has them: 2^120 times smaller, also if there is no exponent.
+                bits = ((codes & 128) << 24) | ((codes & 127) << 20)
+                numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+            else:
+                if KIND == "iq4":
+                    # Eight bytes each, which are 128 more than what codes stand for.
+                    eight = tl.where(codes < 8, _IQ4_LOWER, _IQ4_UPPER).to(tl.uint64)
+                    codes = ((eight >> (codes % 8 * 8).to(tl.uint64)) & 255).to(tl.int32)
+                # 2^23 plus the code: an exact conversion without an instruction for that.
+                numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True)
+                if zeros is not None:
+                    numbers -= tl.load(zeros + unit * num_outputs + rows).to(tl.float32) + 8388608.0
+                else:
+                    numbers -= 8388608.0 + ZERO
+            numbers *= _scales_of(units, steps, unit, inputs, at, rows, num_outputs, STEP)
+            if minimum_units is not None:
+                numbers -= _scales_of(minimum_units, minimum_steps, unit, inputs, at, rows, num_outputs, STEP)
+            values = tl.load(
+                x + tokens * x_stride + begin + columns, mask=is_token & (begin + columns < num_inputs), other=0.0
+            )
+            sums = tl.dot(values, numbers.to(values.dtype), sums)
     if bias is not None:
-        sums += tl.load(bias + outputs, mask=outputs < OUT, other=0.0).to(tl.float32)[None, :]
-    mask = (tokens < num_tokens)[:, None] & (rows < OUT)
-    tl.store(output + tokens[:, None] * OUT + rows, sums.to(output.dtype.element_ty), mask=mask)
+        sums += tl.load(bias + rows).to(tl.float32) * (first == 0)
+    output += tl.program_id(2).to(tl.int64) * num_tokens * num_outputs
+    tl.store(
+        output + tokens * num_outputs + outputs,
+        sums.to(output.dtype.element_ty),
+        mask=is_token & (outputs < num_outputs),
+    )
 
 
 def product(
@@ -154,21 +199,22 @@ def product(
     """`kernels.ops.product` with a weight of `pack_coded`."""
     assert isinstance(weight, GroupedWeight)
     is_plain = not weight.gated and activation == "identity"
-    sums = torch.empty(
-        (*x.shape[:-1], weight.out_features), dtype=output_dtype if is_plain else torch.float32, device=x.device
-    )
+    lines, scale, high = x.reshape(-1, x.shape[-1]), weight.scale, weight.high
+    lines = lines if lines.stride(1) == 1 else lines.contiguous()
+    tokens, outputs, pieces = _OF_FEW if len(lines) <= _OF_FEW[0] else _OF_MANY
+    programs = ceil_div(weight.out_features, outputs)
+    pieces = max(_pieces(weight.bits), math.gcd(pieces, weight.data.shape[1] * (8 // weight.width) // _INPUTS))
+    parts, part = _parts(weight.in_features, programs) if tokens == _OF_FEW[0] else (1, weight.in_features)
+    dtype = output_dtype if is_plain and parts == 1 else torch.float32
+    sums = torch.empty((parts, len(lines), weight.out_features), dtype=dtype, device=x.device)
     if sums.numel():
-        lines, scale, high = x.reshape(-1, x.shape[-1]), weight.scale, weight.high
-        lines = lines if lines.stride(1) == 1 else lines.contiguous()
-        tokens, outputs = _OF_FEW if len(lines) <= _OF_FEW[0] else _OF_MANY
         launch(
             _product_kernel,
-            (ceil_div(len(lines), tokens), ceil_div(weight.out_features, outputs)),
+            (ceil_div(len(lines), tokens), programs, parts),
             sums,
             lines,
             weight.data,
             high,
-            scale.table,
             scale.zeros,
             scale.units,
             scale.steps,
@@ -177,21 +223,36 @@ def product(
             bias,
             len(lines),
             lines.stride(0),
-            OUT=weight.out_features,
-            IN=weight.in_features,
+            weight.out_features,
+            weight.in_features,
+            ceil_div(part, pieces * _INPUTS),
+            weight.data.shape[1],
+            0 if high is None else high.shape[1],
             TOKENS=tokens,
             OUTPUTS=outputs,
-            INPUTS=_INPUTS,
+            PIECES=pieces,
             BITS=weight.bits,
-            ROW_BYTES=weight.data.shape[1],
-            HIGH_BYTES=0 if high is None else high.shape[1],
+            WIDTH=weight.bits - 4,
             ZERO=scale.zero,
-            UNIT=scale.inputs_of_unit,
-            NUM_UNITS=scale.units.shape[1],
+            KIND=scale.kind,
+            UNIT=scale.inputs_of_unit if len(scale.units) > 1 else 0,
             STEP=scale.inputs_of_step,
-            NUM_STEPS=0 if scale.steps is None else scale.steps.shape[1],
         )
-    return sums if is_plain else activated(sums, weight.gated, activation, output_dtype)
+    whole = (sums[0] if parts == 1 else sums.sum(0)).view(*x.shape[:-1], weight.out_features)
+    return whole.to(output_dtype) if is_plain else activated(whole, weight.gated, activation, output_dtype)
+
+
+def _pieces(bits: int) -> int:
+    """Pieces of 32 inputs that share the bytes of a plane."""
+    return {5: 8, 6: 4}.get(bits, 2)
+
+
+def _parts(in_features: int, programs: int) -> tuple[int, int]:
+    """Programs that share the inputs of a tile, and the inputs of each: they follow from the weight, so that what a
+    token's sum is rounded to does not depend on other tokens."""
+    parts = min(_MAX_PARTS, _PROGRAMS // programs, in_features // _INPUTS_OF_PART)
+    part = ceil_div(in_features, max(parts, 1) * _MULTIPLE) * _MULTIPLE
+    return ceil_div(in_features, part), part
 
 
 def products(
@@ -213,16 +274,11 @@ def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
 def pack_coded(weight: CodedWeight, gated: bool, quantization: Quantization) -> GroupedWeight:
     """`kernels.ops.pack_coded`."""
     codes, bits, scale = read(weight)
-    (out_features, in_features), data, high = codes.shape, codes, None
-    if bits < 8:
-        pairs = torch.nn.functional.pad(codes & 15, (0, -in_features % _INPUTS)).view(out_features, -1, 2, _INPUTS // 2)
-        data = (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
-    if 4 < bits < 8:
-        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=codes.device)
-        # Codes come in groups of 32 and more, so that they fill bytes.
-        high = ((codes >> 4).view(out_features, -1, len(shifts)) << shifts).sum(-1, dtype=torch.uint8)
+    scale = replace(scale, **{each.name: _packed(getattr(scale, each.name)) for each in fields(scale)})
+    out_features, in_features = codes.shape
+    codes = functional.pad(codes, (0, -in_features % (_INPUTS * _pieces(bits))))
     return GroupedWeight(
-        data=data,
+        data=codes if bits == 8 else _plane(codes & 15, 4),
         scales=None,
         dtype=torch.bfloat16,
         out_features=out_features,
@@ -232,9 +288,21 @@ def pack_coded(weight: CodedWeight, gated: bool, quantization: Quantization) -> 
         quantization=quantization,
         coding=weight.coding,
         bits=bits,
-        high=high,
+        width=8 if bits == 8 else 4,
+        high=_plane(codes >> 4, bits - 4) if 4 < bits < 8 else None,
         scale=scale,
     )
+
+
+def _packed(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def _plane(parts: torch.Tensor, width: int) -> torch.Tensor:
+    """Parts of codes, [R, in] uint8 below 2^width, in the bytes of `GroupedWeight`."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=parts.device)
+    pieces = parts.unflatten(1, (-1, len(shifts), _INPUTS)) << shifts[:, None]
+    return pieces.sum(2, dtype=torch.uint8).flatten(1)
 
 
 def read(weight: CodedWeight) -> tuple[torch.Tensor, int, Scales]:
@@ -244,14 +312,12 @@ def read(weight: CodedWeight) -> tuple[torch.Tensor, int, Scales]:
         bits, decode = _DECODERS[weight.coding]
         codes, scale = decode(rows.unflatten(1, (-1, weight.coding.group[1])))
         return codes.reshape(len(rows), -1), bits, scale
-    units, zeros = grouped.values.contiguous(), grouped.zeros if grouped.zeros is None else grouped.zeros.contiguous()
+    units, zeros = grouped.values.t(), None if grouped.zeros is None else grouped.zeros.t()
     if weight.coding is Coding.INT4:
         return _halves(rows[..., None]).flatten(1), 4, Scales(units, grouped.inputs, 8, zeros)
     if weight.coding is Coding.INT8:
         return rows.contiguous(), 8, Scales(units, grouped.inputs, 128, zeros)
-    every = torch.arange(256, dtype=torch.uint8, device=rows.device)
-    table = every.view(torch.float8_e4m3fn).float()
-    return rows.contiguous(), 8, Scales(units, grouped.inputs, table=table)
+    return rows.contiguous(), 8, Scales(units, grouped.inputs, kind="fp8")
 
 
 def _halves(data: torch.Tensor, dim: int = -2) -> torch.Tensor:
@@ -266,8 +332,8 @@ def _bits(data: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _float16(data: torch.Tensor) -> torch.Tensor:
-    """[R, blocks, 2] uint8 -> [R, blocks]."""
-    return data.contiguous().view(torch.float16)[..., 0]
+    """[R, blocks, 2] uint8 -> [blocks, R]."""
+    return data.contiguous().view(torch.float16)[..., 0].t()
 
 
 # Blocks [R, n, bytes of a block] to codes, whose order is that of the inputs, and scales; as ggml documents them.
@@ -276,8 +342,8 @@ def _float16(data: torch.Tensor) -> torch.Tensor:
 def _k_with_minima(blocks: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, Scales]:
     packed = blocks[..., 4:16]
     first, second, both = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    steps = torch.cat((first & 63, both & 15 | first >> 6 << 4), -1).view(torch.int8).flatten(1)
-    minimum_steps = torch.cat((second & 63, both >> 4 | second >> 6 << 4), -1).view(torch.int8).flatten(1)
+    steps = torch.cat((first & 63, both & 15 | first >> 6 << 4), -1).view(torch.int8).flatten(1).t()
+    minimum_steps = torch.cat((second & 63, both >> 4 | second >> 6 << 4), -1).view(torch.int8).flatten(1).t()
     codes = _halves(blocks[..., -128:].unflatten(-1, (4, 32)))
     if bits == 5:
         codes = codes.flatten(2, 3) | _bits(blocks[..., 16:48], 1) << 4
@@ -288,7 +354,7 @@ def _k_with_minima(blocks: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, Sc
 def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, Scales]:
     low, high = blocks[..., :128].unflatten(-1, (2, 2, 32)), blocks[..., 128:192].unflatten(-1, (2, 32))
     codes = _halves(low, -3).flatten(3, 4) | _bits(high, 2) << 4
-    steps = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
+    steps = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1).t()
     return codes, Scales(_float16(blocks[..., 208:]), 256, 32, steps=steps, inputs_of_step=16)
 
 
@@ -316,15 +382,15 @@ def _iq4_table(device: torch.device) -> torch.Tensor:
 
 
 def _iq4_nl(blocks: torch.Tensor) -> tuple[torch.Tensor, Scales]:
-    return _halves(blocks[..., 2:]), Scales(_float16(blocks[..., :2]), 32, table=_iq4_table(blocks.device))
+    return _halves(blocks[..., 2:]), Scales(_float16(blocks[..., :2]), 32, 128, kind="iq4")
 
 
 def _iq4_xs(blocks: torch.Tensor) -> tuple[torch.Tensor, Scales]:
     low = _halves(blocks[..., 4:8], -1).flatten(2)
     high = _bits(blocks[..., 2:4], 2).transpose(-1, -2).flatten(2)
-    steps = ((low | high << 4).view(torch.int8) - 32).flatten(1)
+    steps = ((low | high << 4).view(torch.int8) - 32).flatten(1).t()
     codes = _halves(blocks[..., 8:].unflatten(-1, (8, 16)))
-    return codes, Scales(_float16(blocks[..., :2]), 256, table=_iq4_table(blocks.device), steps=steps)
+    return codes, Scales(_float16(blocks[..., :2]), 256, 128, kind="iq4", steps=steps)
 
 
 _DECODERS: dict[Coding, tuple[int, Callable[[torch.Tensor], tuple[torch.Tensor, Scales]]]] = {

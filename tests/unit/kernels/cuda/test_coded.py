@@ -46,15 +46,15 @@ def test_looked_up_rows_are_those_of_the_dequantized_weight(
         assert torch.equal(coded.look_up(weight, ids), dequantized(weight).bfloat16()[ids])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 70])
+@pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("coding", Coding)
 def test_products_are_those_of_the_dequantized_weight(device: KernelDevice, coding: Coding, num_tokens: int) -> None:
     """More outputs than a tile has, and not as many as fill tiles."""
     for seed in range(3 if coding in SCALED else 1):
-        weight = make_coded(coding, 70, 1 if coding.group[0] == 256 else 3, seed + num_tokens)
+        weight = make_coded(coding, 40, 1 if coding.group[0] == 256 else 3, seed + num_tokens)
         x, bias, numbers = (
             torch.randn(num_tokens, weight.in_features).half(),
-            torch.randn(70).half(),
+            torch.randn(40).half(),
             dequantized(weight),
         )
         packed = coded.pack_coded(weight, False, Quantization.NONE)
@@ -92,6 +92,20 @@ def test_activations_gates_and_several_weights(device: KernelDevice) -> None:
     assert joined.shape == (2, 3, 32)
 
 
+def test_several_programs_share_the_inputs_of_few_tokens(device: KernelDevice) -> None:
+    """Which they may do unevenly; one of them adds the bias. More tokens are summed by one program."""
+    weight = make_coded(Coding.Q8_0, 3, 33)
+    packed = coded.pack_coded(weight, False, Quantization.NONE)
+    x, bias = torch.randn(17, 1056).half(), torch.randn(3).half()
+    few = device.run(coded.product, x[:2], packed, bias, "identity", torch.float32).result
+    many = device.run(coded.product, x, packed, bias, "identity", torch.float32).result
+    expected = x.double() @ dequantized(weight).half().double().t() + bias.double()
+    torch.testing.assert_close(many.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(few.double(), expected[:2], rtol=1e-5, atol=1e-5)
+    gates = replace(coded.pack_coded(make_coded(Coding.Q8_0, 4, 33), False, Quantization.NONE), gated=True)
+    assert device.run(coded.product, x[:2], gates, None, "silu", torch.float16).result.shape == (2, 2)
+
+
 def test_no_tokens_give_an_empty_result(device: KernelDevice) -> None:
     packed = coded.pack_coded(make_coded(Coding.Q8_0, 5, 1), False, Quantization.NONE)
     assert device.run(
@@ -108,6 +122,11 @@ def test_a_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
     assert held <= 1.05 * (weight.rows.nbytes + (0 if scales is None else scales.values.nbytes))
 
 
+def parts_of(plane: torch.Tensor, width: int) -> torch.Tensor:
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    return (plane.unflatten(1, (-1, 1, 32)) >> shifts & (1 << width) - 1).flatten(1)
+
+
 def multiply_by_torch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -115,25 +134,30 @@ def multiply_by_torch(
     x: torch.Tensor,
     data: torch.Tensor,
     high: torch.Tensor | None,
-    table: torch.Tensor | None,
     zeros: torch.Tensor | None,
     units: torch.Tensor,
     steps: torch.Tensor | None,
     minimum_units: torch.Tensor | None,
     minimum_steps: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *rest: int,
-    **constants: int,
+    num_tokens: int,
+    x_stride: int,
+    num_outputs: int,
+    num_inputs: int,
+    turns: int,
+    row_bytes: int,
+    high_bytes: int,
+    **constants: Any,
 ) -> None:
     """What the kernel computes, in bfloat16, which the interpreter cannot multiply."""
     of = SimpleNamespace(**constants)
-    codes = data
-    if of.BITS < 8:
-        codes = torch.stack((data & 15, data >> 4), -1).unflatten(1, (-1, 32)).transpose(2, 3).flatten(1)[:, : of.IN]
+    codes = data if of.BITS == 8 else parts_of(data, 4)
     if high is not None:
-        shifts = torch.arange(0, 8, of.BITS - 4, dtype=torch.uint8)
-        codes = codes | ((high[..., None] >> shifts & (1 << (of.BITS - 4)) - 1) << 4).flatten(1)[:, : of.IN]
-    scales = coded.Scales(units, of.UNIT, of.ZERO, zeros, table, steps, of.STEP, minimum_units, minimum_steps)
+        codes = codes | parts_of(high, of.BITS - 4)[:, : codes.shape[1]] << 4
+    scales = coded.Scales(
+        units, of.UNIT or num_inputs, of.ZERO, zeros, of.KIND, steps, of.STEP, minimum_units, minimum_steps
+    )
+    codes = codes[:, :num_inputs]
     sums = functional.linear(
         x.float(), scales.numbers(codes).bfloat16().float(), None if bias is None else bias.float()
     )

@@ -165,6 +165,8 @@ def test_coded_products_run_on_tensor_cores_without_a_stack(compiled: set[Any], 
     for kernel in compiled:
         assert "mma" in kernel.asm["ptx"]
         assert stack_bytes(kernel, tmp_path) == 0
+        # A thread makes 64 numbers a turn, of at least 8 that share two scales, two steps and a zero.
+        assert kernel.asm["sass"].count("LDG.E") <= 48
     assert_fit(compiled, {"_product_kernel"})
 
 
