@@ -23,7 +23,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight", re.ASCII)
-_PATTERN = re.compile(r"\^?[\w.]+", re.ASCII)
+_PATTERN = re.compile(r"\^?(?:\w|\\?\.)+", re.ASCII)
+"""Of alpha_pattern: without repetitions, of which a hostile one takes hours."""
 _EMBEDDINGS = ("lora_embedding_", "embed_tokens", "embed_positions", "wte.", "wpe.", "lm_head")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element."""
@@ -95,20 +96,24 @@ def read_adapter(directory: Path | str) -> Adapter:
         UnusableAdapterError: a file is missing or damaged, or it is not a LoRA that a worker can run.
     """
     directory = Path(directory)
+    weights = directory / WEIGHTS_FILE
     try:
         if not directory.is_dir():
             raise UnusableAdapterError(
                 f"{directory!s:.500} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
             )
-        for each in (directory / CONFIG_FILE, directory / WEIGHTS_FILE):
+        for each in (directory / CONFIG_FILE, weights):
             # A pipe or a device may have no end.
             if each.exists() and not each.is_file():
                 raise UnusableAdapterError(f"{each} is not a regular file")
     except OSError as error:
         raise UnusableAdapterError(f"cannot read {directory!s:.500}: {error.strerror}") from error
+    if not weights.exists() and (pickled := weights.with_suffix(".bin")).exists():
+        raise UnusableAdapterError(
+            f"{pickled} is a pickle, which is never loaded; save the adapter with PEFT's safe_serialization=True"
+        )
     raw = _read_config(directory / CONFIG_FILE)
     config = _Config.of(directory / CONFIG_FILE, raw)
-    weights = directory / WEIGHTS_FILE
     shapes = _shapes(weights)
     modules = {name: config.module(name, *of_module) for name, of_module in sorted(shapes.items())}
     return Adapter(
@@ -157,7 +162,7 @@ class _Config:
     alpha: float
     uses_rslora: bool
     base_model: str
-    alpha_pattern: Mapping[str, float]
+    alpha_pattern: Mapping[re.Pattern[str], float]
 
     @classmethod
     def of(cls, file: Path, raw: bytes) -> Self:
@@ -195,7 +200,10 @@ class _Config:
             alpha=_number(file, "lora_alpha", config.get("lora_alpha")),
             uses_rslora=bool(config.get("use_rslora")),
             base_model=base_model if isinstance(base_model, str) else "",
-            alpha_pattern={str(name): _number(file, "alpha_pattern", value) for name, value in patterns.items()},
+            alpha_pattern={
+                re.compile(rf"(.*\.)?({pattern})"): _number(file, "alpha_pattern", value)
+                for pattern, value in patterns.items()
+            },
         )
 
     def module(self, name: str, a: tuple[int, int], b: tuple[int, int]) -> AdaptedModule:
@@ -210,9 +218,10 @@ class _Config:
         return AdaptedModule(rank, num_inputs, b[0], alpha / (math.sqrt(rank) if self.uses_rslora else rank))
 
     def _alpha_of(self, name: str) -> float:
-        """That of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT."""
+        """That of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT, where a pattern
+        is a regular expression."""
         for pattern, alpha in self.alpha_pattern.items():
-            if name == pattern.removeprefix("^") or name.endswith(f".{pattern}"):
+            if pattern.fullmatch(name):
                 return alpha
         return self.alpha
 

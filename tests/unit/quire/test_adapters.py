@@ -40,6 +40,18 @@ def test_scales_follow_patterns_and_rslora(tmp_path: Path) -> None:
     assert scales == [6 / math.sqrt(4), 2 / math.sqrt(4)]
 
 
+@pytest.mark.parametrize("pattern", [r"layers\.0\.self_attn\.q_proj", "self.attn.q_proj"])
+def test_a_pattern_is_a_regular_expression_as_in_peft(tmp_path: Path, pattern: str) -> None:
+    write_adapter(tmp_path, {Q: (4, 16, 16)}, alpha_pattern={pattern: 6})
+    assert read_adapter(tmp_path).modules[Q].scale == 6 / 4
+
+
+def test_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / WEIGHTS_FILE).rename(tmp_path / "adapter_model.bin")
+    assert "adapter_model.bin is a pickle" in line_of(tmp_path)
+
+
 def test_the_digest_is_of_both_files_and_of_nothing_else(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a")
     write_adapter(tmp_path / "b")
