@@ -50,6 +50,9 @@ _HUB_NAME = re.compile(
 # How the hub's cache names the folder of a model, before its name with "--" for "/".
 _CACHED = "models--"
 
+OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of older tools, which have what config.json has today as quantization_config, and whose method that is."""
+
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
 
@@ -59,7 +62,7 @@ class ModelDirectory:
 
     Attributes:
         path: The directory, or the GGUF file, of several parts any.
-        config: config.json.
+        config: config.json, with its quantization_config in place where older tools wrote that elsewhere.
         generation_config: generation_config.json, or what a GGUF file has in its place; empty where there is none.
         tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
             added_tokens.json say where transformers takes that from there.
@@ -92,6 +95,8 @@ class ModelDirectory:
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
+        if config.get("quantization_config") is None and (quantization := _older_quantization(path, config)):
+            config["quantization_config"] = quantization
         generation_config = _read_json(path / "generation_config.json") or {}
         tokenizer_config = _tokenizer_config(path)
         templates = _chat_templates(path, tokenizer_config)
@@ -270,6 +275,14 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{file} is not a JSON object")
     return content
+
+
+def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
+    """What stands for quantization_config where that is absent; None if nothing does."""
+    for name, method in OLDER_QUANTIZATIONS.items():
+        if fields := _read_json(path / name):
+            return {"quant_method": method} | fields
+    return config.get("compression_config")
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:

@@ -301,9 +301,12 @@ def _gptq(module: _Module) -> QuantizedWeight:
 
 
 def _fp8(module: _Module) -> QuantizedWeight:
-    """weight [out, in] in E4M3 and weight_scale_inv, one for each block or one for all."""
+    """weight [out, in] in E4M3 and weight_scale_inv, one for each block or one for all; AutoFP8 has weight_scale, one
+    for all."""
     weight = module.tensor("weight", ("F8_E4M3",), (None, None))
-    return _of_octets(module, weight, "weight_scale_inv", _block_of(module.config, "weight_block_size"))
+    block = _block_of(module.config, "weight_block_size")
+    is_older = block is None and module.has("weight_scale")
+    return _of_octets(module, weight, "weight_scale" if is_older else "weight_scale_inv", block)
 
 
 def _block_of(config: _Configuration, field: str) -> _Block | None:
@@ -345,7 +348,8 @@ def _compressed(module: _Module) -> QuantizedWeight:
     by outputs, which older releases did not do."""
     config = module.config
     config.one_of("format", _COMPRESSED)
-    config.one_of("quantization_status", ("compressed",), "compressed")
+    # "frozen" is of before the weights were compressed; older releases wrote it with compressed ones.
+    config.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     if config.part("sparsity_config").get("format") not in (None, "dense"):
         raise config.error("sparsity_config", config.get("sparsity_config"), "sparse weights are not read")
     if config.part("transform_config").get("config_groups"):

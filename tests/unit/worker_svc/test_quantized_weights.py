@@ -1,5 +1,6 @@
 """Quantized weights of safetensors files: those of the format's reference, and products of them bit for bit."""
 
+import json
 import logging
 import re
 from functools import partial
@@ -195,6 +196,38 @@ def test_zeros_in_bytes_are_read_as_older_releases_wrote_them(tmp_path: Path) ->
         load_model(tmp_path, device=CPU, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("gptq", "quantize_config.json"), ("awq", "quant_config.json"), ("pack-4-group", "compression_config")],
+)
+def test_what_older_tools_wrote_elsewhere_is_the_quantization_config(tmp_path: Path, name: str, file: str) -> None:
+    expected = make(tmp_path, name)
+    fields = {"quantization_status": "frozen"} if name == "pack-4-group" else {}
+    moved: dict[str, Any] = FORMATS[name][1] | fields
+    if name != "pack-4-group":
+        (tmp_path / file).write_text(json.dumps({key: moved[key] for key in moved if key != "quant_method"}))
+    edit_config(tmp_path, quantization_config=None, **{file: moved} if name == "pack-4-group" else {})
+    assert_served_as(tmp_path, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_fp8_of_autofp8_has_one_scale_by_another_name(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    def quantize(*of: int) -> tuple[Tensors, torch.Tensor]:
+        tensors, numbers = fp8(*of, block=of[:2], dtype=torch.float32)
+        scale = tensors.pop("weight_scale_inv").view(shape)
+        return tensors | {"weight_scale": scale, "input_scale": torch.ones(shape)}, numbers
+
+    make_model(tmp_path, LLAMA)
+    assert_served_as(tmp_path, quantize_model(tmp_path, quantize, **FP8 | {"activation_scheme": "static"}))
+
+
+def assert_served_as(directory: Path, expected: Tensors) -> None:
+    load_model(directory, device=CPU, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(directory)
+    for weight, numbers in expected.items():
+        assert torch.equal(checkpoint.read(TensorSpec(weight, tuple(numbers.shape))).bfloat16(), numbers.bfloat16())
+
+
 def set_tensor(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
     def change(tensors: Tensors) -> Tensors:
         rest = {key: value for key, value in tensors.items() if key != name}
@@ -261,7 +294,7 @@ def test_files_that_contradict_the_configuration_are_refused(
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported: gptq, gptq_v2"),
         ("gptq", {"dynamic": {"+:.*mlp.*": {"bits": 8}}}, "all modules must have the same bits and groups"),
         ("pack-4-group", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'; supported: pack-qua"),
-        ("pack-4-group", {"quantization_status": "frozen"}, "quantization_status is 'frozen'; supported: compressed"),
+        ("pack-4-group", {"quantization_status": "calibration"}, "quantization_status is 'calibration'; supported: co"),
         (
             "pack-4-group",
             {"config_groups": {}},
