@@ -31,6 +31,8 @@ _MAX_SIZE = (1 << 31) - 1
 _MAX_FLOAT_32 = 3.4e38
 LFS_POINTER = b"version https://git-lfs"
 
+_SENTENCE_PIECE = {"unknown": 0, "bos": 1, "eos": 2}
+"""Token ids of tokenizers of SentencePiece that a file leaves out, as in llama.cpp."""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -233,6 +235,8 @@ class GgufFields:
     def token_id(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.header.metadata.get(key)
+        if value is None and self.header.metadata.get("tokenizer.ggml.model") == "llama":
+            value = _SENTENCE_PIECE.get(name)
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.texts("tokenizer.ggml.tokens")):

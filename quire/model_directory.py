@@ -153,7 +153,10 @@ class ModelDirectory:
             check_no_pointer(file)
             return content
         except FileNotFoundError:
-            raise ConfigurationError(f"model directory {self.path} has no {file.name}") from None
+            raise ConfigurationError(
+                f"model directory {self.path} has no {file.name}, the one form of tokenizer that is read; transformers "
+                "writes it: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+            ) from None
         except OSError as error:
             raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
 

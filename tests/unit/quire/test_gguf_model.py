@@ -288,7 +288,19 @@ def test_what_a_file_says_tells_models_apart(
     assert [part for part in one if one[part] != other[part]] == changed
 
 
-FIELDS = GgufFields(GgufHeader(Path("m.gguf"), {"general.architecture": "llama"}, {}))
+def fields_of(**tokenizer: object) -> GgufFields:
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
+    return GgufFields(GgufHeader(Path("m.gguf"), {"general.architecture": "llama", **metadata}, {}))
+
+
+FIELDS = fields_of()
+
+
+@pytest.mark.parametrize(("model", "expected"), [("llama", [1, 2, 0, None]), ("gpt2", [None] * 4)])
+def test_sentence_pieces_have_the_special_tokens_of_llama_cpp(model: str, expected: list[int | None]) -> None:
+    """Otherwise a file that leaves them out would have texts without end."""
+    fields = fields_of(model=model, tokens=["<unk>", "<s>", "</s>"])
+    assert [fields.token_id(name) for name in ("bos", "eos", "unknown", "padding")] == expected
 
 
 def naive_merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
