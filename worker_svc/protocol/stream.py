@@ -206,6 +206,8 @@ class Worker:
         finally:
             # Directly: the event loop's future would pass it on in the loop's next turn.
             inventory.cancel()
+            if not taken.cancel():
+                taken.exception()  # Otherwise the event loop logs one that came too late.
 
     async def release_memory(self, epoch: int, *, is_last: bool = False) -> None:
         """Gives the memory of the KV pool back to the system, after all steps of earlier sessions.

@@ -1,6 +1,7 @@
 """How a worker is attached, with a stand-in for what ranks agree on, and how its stream ends."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -70,6 +71,22 @@ async def test_a_rank_whose_others_do_not_come_says_so_and_waits_on(device_loop:
     await worker.sealed_blocks(9)
     # Nobody waits for an answer to the second any more, and it had not begun.
     assert other.asked == [(7, 0), (9, 0)]
+
+
+async def test_an_end_that_nobody_waits_for_any_more_is_not_logged(device_loop: DeviceLoop) -> None:
+    logged: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    other = OtherRank()
+    worker = make_worker(device_loop, other)
+    while not other.asked:
+        with pytest.raises(Unavailable):
+            await worker.sealed_blocks(7, 0.02)
+    other.epoch = 9
+    other.comes.set()
+    await worker.sealed_blocks(9)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not logged
 
 
 class FakeAdapters:
