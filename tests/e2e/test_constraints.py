@@ -63,19 +63,6 @@ async def test_each_kind_of_constraint_is_met(client) -> None:
     jsonschema.validate(json.loads(text.removeprefix("<call>").removesuffix("</call>")), PERSON)
 
 
-@pytest.mark.parametrize(
-    ("options", "field", "problem"),
-    [
-        ({"ignore_eos": True}, "stopping.ignore_eos", "leave it out, or set stop_token_ids"),
-        ({"min_tokens": 2, "stop": "b"}, "stopping.min_tokens", "stop strings"),
-    ],
-)
-async def test_options_that_contradict_a_constraint_are_refused_by_name(client, options, field, problem) -> None:
-    with pytest.raises(InvalidArgument, match=problem) as refused:
-        await texts_of(client, Constraint(regex="a"), **options)
-    assert [each.field for each in refused.value.violations] == [field]
-
-
 async def test_a_request_whose_other_parameters_leave_no_token_fails_alone_and_by_name(client) -> None:
     only = (await client.tokenize("b", add_special_tokens=False)).token_ids
     with pytest.raises(InvalidArgument, match="no token may follow that allowed_token_ids and bad_words leave"):

@@ -6,7 +6,6 @@ import pytest
 
 from quire.client import GenerationOptions
 from quire.programs import Program
-from quire.rpc.errors import InvalidArgument
 from tests.support.serving import Served
 
 DOCUMENT = "Once upon a time there was a shy fox who lived in a hollow tree by the river, and each day " * 4
@@ -37,16 +36,3 @@ async def test_the_most_likely_choice_is_selected_over_a_cached_prefix(served: S
     for one, other in zip(part.prompt_logprobs, whole.prompt_logprobs[-21:], strict=True):
         assert one.chosen.token_id == other.chosen.token_id
         assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_logprobs_start": 0, "prompt_logprobs": 0}, "prompt_logprobs_start is 0"),
-        ({"prompt_logprobs_start": 400, "prompt_logprobs": 0}, "is 400; it must be the position of a prompt token"),
-        ({"prompt_logprobs_start": 2}, "without output.prompt_logprobs"),
-    ],
-)
-async def test_a_start_that_no_prompt_token_has_is_refused(served: Served, changes: dict[str, int], message: str):
-    with pytest.raises(InvalidArgument, match=message):
-        await served.client.generate("Once upon a time", dataclasses.replace(GREEDY, **changes))

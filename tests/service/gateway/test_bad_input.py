@@ -29,6 +29,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": None, "token_ids": {"ids": [2**32 - 1]}}, "token_ids.ids[0]", "4294967295"),
     ({"text": None, "token_ids": {"ids": [5] * 1000}, "stopping": {"max_tokens": 25}}, "stopping.max_tokens",
      "1,025; a sequence can have at most 1,024 tokens here"),
+    ({"sampling": {"constraint": {"regex": "a"}}, "stopping": {"ignore_eos": True}}, "stopping.ignore_eos",
+     "leave it out, or set stop_token_ids"),
+    ({"sampling": {"constraint": {"regex": "a"}}, "stopping": {"min_tokens": 2, "stop": ["b"]}},
+     "stopping.min_tokens", "stop strings"),
+    ({"output": {"prompt_logprobs": 0, "prompt_logprobs_start": 0}}, "output.prompt_logprobs_start", "is 0"),
+    ({"output": {"prompt_logprobs": 0, "prompt_logprobs_start": 400}}, "output.prompt_logprobs_start",
+     "is 400; it must be the position of a prompt token"),
+    ({"output": {"prompt_logprobs_start": 2}}, "output.prompt_logprobs_start", "is set without output.prompt_logprobs"),
 ]  # fmt: skip
 
 
@@ -69,25 +77,19 @@ async def test_all_violations_are_reported_at_once(gateway):
         assert (error.reason, [violation.field for violation in error.violations]) == (reason, fields)
 
 
-async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gateway, monkeypatch):
+async def test_texts_that_are_too_long_to_tokenize_are_refused_before(gateway, monkeypatch):
+    """Prompts that cannot fit: test_fronts.py."""
+
     async def encode(*args, **kwargs):
         raise AssertionError("the tokenizer was asked")
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     text = "hello wo" * 500_000
     messages = [generation_pb2.ChatMessage(role="user", content=text[:2_000_000])] * 2
-    generation = gateway.generation
-    for call, field, says in [
-        (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "at least 210,527 tokens"),
-        (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "at least 210,527 tokens"),
-        (generation.Tokenize(generation_pb2.TokenizeRequest(text=text)), "text", "the max is 262,144"),
-        (
-            generation.Tokenize(generation_pb2.TokenizeRequest(chat=generation_pb2.ChatMessages(messages=messages))),
-            "chat.messages",
-            "the max is 262,144",
-        ),
-    ]:
-        await refusal_of(call, field, says)
+    chat = generation_pb2.ChatMessages(messages=messages)
+    asked = generation_pb2.TokenizeRequest
+    for request, field in ((asked(text=text), "text"), (asked(chat=chat), "chat.messages")):
+        await refusal_of(gateway.generation.Tokenize(request), field, "the max is 262,144")
 
 
 @pytest.mark.usefixtures("neighbour")
