@@ -115,26 +115,11 @@ async def test_readers_come_back_to_the_exact_event_through_any_gateway(clients,
         assert (refused.json()["error"]["message"], refused.json()["error"]["param"]) == (message, name)
 
 
-async def test_a_response_is_cancelled_at_any_gateway_and_its_readers_learn_it(clients, two):
-    two.stand_still()
-    stream = await clients[0].responses.create(model="model", input="hello", background=True, stream=True)
-    events = aiter(stream)
-    response_id = (await anext(events)).response.id
-    cancelled = await clients[1].responses.cancel(response_id)
-    assert (cancelled.status, cancelled.id) == ("cancelled", response_id)
-    last = [event async for event in stream][-1]
-    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
-    again = await clients[0].responses.cancel(response_id)
-    assert again == cancelled == await clients[0].responses.retrieve(response_id)
-    two.workers[0].hang.clear()
-    await wait_nothing_in_use(two.scheduler)
-
-
 async def test_a_cancelled_response_keeps_what_it_had_said(tmp_path, model):
     store = f"sqlite:{tmp_path}/kept.db"
     async with two_gateways(tmp_path, model=model, response_store=store) as two:
         body = {"input": "hello", "background": True, "stream": True, "max_output_tokens": 900}
-        said, cancelled = list[dict[str, Any]](), None
+        said, cancelled, path = list[dict[str, Any]](), None, ""
         async with two.first.http.stream("POST", "/v1/responses", json=body) as answer:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
@@ -148,8 +133,12 @@ async def test_a_cancelled_response_keeps_what_it_had_said(tmp_path, model):
         (message,) = cancelled["output"]
         assert (cancelled["status"], message["status"]) == ("cancelled", "incomplete")
         assert message["content"][0]["text"] == text != ""
-        assert said[-1]["response"] == cancelled
+        assert (said[-1]["type"], said[-1]["response"]) == ("response.incomplete", cancelled)
+        # A second call, and any gateway, says the same.
+        assert (await two.first.http.post(path)).json() == cancelled
+        assert (await two.first.http.get(path.removesuffix("/cancel"))).json() == cancelled
         two.workers[0].hang.clear()
+        await wait_nothing_in_use(two.scheduler)
 
 
 async def test_events_tell_all_of_the_output(clients):

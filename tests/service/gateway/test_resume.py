@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,37 +19,23 @@ from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 
-class Parts(dict[str, Any]):
-    """What a stream brought of its one sequence: lists that go on, and texts that do."""
-
-    def add(self, response: Any) -> None:
-        match response.WhichOneof("event"):
-            case "chunk":
-                chunk = response.chunk
-                assert "finished" not in self
-                for name in ("token_ids", "logprobs"):
-                    self[name] = [*self.get(name, ()), *getattr(chunk, name)]
-                texts = {"text": chunk.text, "reasoning": chunk.reasoning}
-                for call in chunk.tool_calls:
-                    texts |= {f"{call.index} {name}": getattr(call, name) for name in ("id", "name", "arguments")}
-                for name, text in texts.items():
-                    self[name] = self.get(name, "") + text
-            case "finished":
-                self["finished"] = response.finished
-
-    @property
-    def num_characters(self) -> int:
-        """Of all texts that a model said, so without the ids of calls."""
-        return sum(len(value) for name, value in self.items() if isinstance(value, str) and not name.endswith(" id"))
-
-
-async def parts_of(call: AsyncIterator[Any]) -> Parts:
-    """All of a stream, which must end within 30 seconds."""
-    parts = Parts()
-    async with asyncio.timeout(30):
-        async for response in call:
-            parts.add(response)
+def parts_of(responses: list[Any]) -> dict[str, Any]:
+    """What a stream brought of its one sequence: its tokens, and texts that go on, by their names."""
+    parts: dict[str, Any] = defaultdict(str, token_ids=[])
+    for chunk in (response.chunk for response in responses):
+        parts["token_ids"] += chunk.token_ids
+        texts = {"text": chunk.text, "reasoning": chunk.reasoning}
+        for call in chunk.tool_calls:
+            texts |= {f"{call.index} {name}": getattr(call, name) for name in ("id", "name", "arguments")}
+        for name, text in texts.items():
+            parts[name] += text
     return parts
+
+
+async def read(call: AsyncIterator[Any]) -> list[Any]:
+    """All of a stream, which must end within 30 seconds."""
+    async with asyncio.timeout(30):
+        return [response async for response in call]
 
 
 @pytest.fixture
@@ -77,28 +64,23 @@ async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path, model):
     request.messages.add(role="user", content="Is it warm in Rome?")
     request.tools.add(name="get_weather", parameters=json.dumps(WEATHER_SCHEMA))
     async with two_gateways(tmp_path, script=REASONED_IDS, model=model) as two:
-        responses = [response async for response in two.first.generation.ChatStream(request)]
-        whole = Parts()
-        for response in responses:
-            whole.add(response)
+        responses = await read(two.first.generation.ChatStream(request))
+        whole, (*_, finished, completed) = parts_of(responses), responses
         assert (whole["reasoning"], whole["text"]) == ("I need it.", "Let me see.")
         for index in (0, 1):
             assert (whole[f"{index} name"], whole[f"{index} arguments"]) == ("get_weather", '{"city": "Rome"}')
-        assert whole["finished"].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
-        usage = responses[-1].completed.usage
+        assert finished.finished.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        usage = completed.completed.usage
         assert 0 < usage.reasoning_tokens < usage.generated_tokens == len(REASONED_IDS)
         for num_had in range(0, len(responses) - 1, 9):
-            parts = Parts()
-            for response in responses[:num_had]:
-                parts.add(response)
-            resume = resume_request()
-            offset = len(parts.get("token_ids", ()))
-            resume.offsets.add(sequence_index=0, offset=offset, num_characters=parts.num_characters)
-            rest = [each async for each in two.both[num_had % 2].generation.ResumeStream(resume)]
-            for response in rest:
-                parts.add(response)
-            assert parts == whole
-            assert rest[-1].completed.usage == usage
+            had = parts_of(responses[:num_had])
+            # Of all that the model said, so without the ids of calls.
+            texts = [text for name, text in had.items() if name != "token_ids" and not name.endswith(" id")]
+            offset = {"offset": len(had["token_ids"]), "num_characters": sum(map(len, texts))}
+            resume = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])
+            rest = await read(two.both[num_had % 2].generation.ResumeStream(resume))
+            assert parts_of([*responses[:num_had], *rest]) == whole
+            assert (rest[-2].finished, rest[-1].completed.usage) == (finished.finished, usage)
 
 
 async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
@@ -112,10 +94,8 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     resumed = two.second.generation.ResumeStream(resume_request())
     first = await anext(aiter(resumed))
     assert await read_metric(port, "quire_gateway_live_requests") == 1
-    rest = await parts_of(resumed)
-    assert len(first.chunk.token_ids) + len(rest["token_ids"]) == 200
-    again = await parts_of(two.second.generation.ResumeStream(resume_request()))
-    assert len(again["token_ids"]) == 200
+    assert len(parts_of([first, *await read(resumed)])["token_ids"]) == 200
+    assert len(parts_of(await read(two.second.generation.ResumeStream(resume_request())))["token_ids"]) == 200
     metrics = await read_metrics(port)
     assert metrics["quire_gateway_live_requests"] == 0
     assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2
@@ -127,7 +107,7 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
 async def test_impossible_offsets_are_refused_by_name(two):
     for _ in range(2):
         # The second one takes the place of the first, which is over.
-        await parts_of(two.first.generation.GenerateStream(durable_request()))
+        await read(two.first.generation.GenerateStream(durable_request()))
     for offset, name in (({"sequence_index": 1}, "sequence_index"), ({"offset": 25}, "offset")):
         asked = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])
         await refusal_of(two.second.generation.ResumeStream(asked), f"offsets[0].{name}")
