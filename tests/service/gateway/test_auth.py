@@ -231,6 +231,7 @@ async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(rig, kind
     headers = {"authorization": f"Bearer {other.key}"}
     tokenized = await rig.gateway.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
     assert (tokenized.status_code, tokenized.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await rig.gateway.http.get("/tokenizer_info", headers=headers)).status_code == 404
 
 
 @BOTH

@@ -239,7 +239,7 @@ async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
     assert 'quire_gateway_refused_callers_total{reason="OPERATORS_ONLY"} 1.0' in response.text
 
 
-async def test_statistics_are_for_operators_who_may_use_the_model(gateway, keys, key):
+async def test_statistics_are_for_operators_who_may_use_the_model_and_caches_are_theirs_to_forget(gateway, keys, key):
     operator = keys.add("staff", access=Access(is_operator=True))
     stranger = keys.add("other", access=Access(models=frozenset({"other"}), is_operator=True))
     gateway.gateway.authenticator.refresh()
@@ -252,6 +252,8 @@ async def test_statistics_are_for_operators_who_may_use_the_model(gateway, keys,
     assert await names(operator) == ["quire-tiny"]
     assert await names(stranger) == []
     assert (await error_of(call(b"", metadata=bearer(key)))).reason == "OPERATORS_ONLY"
+    reset = await gateway.http.post("/reset_prefix_cache", headers=dict(bearer(key)))
+    assert (reset.status_code, reset.json()["error"]["code"]) == (403, "operators_only")
 
 
 async def test_a_changed_file_is_taken_over_while_the_gateway_runs(scheduler, keys, key, monkeypatch):

@@ -14,11 +14,8 @@ from pydantic import TypeAdapter
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.openapi import OPEN_PATHS
 from gateway.api.ui.access import is_below
-from gateway.auth.caller import Access
 from quire.model_source import resolve_model
 from tests.support.fake_scheduler import counting_rule
-from tests.support.gateway_process import running_gateway
-from tests.support.keys import KeysFile
 from tests.support.rig import CALL, WEATHER, WEATHER_SCHEMA
 
 
@@ -90,15 +87,6 @@ async def test_the_tokenizer_is_described_as_its_directory_has_it(client):
     assert info["eos_token"] == config["eos_token"]
     assert info["tokenizer_class"] == config["tokenizer_class"]
     assert "<|assistant|>" in info["chat_template"]
-
-
-async def test_a_key_without_the_model_gets_no_tokenizer(scheduler, tmp_path):
-    keys = KeysFile(tmp_path / "keys.json")
-    key = keys.add("acme", access=Access(models=frozenset({"other"})))
-    async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
-        for shown, status in ((key, 404), ("no", 401)):
-            answer = await running.http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"})
-            assert answer.status_code == status
 
 
 SAID = f"<think>Hm.</think>I look.\n{CALL}"

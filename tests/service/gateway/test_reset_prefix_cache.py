@@ -1,8 +1,5 @@
 """What parts and forgets cached prefixes over HTTP, in front of a real scheduler."""
 
-from gateway.auth.caller import Access
-from tests.support.gateway_process import running_gateway
-from tests.support.keys import KeysFile
 from tests.support.two_gateways import two_gateways
 
 
@@ -23,14 +20,6 @@ async def test_cached_prefixes_are_forgotten_except_those_that_are_pinned(tmp_pa
         assert (await http.post("/reset_prefix_cache")).json() == {"forgotten_blocks": 0}
         assert await num_cached(prompt) == 0
         assert await num_cached(prompt) == 96
-
-
-async def test_it_is_for_operators(scheduler, tmp_path):
-    keys = KeysFile(tmp_path / "keys.json")
-    key = keys.add("acme", access=Access(is_operator=False))
-    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
-        answer = await gateway.http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {key}"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operators_only")
 
 
 async def test_requests_with_different_salts_share_no_prefix(tmp_path):
