@@ -19,11 +19,10 @@ from cryptography.x509.oid import NameOID
 from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
 
-from gateway.settings import GatewaySettings
 from quire.rpc.certificates import Authority
 from quire.rpc.channel import open_channel
 from quire.rpc.tls import Role, TlsIdentity
-from quire.settings import ConfigurationError, load_settings
+from quire.settings import ConfigurationError
 from quire_cli.certs import LOCAL_HOSTS
 from tests.support.certificates import make_certificates
 from tests.support.gateway_process import RunningGateway, running_gateway
@@ -308,9 +307,3 @@ async def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(
     with pytest.raises(ConfigurationError, match=r"site\.key"):
         async with running_publicly(public):
             pass
-
-
-@pytest.mark.parametrize("given", ["--public-cert=x.pem", "--public-key=x.key"])
-def test_one_without_the_other_is_refused(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="--public-cert and --public-key go together"):
-        load_settings(GatewaySettings, [given], {}, program="quire gateway")

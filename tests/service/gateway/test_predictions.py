@@ -9,7 +9,6 @@ from openai import AsyncOpenAI, BadRequestError
 
 from quire.arrays import decode_int32
 from quire.client import AsyncClient, GenerationOptions
-from quire.rpc.errors import InvalidArgument
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.parameters import row_sampling
@@ -92,12 +91,6 @@ async def test_a_prediction_that_is_none_is_refused_by_name(openai, prediction, 
     with pytest.raises(BadRequestError, match=message) as raised:
         await openai.chat.completions.create(**CHAT, prediction=prediction)
     assert raised.value.param == param
-
-
-async def test_a_prediction_of_a_client_is_bounded_as_a_text_to_tokenize_is(gateway) -> None:
-    async with AsyncClient(gateway.gateway.grpc_address) as client:
-        with pytest.raises(InvalidArgument, match="bytes; the max is"):
-            await client.generate("hello", GenerationOptions(prediction="a b c d e f " * 40000))
 
 
 async def test_copies_of_a_long_prediction_are_bounded(openai) -> None:

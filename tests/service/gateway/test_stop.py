@@ -10,7 +10,6 @@ import httpx
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from gateway.api.answers import error_answer
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.errors import Unavailable, from_rpc_error
@@ -106,10 +105,6 @@ async def test_a_request_whose_body_is_still_coming_is_told_to_come_back(schedul
             answer = await answering
     assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
     assert answer.error["code"] == "draining"
-
-
-def test_whoever_is_unavailable_says_when_to_come_back():
-    assert error_answer(Unavailable("no scheduler"), str).headers == {"retry-after": "1"}
 
 
 ASKED = {"prompt": "hello", "max_tokens": 4}

@@ -109,15 +109,6 @@ def eventually(attempt: Callable[[], str]) -> str:
             time.sleep(0.02)
 
 
-def test_new_files_hold_for_new_connections(encrypted: MetricsServer, tmp_path: Path) -> None:
-    before = context_of(tmp_path, Role.OPERATOR)
-    assert scrape(encrypted, before)
-    make_certificates(tmp_path)
-    assert scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
-    with pytest.raises(OSError, match=r"."):
-        scrape(encrypted, before)
-
-
 def test_files_that_are_no_good_are_refused_at_start(registry: CollectorRegistry, tmp_path: Path) -> None:
     make_certificates(tmp_path)
     tls = ServerTls.for_operators(TlsIdentity.of(tmp_path, Role.WORKER))

@@ -8,7 +8,7 @@ import pytest
 from gateway.api.answers import OPENAI, error_answer
 from gateway.request.violations import summary
 from quire.rpc import errors
-from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted
+from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
 
 
 def short(field: str) -> str:
@@ -60,6 +60,10 @@ def test_what_two_fields_have_wrong_that_are_one_to_the_caller_is_told_once():
 def test_the_time_to_come_back_is_in_whole_seconds(retry_after_ms, seconds):
     answer = error_answer(ResourceExhausted("full", retry_after_ms=retry_after_ms), short)
     assert answer.headers == {"retry-after": seconds}
+
+
+def test_whoever_is_unavailable_says_when_to_come_back():
+    assert error_answer(Unavailable("no scheduler"), short).headers == {"retry-after": "1"}
 
 
 def test_of_an_unexpected_error_nothing_goes_out(caplog):

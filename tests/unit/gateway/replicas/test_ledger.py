@@ -67,17 +67,6 @@ def ledger(clock):
     return Ledger(max_chunk_tokens=100, clock=clock)
 
 
-async def test_tokens_join_the_next_chunk_while_the_reader_is_busy(ledger):
-    live = open_live(ledger)
-    events = live.events()
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, [60])]))
-    assert (await anext(events)).token_ids == [60]
-    for offset in range(1, 6):
-        ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, offset, [60 + offset])]))
-    chunk = await anext(events)
-    assert (chunk.offset, chunk.token_ids) == (1, [61, 62, 63, 64, 65])
-
-
 async def test_sequences_take_turns_while_new_tokens_keep_coming(ledger):
     live = open_live(ledger, num_sequences=2)
 

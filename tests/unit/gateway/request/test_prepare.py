@@ -31,9 +31,10 @@ async def test_a_word_without_tokens_is_refused_by_name():
 
 
 def test_asked_wins_over_the_model_and_the_model_over_the_contract():
-    options = make_options(sampling={"temperature": 0.0, "seed": 0})
-    sampling = resolve(options, SamplingParameters(temperature=0.6, top_k=20), ()).sampling
+    options = make_options(sampling={"temperature": 0.0, "seed": 0, "repetition_penalty": 1})
+    sampling = resolve(options, SamplingParameters(temperature=0.6, top_k=20, repetition_penalty=1.25), ()).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 20, 1, 0)
+    assert sampling.repetition_penalty == 1
     assert drawn_seed(options.sampling) == 0
 
 

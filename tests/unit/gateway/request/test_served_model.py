@@ -7,14 +7,12 @@ import pytest
 from gateway.offload import FairExecutor
 from gateway.replicas.events import Welcome
 from gateway.request.limits import limits_of
-from gateway.request.prepare import resolve
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
 from scheduler_svc.service import servicer
-from tests.support.parameters import make_options
 from tests.support.tokenizers import byte_level, write_model_directory
 
 
@@ -30,18 +28,11 @@ def open_model(tmp_path, executor, **files):
 
 
 def test_generation_config_gives_the_defaults(tmp_path, executor):
-    config = '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 7]}'
+    config = '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.25, "eos_token_id": [1, 7]}'
     model = open_model(tmp_path, executor, generation_config__json=config)
     assert model.name == "m"
     assert model.eos_token_ids == (1, 7)
-    assert model.sampling_defaults == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95)
-
-
-def test_the_models_repetition_penalty_is_applied(tmp_path, executor):
-    model = open_model(tmp_path, executor, generation_config__json='{"repetition_penalty": 1.25}')
-    for asked, expected in (({}, 1.25), ({"repetition_penalty": 1}, 1)):
-        parameters = resolve(make_options(sampling=asked), model.sampling_defaults, ())
-        assert parameters.sampling.repetition_penalty == expected
+    assert model.sampling_defaults == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.25)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +68,6 @@ def test_limits_are_those_that_hold_on_every_replica():
     assert [limits.fewest_tokens(num_bytes) for num_bytes in (0, 1, 511 * 7, 511 * 7 + 1)] == [0, 1, 511, 512]
     assert [limits.longest_sequence(0, num_sequences) for num_sequences in (1, 2)] == [512, 257]
     assert limits_of(GatewaySettings(max_prompt_tokens=600), [other], 7).max_prompt_tokens == 600
-
-
-def test_settings_come_from_flags_and_environment():
-    settings = load_settings(
-        GatewaySettings,
-        ["--schedulers", "a:1,b:2", "--max-message-bytes", "8MiB"],
-        {"QUIRE_HTTP_PORT": "9000"},
-        program="quire gateway",
-    )
-    assert settings.schedulers == ("a:1", "b:2")
-    assert (settings.max_message_bytes, settings.http_port, settings.grpc_port) == (8 * 1024 * 1024, 9000, 50051)
-    with pytest.raises(ConfigurationError, match="--grpc-port"):
-        load_settings(GatewaySettings, ["--grpc-port", "70000"], {}, program="quire gateway")
 
 
 @pytest.mark.parametrize(

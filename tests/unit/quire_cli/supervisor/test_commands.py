@@ -144,7 +144,9 @@ def test_the_services_inherit_the_environment_but_for_our_variables() -> None:
     [
         ("--max-message-bytes=1000", "^--max-message-bytes: .* the least value is 1024$"),
         ("--public-cert=x.pem", "--public-cert and --public-key go together"),
+        ("--public-key=x.key", "--public-cert and --public-key go together"),
         ("--tls-client-auth", "--tls-dir"),
+        ("--grpc-port=70000", "^--grpc-port: .* the greatest value is 65535$"),
         # The ports of three gateways would count beyond the last one.
         ("--gateways=3 --admin-port=65534", "^--admin-port is 65534; 3 gateways .* at most 65533$"),
     ],
