@@ -63,48 +63,6 @@ async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: Two
     assert await ended(replicas.processes["scheduler-0"]) == 0
 
 
-async def test_no_stream_ends_where_both_replicas_drain_at_once(replicas: TwoReplicas) -> None:
-    streams = make_streams()
-    reading = asyncio.create_task(read(replicas, streams))
-    await advance(streams)
-    sockets = [replicas.socket(f"scheduler-{number}") for number in range(2)]
-    assert await asyncio.gather(*(asyncio.to_thread(drain, [each]) for each in sockets)) == [0, 0]
-    await reading
-    assert all(len(token_ids) == 800 for stream in streams for token_ids in stream.outputs.values())
-
-
-# Worlds kill workers at these points all the time.
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "failpoint"), [("worker-0", "worker.fetch.before_write"), ("worker-1", "worker.move.written")]
-)
-async def test_a_worker_that_dies_while_blocks_move_changes_no_stream(
-    tmp_path: Path, name: str, failpoint: str
-) -> None:
-    failpoints = {each: tmp_path / f"failpoints-{each}" for each in ("worker-0", "worker-1")}
-    for each in failpoints.values():
-        each.mkdir()
-    environs = {each: {"QUIRE_FAILPOINTS": str(directory)} for each, directory in failpoints.items()}
-
-    def order(worker: str, failpoint: str, what: str) -> None:
-        (tmp_path / "order").write_text(what)
-        (tmp_path / "order").replace(failpoints[worker] / failpoint)
-
-    async with two_replicas(tmp_path, "--multi-step-ms=0", environs=environs) as replicas:
-        streams = make_streams()
-        reading = asyncio.create_task(read(replicas, streams))
-        await advance(streams)
-        # The streams take less than a second, in which on a busy machine none would move.
-        order("worker-0", "worker.step.admitted", "delay 0.1")
-        order(name, failpoint, "kill 1")
-        replicas.signal("scheduler-0", signal.SIGTERM)
-        await ended(replicas.processes[name])
-        (failpoints["worker-0"] / "worker.step.admitted").unlink()
-        if name == "worker-1":
-            replicas.start_again(name)
-        assert await reading == await read(replicas, make_streams())
-
-
 LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] * 10)
 
 

@@ -104,23 +104,3 @@ async def test_a_scheduler_that_drains_takes_what_was_accepted_before_and_says_t
         assert stream.busy == [False, True, False]
         assert stream.readiness == [False] * 3
         stream.close()
-
-
-async def test_a_gateway_whose_stream_breaks_comes_back_to_a_scheduler_that_drains(socket, worker):
-    async with running_scheduler(socket, worker.address) as scheduler:
-        await wait_attached(scheduler)
-        await worker.stop()
-        submit = make_submit(1)
-        stream = await open_with_waiting_request(scheduler, submit)
-        draining = scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=90)
-        while stream.readiness[-1:] != [False] or not stream.busy[-1]:
-            await stream.read()
-        stream.close()
-        again, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-        submit.resubmitted = True
-        await again.submit(submit)
-        await worker.restart()
-        await again.read_until_over(1)
-        assert again.outputs[1] == expected_tokens(1)
-        assert (await draining).remaining_requests == 0
-        again.close()

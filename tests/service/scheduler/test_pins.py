@@ -13,7 +13,6 @@ from tests.support.scheduler_process import (
     attached_scheduler,
     make_submit,
     state_of,
-    until,
     wait_nothing_in_use,
 )
 
@@ -40,17 +39,6 @@ async def assert_refused(call, code, reason, message):
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (code, reason)
     assert message in error.message
-
-
-async def test_the_time_passes_while_the_scheduler_is_idle(scheduler):
-    await pin(scheduler, range(32))
-    # Its blocks are there; pinning it again only starts its time anew.
-    await pin(scheduler, range(32), time_to_live_ms=1)
-
-    async def is_over() -> bool:
-        return await num_pinned(scheduler) == 0
-
-    await until(is_over)
 
 
 async def test_refusals_say_what_and_why(worker, tmp_path):

@@ -16,39 +16,7 @@ from tests.support.worker_server import running_worker
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9]
 
 
-RULES = {
-    "presence_penalty": 0.7,
-    "frequency_penalty": 0.4,
-    "repetition_penalty": 1.2,
-    "logit_bias": {5: 2.0},
-    "bad_token_sequences": [[35, 8], [9]],
-    "min_tokens": 10,
-    "stop_token_ids": [14, 15, 26],
-}
 BLOCKS = [7, 2, 9, 30, 11, 5, 1, 0, 22]
-
-
-async def generate(client: StepClient, row: int, output: list[int], count: int, **sampling: object) -> list[int]:
-    """So many tokens after PROMPT and the output that a row is assigned with."""
-    tokens = PROMPT + output
-    assign = make_assign(row, tokens, BLOCKS, **sampling)
-    assign.num_prompt_tokens = len(PROMPT)
-    got = ints((await client.run(assign=[assign], batch=make_batch([row], [len(tokens)], [0]))).token_ids)
-    while len(got) < count:
-        batch = make_batch([row], [1], [len(tokens) + len(got) - 1])
-        got += ints((await client.run(batch=batch)).token_ids)
-    await client.run(release=encode_int32([row]))
-    return got
-
-
-@pytest.mark.parametrize(("temperature", "kept"), [(0.0, 1), (1.0, 12)])
-async def test_a_row_with_penalties_that_was_preempted_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, temperature: float, kept: int
-) -> None:
-    sampling = {**RULES, "temperature": temperature, "seed": 3}
-    async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
-        whole = await generate(client, 3, [], 20, **sampling)
-        assert await generate(client, 1, whole[:kept], 20 - kept, **sampling) == whole[kept:]
 
 
 @pytest.mark.parametrize("chunk", [2, 9])

@@ -260,26 +260,3 @@ async def test_blocks_that_came_before_the_memory_was_released_are_not_final(
     may_read.set()
     async with attached_client(f"unix:{tmp_path / 'worker'}", 3) as later:
         assert not later.attached.sealed_block_ids
-
-
-def test_bytes_are_those_of_the_pool_layer_by_layer() -> None:
-    import torch
-
-    from worker_svc.device.kv_pool import KvPool
-    from worker_svc.device.pool_blocks import PoolBlocks
-    from worker_svc.device.seals import SealInventory
-    from worker_svc.step import PoolGeometry
-
-    geometry = PoolGeometry(4, 6, 0, 3, 2, 8, "bfloat16", 3 * 2 * 2 * 4 * 8 * 2)
-    source, target = (
-        KvPool(geometry, tuple(torch.randn(2, 6, 2, 4, 8).to(torch.bfloat16) for _ in range(3)), ()) for _ in range(2)
-    )
-    content = PoolBlocks(source, SealInventory(6)).read(np.array([4, 1], np.int32))
-    assert content.shape == (2, geometry.block_bytes)
-    first = b"".join(layer[:, 4].contiguous().view(torch.uint8).numpy().tobytes() for layer in source.gpu)
-    assert content[0].tobytes() == first
-    before = [layer.clone() for layer in target.gpu]
-    PoolBlocks(target, SealInventory(6)).write(np.array([0, 3], np.int32), content)
-    for ours, theirs, was in zip(target.gpu, source.gpu, before, strict=True):
-        assert torch.equal(ours[:, [0, 3]], theirs[:, [4, 1]])
-        assert torch.equal(ours[:, [1, 2, 4, 5]], was[:, [1, 2, 4, 5]])

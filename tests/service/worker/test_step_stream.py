@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from quire.arrays import encode_int32
-from quire.rpc.errors import FailedPrecondition, Internal, Unavailable, from_rpc_error
+from quire.rpc.errors import Internal, Unavailable, from_rpc_error
 from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import (
@@ -25,7 +25,6 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import WorkerServicer, start_server
 from worker_svc.startup import make_worker
-from worker_svc.step import SupersededError
 
 PROMPT = [3, 1, 4, 1, 5]
 BLOCKS = [2, 9]
@@ -78,18 +77,6 @@ async def test_a_failed_step_ends_the_session_and_the_worker_can_be_attached_aga
     service.model.before_step = lambda _: None
     async with attached_client(service.address, 2) as client:
         assert ints((await prefill(client)).token_ids) == expected
-
-
-async def test_a_step_that_another_rank_supersedes_ends_the_session_and_is_no_failure(service: Service) -> None:
-    def supersede(_: object) -> None:
-        raise SupersededError("epoch 1 ended before step 1: another rank is at epoch 2")
-
-    async with attached_client(service.address, 1) as client:
-        service.model.before_step = supersede
-        await client.send(client.step(assign=[make_assign(0, PROMPT, BLOCKS)], batch=make_batch([0], [5], [0])))
-        error = await client.error()
-    assert isinstance(error, FailedPrecondition)
-    assert (error.reason, error.message) == ("SUPERSEDED", "epoch 1 ended before step 1: another rank is at epoch 2")
 
 
 async def test_a_block_that_is_written_again_loses_its_seal_unless_the_step_seals_it(service: Service) -> None:

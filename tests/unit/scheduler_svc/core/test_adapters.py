@@ -8,8 +8,7 @@ import pytest
 from quire.prefix_hashes import root_hash
 from scheduler_svc.core import preparation
 from scheduler_svc.core.admission import Obstacle
-from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.request import Adapter, NoAdaptersError, Request
+from scheduler_svc.core.request import Adapter, Request
 from scheduler_svc.core.view import waiting
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
@@ -51,16 +50,6 @@ def test_a_request_waits_for_its_adapter_and_others_pass() -> None:
     assert why.obstacle is Obstacle.ADAPTER
     driver.finish(first, other)
     assert driver.outputs[1] != expected_output(replace(first, adapter=None))
-
-
-def test_without_slots_adapters_are_refused() -> None:
-    driver = make_driver(0)
-    with pytest.raises(NoAdaptersError, match="--max-adapters"):
-        driver.submit(with_adapter(1, A))
-    with pytest.raises(NoAdaptersError, match="--max-adapters"):
-        driver.scheduler.pin("", [1] * 8, 0.0, 9.0, Adapter(A))
-    assert not driver.scheduler.num_live
-    assert not len(driver.scheduler.pins)
 
 
 def test_the_one_whose_last_row_ended_first_makes_room_and_arrivals_alone_evict_none() -> None:
@@ -177,19 +166,6 @@ def test_loads_that_take_too_long_leave_their_slots_to_others(is_answered: bool)
         driver.check()
     driver.run_until_idle()
     assert driver.finished == {3, 4}
-
-
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-def test_a_preempted_request_has_its_adapter_loaded_again(mode: PreemptionMode) -> None:
-    driver = make_driver(preemption_mode=mode, num_host_blocks=16)
-    first, second = with_adapter(1, A, max_tokens=12), with_adapter(2, B)
-    driver.submit(first, second)
-    driver.plan()
-    driver.tell()
-    driver.compile_next()
-    driver.run_steps(3)
-    driver.preempt(first)
-    driver.finish(first, second)
 
 
 def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:

@@ -76,14 +76,6 @@ def test_the_block_that_was_used_longest_ago_leaves_the_host_first() -> None:
     assert cached(driver, of_prompt(9, 1)) == 12
 
 
-def test_a_step_copies_nothing_to_the_place_of_a_block_that_it_copies_back() -> None:
-    driver = make_driver(num_host_blocks=3)
-    run(driver, *(of_prompt(handle, handle) for handle in range(1, 4)))
-    # What comes back evicts other blocks, for which the host has no room then.
-    assert cached(driver, of_prompt(4, 1)) > 0
-    assert driver.scheduler.move_counts.from_host > 0
-
-
 def test_the_workers_learn_that_a_block_that_came_back_is_final() -> None:
     driver = make_driver()
     run(driver, of_prompt(1, 1), of_prompt(2, 2), of_prompt(3, 3))
@@ -148,13 +140,6 @@ def test_what_is_forgotten_is_forgotten_on_the_host_too() -> None:
     run(driver, of_prompt(1, 1), of_prompt(2, 2), of_prompt(3, 3))
     driver.scheduler.forget_cached()
     driver.check()
-    assert cached(driver, of_prompt(4, 1)) == 0
-
-
-def test_a_worker_that_is_lost_takes_the_host_along() -> None:
-    driver = make_driver()
-    run(driver, of_prompt(1, 1), of_prompt(2, 2), of_prompt(3, 3))
-    driver.crash()
     assert cached(driver, of_prompt(4, 1)) == 0
 
 
