@@ -551,13 +551,15 @@ class Driver:
             and sequence.num_tokens >= self.refusing.get(sequence.request.key.handle, sys.maxsize)
         }
 
-    def tell(self) -> None:
-        """Tells the worker what it is to compile and to load now."""
-        for told in self.scheduler.take_preparations():
-            self.told.append(told)
-            if told.slot is not None:
+    def tell(self) -> list[Preparation]:
+        """Tells the worker what it is to compile and to load now, and returns that."""
+        told = list(self.scheduler.take_preparations())
+        self.told += told
+        for each in told:
+            if each.slot is not None:
                 # No row of a later step may have what was there before.
-                self.device.adapters.pop(told.slot, None)
+                self.device.adapters.pop(each.slot, None)
+        return told
 
     def tell_disk(self, changed: Sequence[int]) -> None:
         """The worker says what these slots of its disk hold now."""
@@ -628,6 +630,11 @@ class Driver:
         """Plans steps and takes in their results, one after the other."""
         for _ in range(count):
             self.plan()
+            self.deliver()
+
+    def run_what_can(self) -> None:
+        """Runs all that needs nothing more of the worker than steps."""
+        while self.plan() is not None or self.results:
             self.deliver()
 
     def preempt(self, request: Request | Pin) -> None:

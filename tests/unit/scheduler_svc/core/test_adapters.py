@@ -25,15 +25,7 @@ def loaded(driver: Driver) -> set[bytes]:
 
 def told(driver: Driver) -> list[tuple[bytes, int | None]]:
     """What the workers are told to load now, and into which slots."""
-    before = len(driver.told)
-    driver.tell()
-    return [(each.need.digest, each.slot) for each in list(driver.told)[before:] if isinstance(each.need, Adapter)]
-
-
-def run(driver: Driver) -> None:
-    """Runs what can run without another adapter."""
-    while driver.plan() is not None or driver.results:
-        driver.deliver()
+    return [(each.need.digest, each.slot) for each in driver.tell() if isinstance(each.need, Adapter)]
 
 
 def with_adapter(handle: int, adapter: bytes, **fields) -> Request:
@@ -44,7 +36,7 @@ def test_a_request_waits_for_its_adapter_and_others_pass() -> None:
     driver = make_driver()
     first, other = with_adapter(1, A), make_request(2)
     driver.submit(first, other)
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {2}
     (why,) = waiting(driver.scheduler, 8)
     assert why.obstacle is Obstacle.ADAPTER
@@ -81,11 +73,11 @@ def test_a_slot_with_rows_is_drained_and_who_waits_is_next() -> None:
     driver.submit(with_adapter(3, A))
     driver.run_steps(2)
     assert [group.request.key.handle for group in driver.scheduler.running] == [1]
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {1}
     assert told(driver) == [(B, 0)]
     driver.compile_next()
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {1, 2}
     driver.run_until_idle()
     assert driver.finished == {1, 2, 3}
@@ -114,7 +106,7 @@ def test_what_was_loaded_for_a_request_is_there_when_it_enters() -> None:
     driver.compile_next()
     # No step was planned since: B must not take the slot before request 1 had it.
     assert not told(driver)
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {1}
     # A request that is gone keeps the slot no longer.
     driver.submit(with_adapter(3, C))

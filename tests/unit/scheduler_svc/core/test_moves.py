@@ -17,9 +17,7 @@ SOURCE = KvSource("namespace", ("elsewhere",), LEASE)
 
 def running(driver: Driver, request: Request, num_steps: int = 3) -> None:
     driver.submit(request)
-    for _ in range(num_steps):
-        driver.plan()
-        driver.deliver()
+    driver.run_steps(num_steps)
 
 
 def hand_over(driver: Driver, request: Request) -> list[tuple[BlockId, BlockHash]] | None:
@@ -32,14 +30,8 @@ def used(driver: Driver) -> int:
     return driver.scheduler.batch.blocks.pool.num_used
 
 
-def run(driver: Driver) -> None:
-    while driver.plan() is not None or driver.results:
-        driver.deliver()
-
-
 def told(driver: Driver) -> list[Preparation]:
-    driver.tell()
-    found = list(driver.told)
+    found = driver.tell()
     driver.told.clear()
     return found
 
@@ -75,7 +67,7 @@ def test_a_lease_gives_way_to_requests_that_run() -> None:
     running(driver, first, num_steps=2)
     assert len(hand_over(driver, first) or []) == 4
     driver.submit(other)
-    run(driver)
+    driver.run_what_can()
     assert driver.outputs[2] == expected_output(other)
     assert driver.scheduler.num_preemptions == 0
 
@@ -100,10 +92,10 @@ def test_requests_that_never_ran_wait_for_others_to_take_them() -> None:
     driver.scheduler.hold_new(driver.clock, 100.0)
     driver.submit(new := make_request(2))
     driver.submit(replace(moved(3), source=None))
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {1, 3}
     driver.clock += 100.0
-    run(driver)
+    driver.run_what_can()
     assert [driver.outputs[each] for each in (1, 2)] == list(map(expected_output, (first, new)))
 
 
@@ -124,7 +116,7 @@ def test_blocks_are_fetched_once_however_often_the_worker_is_lost() -> None:
     assert len(told(driver)) == 1
     driver.crash()
     assert told(driver) == []
-    run(driver)
+    driver.run_what_can()
     assert driver.outputs[1] == expected_output(request)
 
 
@@ -133,11 +125,11 @@ def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() 
     running(driver, other, num_steps=1)
     driver.submit(request)
     assert told(driver) == []
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {2}
     (preparation,) = told(driver)
     driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
-    run(driver)
+    driver.run_what_can()
     assert driver.outputs[1] == expected_output(request)
 
 
@@ -148,7 +140,7 @@ def of_prefix(handle: int) -> Request:
 def on_disk(driver: Driver, request: Request) -> None:
     """The request ran, its blocks are on the worker's disk, and no more in the pool."""
     driver.submit(request)
-    run(driver)
+    driver.run_what_can()
     driver.tell_disk(driver.device.keep_on_disk(100))
     pool = driver.scheduler.batch.blocks.pool
     pool.free(pool.allocate(pool.num_free))
@@ -203,7 +195,7 @@ def test_a_tier_that_takes_too_long_is_not_waited_for_again() -> None:
     (preparation,) = told(driver)
     driver.scheduler.give_up_preparation(preparation.number, 5.0)
     driver.check()
-    run(driver)
+    driver.run_what_can()
     assert driver.outputs[2] == expected_output(again)
     driver.scheduler.prepared(preparation.number)
     driver.finish(again)
@@ -264,7 +256,7 @@ def test_an_offer_gets_room_in_its_turn_which_is_kept_until_the_request_comes() 
     assert used(driver) == 5 + 4
     driver.submit(other)
     driver.deliver()
-    run(driver)
+    driver.run_what_can()
     # The request behind it may not take what is kept, but what `first` has left.
     assert driver.finished == {1, 3}
     assert (driver.scheduler.promised, driver.scheduler.num_live) == ([], 1)
@@ -273,7 +265,7 @@ def test_an_offer_gets_room_in_its_turn_which_is_kept_until_the_request_comes() 
     assert driver.scheduler.waiting.get(come.key).order == order
     (preparation,) = told(driver)
     driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
-    run(driver)
+    driver.run_what_can()
     assert driver.outputs[4] == expected_output(come)
     assert (first.max_tokens, used(driver)) == (8, 0)
 
@@ -288,12 +280,12 @@ def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> No
     (preparation,) = told(driver)
     driver.submit(offer(behind))
     driver.submit(new)
-    run(driver)
+    driver.run_what_can()
     assert (driver.scheduler.promised, driver.finished) == ([], set())
     driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
     driver.plan()
     assert new.key in driver.scheduler.waiting
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {4}
     assert behind.key in driver.scheduler.promises
 
@@ -312,7 +304,7 @@ def test_an_offer_waits_while_the_pool_is_full_and_those_behind_it_wait_for_it()
         driver.deliver()
     assert driver.finished == {1}
     driver.scheduler.abort(asked.key)
-    run(driver)
+    driver.run_what_can()
     assert (driver.finished, used(driver)) == ({1, 3}, 0)
 
 

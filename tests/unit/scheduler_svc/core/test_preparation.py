@@ -18,13 +18,6 @@ def constrained(handle: int, parameters: bytes = b"a", **fields) -> Request:
     return make_request(handle, constraint=parameters, **fields)
 
 
-def told(driver: Driver) -> list[Preparation]:
-    """What the workers are told now."""
-    before = len(driver.told)
-    driver.tell()
-    return list(driver.told)[before:]
-
-
 def parameters_of(told: Preparation) -> bytes:
     assert isinstance(told.need, Constraint)
     return told.need.parameters
@@ -33,26 +26,21 @@ def parameters_of(told: Preparation) -> bytes:
 def prepare(driver: Driver) -> list[bytes]:
     """The workers compile all that they are told to; in this order."""
     compiled = []
-    while driver.told or told(driver):
+    while driver.told or driver.tell():
         compiled.append(parameters_of(driver.told[0]))
         driver.compile_next()
     return compiled
-
-
-def run(driver: Driver) -> None:
-    while driver.plan() is not None or driver.results:
-        driver.deliver()
 
 
 def test_what_was_compiled_is_kept_until_a_constraint_fails_where_a_row_samples() -> None:
     driver = make_driver()
     driver.submit(constrained(1))
     assert prepare(driver) == [b"a"]
-    run(driver)
+    driver.run_what_can()
     driver.refusing[2] = 6
     driver.submit(constrained(2))
-    assert not told(driver)
-    run(driver)
+    assert not driver.tell()
+    driver.run_what_can()
     assert driver.failed == {2}
     driver.submit(constrained(3))
     assert prepare(driver) == [b"a"]
@@ -62,13 +50,13 @@ def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     driver = make_driver()
     for handle in range(4):
         driver.submit(constrained(handle, b"flood %d" % handle, tenant="many"))
-    first = told(driver)
+    first = driver.tell()
     assert [parameters_of(each) for each in first] == [b"flood 0", b"flood 1"]
     driver.submit(constrained(9, b"one", tenant="few"))
-    assert not told(driver)
+    assert not driver.tell()
     driver.compile_next()
     driver.compile_next()
-    assert [parameters_of(each) for each in told(driver)] == [b"flood 2", b"one"]
+    assert [parameters_of(each) for each in driver.tell()] == [b"flood 2", b"one"]
 
 
 def test_an_answer_that_nobody_asked_for_is_refused() -> None:
@@ -81,7 +69,7 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     stuck, other, behind = constrained(1), constrained(2, b"b"), constrained(3, b"c")
     for request in (stuck, other, behind, make_request(4)):
         driver.submit(request)
-    (first, _) = told(driver)
+    (first, _) = driver.tell()
     driver.run_steps(1)
     events = driver.scheduler.give_up_preparation(first.number, 5.0)
     driver.told.popleft()
@@ -89,17 +77,17 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     assert (failure.key, failure.reason) == (stuck.key, "CONSTRAINT_TIMEOUT")
     assert failure.message == "the workers have not compiled the constraint of this request for 5.0 s"
     assert prepare(driver) == [b"b", b"c"]
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {2, 3, 4}
     assert driver.outputs[2] == expected_output(other)
     # Its answer comes after all, for those that have asked again.
     driver.submit(constrained(5))
-    (again,) = told(driver)
+    (again,) = driver.tell()
     driver.scheduler.prepared(first.number)
     driver.compiled[b"a"] = None
     driver.submit(constrained(6))
-    assert not told(driver)
-    run(driver)
+    assert not driver.tell()
+    driver.run_what_can()
     assert driver.finished >= {5, 6}
     driver.scheduler.prepared(again.number)
 
@@ -114,7 +102,7 @@ def test_a_constraint_that_is_compiled_late_takes_the_place_of_the_oldest(monkey
     driver.give_up_next()
     driver.submit(constrained(3))
     assert prepare(driver) == [b"a"]
-    run(driver)
+    driver.run_what_can()
     assert driver.finished == {1, 3}
 
 
@@ -148,10 +136,10 @@ def test_a_preempted_group_is_prepared_again_where_workers_may_have_forgotten(mo
         assert prepare(driver) == [b"%d" % handle]
         driver.scheduler.abort(constrained(handle).key)
     driver.preempt(request)
-    run(driver)
+    driver.run_what_can()
     assert not driver.finished
     assert prepare(driver) == [b"a"]
-    run(driver)
+    driver.run_what_can()
     assert driver.outputs[1] == expected_output(request)
 
 
