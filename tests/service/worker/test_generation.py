@@ -19,42 +19,12 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9]
 BLOCKS = [7, 2, 9, 30, 11, 5, 1, 0, 22]
 
 
-@pytest.mark.parametrize("chunk", [2, 9])
-async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path: Path, chunk: int) -> None:
-    model = TinyCausalLM()
-    reports = []
-    async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
-        assign = [make_assign(3, PROMPT, BLOCKS, prompt_logprobs=2, repetition_penalty=2.0)]
-        other = make_assign(2, PROMPT, [12, 13, 14])
-        result = worker_pb2.StepResult()
-        for start in range(0, len(PROMPT), chunk):
-            new = min(chunk, len(PROMPT) - start)
-            batch = make_batch([2, 3], [new, new], [start, start], [])
-            result = await client.run(assign=[*assign, other] if start == 0 else [], batch=batch)
-            reports += result.prompt_logprobs
-    columns = [decode_logprobs(report) for report in reports]
-    chosen, ranks, top_ids, top_values = (
-        np.concatenate([getattr(each, name) for each in columns])
-        for name in ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
-    )
-    top_ids, top_values = top_ids.reshape(-1, 2), top_values.reshape(-1, 2)
-    assert {report.row for report in reports} == {3}
-    assert [report.first_position for report in reports] == list(range(1, len(PROMPT), chunk))[: len(reports)]
-    assert len(chosen) == len(PROMPT) - 1
-    for place, position in enumerate(range(1, len(PROMPT))):
-        expected = model.naive_logits(PROMPT[:position]).log_softmax(0)
-        top = expected.topk(2)
-        assert chosen[place] == pytest.approx(float(expected[PROMPT[position]]), abs=1e-4)
-        assert ranks[place] == int((expected > expected[PROMPT[position]]).sum()) + 1
-        assert top_ids[place].tolist() == top.indices.tolist()
-        np.testing.assert_allclose(top_values[place], top.values, atol=1e-4)
-
-
-async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("chunk", "count"), [(2, 2), (9, 2), (9, 0)])
+async def test_prompt_logprobs_are_those_of_the_model_and_never_take_all_logits_at_once(
+    tmp_path: Path, chunk: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker_svc.sampling.logprobs.PIECE", 3)
-    model, widths = TinyCausalLM(), []
+    model, reports, widths = TinyCausalLM(), [], []
 
     def watch(logits: torch.Tensor) -> torch.Tensor:
         widths.append(len(logits))
@@ -62,13 +32,29 @@ async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
 
     async with running_worker(tmp_path, model) as address, attached_client(address, 1) as client:
         model.change_logits = watch
-        assign = make_assign(3, PROMPT, BLOCKS, prompt_logprobs=0, temperature=2.0)
-        (report,) = (await client.run(assign=[assign], batch=make_batch([3], [9], [0]))).prompt_logprobs
-    assert widths == [3, 3, 2, 1]
-    expected = [model.naive_logits(PROMPT[:p]).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
-    columns = decode_logprobs(report)
-    np.testing.assert_allclose(columns.chosen_logprobs, expected, atol=1e-4)
-    assert columns.top_counts.tolist() == [0] * (len(PROMPT) - 1)
+        assign = [make_assign(3, PROMPT, BLOCKS, prompt_logprobs=count, repetition_penalty=2.0, temperature=2.0)]
+        other = make_assign(2, PROMPT, [12, 13, 14])
+        for start in range(0, len(PROMPT), chunk):
+            new = min(chunk, len(PROMPT) - start)
+            batch = make_batch([2, 3], [new, new], [start, start], [])
+            result = await client.run(assign=[*assign, other] if start == 0 else [], batch=batch)
+            reports += result.prompt_logprobs
+    assert (sum(widths), max(widths)) == (len(PROMPT) - 1, min(chunk, 3))
+    columns = [decode_logprobs(report) for report in reports]
+    chosen, ranks, top_ids, top_values = (
+        np.concatenate([getattr(each, name) for each in columns])
+        for name in ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
+    )
+    assert {report.row for report in reports} == {3}
+    assert [report.first_position for report in reports] == list(range(1, len(PROMPT), chunk))[: len(reports)]
+    assert [each for column in columns for each in column.top_counts] == [count] * (len(PROMPT) - 1)
+    for place, position in enumerate(range(1, len(PROMPT))):
+        expected = model.naive_logits(PROMPT[:position]).log_softmax(0)
+        top, of_place = expected.topk(count), slice(place * count, (place + 1) * count)
+        assert chosen[place] == pytest.approx(float(expected[PROMPT[position]]), abs=1e-4)
+        assert ranks[place] == int((expected > expected[PROMPT[position]]).sum()) + 1
+        assert top_ids[of_place].tolist() == top.indices.tolist()
+        np.testing.assert_allclose(top_values[of_place], top.values, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [2, 9])

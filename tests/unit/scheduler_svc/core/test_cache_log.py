@@ -14,18 +14,6 @@ def run(driver: Driver, handle: int, prompt: list[int]) -> None:
     driver.run_until_idle()
 
 
-def test_sealed_blocks_come_with_parent_and_tokens_once():
-    driver = Driver(make_config())
-    log = driver.scheduler.log_cache()
-    run(driver, 1, PROMPT)
-    stored = log.take().stored
-    assert list(stored) == HASHES
-    assert [each.parent for each in stored.values()] == [None, *HASHES[:2]]
-    assert [each.token_ids for each in stored.values()] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:12]]
-    run(driver, 2, PROMPT)
-    assert log.take() is None
-
-
 def test_restored_blocks_are_stored_again_with_their_tokens_when_a_request_uses_them():
     before = Driver(make_config())
     run(before, 1, PROMPT)
@@ -68,15 +56,3 @@ def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
     driver.tell_disk(slots)
     changes = late.take()
     assert (changes.removed, changes.stored, changes.tier_removed) == ([], {}, HASHES)
-
-
-def test_blocks_that_others_took_are_removed_if_they_were_told_of():
-    driver = Driver(make_config(num_blocks=6))
-    log = driver.scheduler.log_cache()
-    run(driver, 1, PROMPT)
-    log.take()
-    run(driver, 2, [45] * 22)
-    run(driver, 3, [46] * 22)
-    changes = log.take()
-    assert {*changes.removed} == {*HASHES}
-    assert [each.token_ids for each in changes.stored.values()] == [[46] * 4] * 5

@@ -52,16 +52,6 @@ def test_a_pin_that_steps_fail_for_is_removed(monkeypatch, fault, num_refusals, 
     assert pin.key.client == PIN_CLIENT
 
 
-CULPRITS = [(0, 1, 1), (3, 6, 3), (5, 9, 2)]
-
-
-@pytest.mark.parametrize(("culprit", "num_tokens", "max_in_flight"), CULPRITS)
-def test_the_request_at_fault_fails_after_two_refusals_and_the_others_finish(culprit, num_tokens, max_in_flight):
-    driver = make_driver(poisoned={culprit: num_tokens}, max_in_flight=max_in_flight)
-    assert_others_finish(driver)
-    assert driver.num_refusals == 2
-
-
 @pytest.mark.parametrize(
     ("fault", "num_refusals", "num_deaths"),
     [("poisoned", 4, 0), ("deadly", 0, LOSSES_BEFORE_TRIALS + 3 * LOSSES_ON_TRIAL)],

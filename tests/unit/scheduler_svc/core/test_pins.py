@@ -6,7 +6,7 @@ from quire.prefix_hashes import root_hash
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.pins import Pin
-from scheduler_svc.core.request import NeverFitsError, PinQuotaError, RefusedError
+from scheduler_svc.core.request import NeverFitsError, PinQuotaError
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.core_driver import Driver, make_config, make_request
 
@@ -52,13 +52,6 @@ def test_a_pin_is_computed_once_and_hit_by_its_tenant_alone():
     assert 0 <= made.request().sampling.seed < 2**64
     assert run(driver, 1, [*PREFIX, 90]) == 12
     assert run(driver, 2, [*PREFIX, 90], tenant="b") == 0
-
-
-def test_only_whole_blocks_are_kept():
-    driver = make_driver()
-    assert pinned(driver, token_ids=[*PREFIX, 13, 14]).token_ids == PREFIX
-    with pytest.raises(RefusedError, match="the prefix has 3 tokens; it takes 4 to fill a block"):
-        pin(driver, [1, 2, 3])
 
 
 def test_the_same_prefix_is_one_pin_whose_time_starts_anew():

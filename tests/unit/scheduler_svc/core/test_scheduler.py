@@ -14,8 +14,8 @@ from scheduler_svc.core.request import (
     Request,
     sequence_seed,
 )
-from scheduler_svc.core.sequence import FinishReason, Milestone, Timeline
-from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request, token_logprob
+from scheduler_svc.core.sequence import Milestone, Timeline
+from tests.support.core_driver import Driver, expected_output, make_config, make_request, token_logprob
 
 
 def test_prefill_is_cut_into_chunks_and_mixed_with_decodes_under_the_budget():
@@ -32,22 +32,6 @@ def test_prefill_is_cut_into_chunks_and_mixed_with_decodes_under_the_budget():
         driver.deliver()
     assert chunks == [[1, 9], [1, 9], [1, 7]]
     driver.finish(long)
-
-
-def test_a_finished_sequence_reports_reason_and_stop_token():
-    request = make_request(1, max_tokens=1)
-    driver = Driver(make_config())
-    driver.submit(request)
-    driver.plan()
-    (end,) = driver.deliver()[CLIENT].finished
-    assert (end.num_tokens, end.reason, end.stop_token_id) == (1, FinishReason.LENGTH, None)
-
-    stop = expected_output(request)[0]
-    driver = Driver(make_config())
-    driver.submit(make_request(1, max_tokens=9, stop=frozenset([stop])))
-    driver.plan()
-    (end,) = driver.deliver()[CLIENT].finished
-    assert (end.num_tokens, end.reason, end.stop_token_id) == (1, FinishReason.STOP, stop)
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])

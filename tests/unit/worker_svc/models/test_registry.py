@@ -119,10 +119,6 @@ def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], object],
     [
         ({"architectures": ["BloomForCausalLM"]}, "architecture BloomForCausalLM of "),
         ({"architectures": None}, "names no architecture; supported are GPT2LMHeadModel"),
-        (
-            {"quantization_config": {"quant_method": "hqq"}},
-            "quantization_config.quant_method is 'hqq'; supported: awq, gptq",
-        ),
         ({"hidden_act": "xielu"}, "activation 'xielu' is not supported; supported are gelu"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of num_attention_heads, 4"),
         ({"hidden_size": "128"}, "hidden_size is '128'; expected an integer of at least 1"),
