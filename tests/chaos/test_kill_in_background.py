@@ -38,7 +38,6 @@ class Reader:
         self._client = client
         self.response_id = response_id
         self.events: list[Any] = []
-        self.num_connections = 0
 
     async def read(self) -> list[Any]:
         async with asyncio.timeout(120):
@@ -53,7 +52,6 @@ class Reader:
 
     async def _read_on(self) -> None:
         after = {"starting_after": self.events[-1].sequence_number} if self.events else {}
-        self.num_connections += 1
         async for event in await self._client.responses.retrieve(self.response_id, stream=True, **after):
             self.events.append(event)
 
