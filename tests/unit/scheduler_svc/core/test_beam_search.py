@@ -83,32 +83,6 @@ def test_two_beams_over_three_steps_give_what_a_pencil_gives():
     assert search.scores == []
 
 
-@pytest.mark.parametrize(
-    ("length_penalty", "early_stopping", "is_over"),
-    [
-        # Finished: log 0.6 = -0.51. Live: log 0.4 = -0.92 now, -0.23 if it went on to four tokens for nothing.
-        (1.0, EarlyStopping.FALSE, True),
-        (1.0, EarlyStopping.TRUE, True),
-        (1.0, EarlyStopping.NEVER, False),
-        (0.0, EarlyStopping.NEVER, True),
-        (-1.0, EarlyStopping.NEVER, True),
-    ],
-)
-def test_one_beam_ends_when_no_improvement_can_come(length_penalty, early_stopping, is_over):
-    search = make_search(1, 4, length_penalty, early_stopping)
-    step = search.advance([make_candidates({STOP: 0.6, 1: 0.4})], [[]])
-    assert [each.token_ids for each in step.finished] == [(STOP,)]
-    assert (not step.continuations) == is_over
-
-
-def test_ties_go_to_the_lower_beam_and_then_to_the_earlier_candidate():
-    search = make_search(width=2, max_tokens=4)
-    step = search.advance(make_all_candidates(*[{3: 0.25, 5: 0.25, 7: 0.25}] * 2), [[], []])
-    assert [each.token_id for each in step.continuations] == [3, 5]
-    step = search.advance(make_all_candidates({8: 0.5, 2: 0.5}, {1: 0.5, 0: 0.5}), [[3], [5]])
-    assert [(each.parent, each.token_id) for each in step.continuations] == [(0, 8), (0, 2)]
-
-
 def test_with_nothing_allowed_the_search_ends_with_what_is_finished():
     search = make_search(width=2, max_tokens=4)
     search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[], []])

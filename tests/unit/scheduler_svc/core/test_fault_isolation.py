@@ -165,16 +165,6 @@ def test_kills_that_let_no_step_be_answered_fail_one_request_at_the_sixth_and_no
     assert driver.failed == {0}
 
 
-def test_one_token_anywhere_between_the_kills_saves_the_request_that_got_it():
-    for saved_at in range(1, ENOUGH):
-        driver = make_driver(deadly={}, num_requests=1)
-        for number in range(ENOUGH):
-            kill_after(driver, int(number == saved_at))
-        assert driver.failed == set(), saved_at
-        driver.run_until_idle()
-        assert driver.finished == {0}
-
-
 def test_a_suspect_that_ran_alone_for_all_losses_that_count_but_came_to_other_chunks_stays():
     driver = Driver(make_config(max_num_batched_tokens=8, num_blocks=60, max_model_len=200))
     driver.submit(make_request(0, prompt_len=80, max_tokens=4))
