@@ -128,13 +128,6 @@ def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_loss_more(fault, 
     assert_others_finish(driver, num_requests=MANY)
 
 
-def test_several_culprits_among_many_are_all_found():
-    driver = make_crowd(poisoned={3: 6, 4: 7, 50: 6, 98: 8})
-    assert_others_finish(driver, num_requests=MANY)
-    # The first, one for each cohort with somebody at fault, and one for each of those.
-    assert driver.num_refusals == 1 + 3 + 4
-
-
 def test_the_failure_says_how_often_the_worker_was_lost():
     driver = make_driver(deadly={0: 1}, num_requests=1)
     for _ in range(ENOUGH - 1):

@@ -92,20 +92,6 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     driver.scheduler.prepared(again.number)
 
 
-def test_a_constraint_that_is_compiled_late_takes_the_place_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "NUM_KEPT", 1)
-    driver = make_driver()
-    driver.submit(constrained(1))
-    prepare(driver)
-    driver.submit(constrained(2, b"late"))
-    driver.tell()
-    driver.give_up_next()
-    driver.submit(constrained(3))
-    assert prepare(driver) == [b"a"]
-    driver.run_what_can()
-    assert driver.finished == {1, 3}
-
-
 def test_a_constraint_that_is_compiled_late_is_the_newest_that_workers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "NUM_KEPT", 2)
     driver = make_driver()
