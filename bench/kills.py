@@ -30,9 +30,10 @@ import openai
 import torch
 from safetensors.torch import save_file
 
-from bench.kills_processes import Cluster, Held, held_by, scheduler_address, until_none_left
+from bench.kills_processes import Cluster, Held, held_by, scheduler_address, shared_memory, until_none_left
 from bench.kills_traffic import DURABLE_KINDS, KINDS, AnswerError, Caller, Output
 from bench.report import Series, write_results
+from quire import failpoint
 from quire.adapters import CONFIG_FILE, WEIGHTS_FILE
 from quire.client import AsyncClient, GenerationOptions, RetryPolicy
 from quire.model_directory import ModelDirectory, is_gguf
@@ -47,8 +48,14 @@ _OVERLAP = 0.25
 _LONG_STOP = 0.1
 """The chance that a stop outlasts heartbeats and health checks."""
 _STANDSTILL, _STANDSTILL_S = "the machine stood still", 5.0
+_FAILPOINT_S = 5.0
+"""How long a failpoint is armed."""
 _PAUSE_S = 0.1
 """A shorter time between two events of a stream is no pause."""
+
+
+_NOTHING = "nothing"
+"""The kind of a fault whose process did not run, or did not come to the failpoint."""
 
 
 @dataclass(slots=True)
@@ -93,7 +100,7 @@ class Findings:
 
 
 Fault = Callable[[Cluster, random.Random], Awaitable[None]]
-_EXCUSES = ("gateway", "front", "serve", "helper", "link", "everything", "roll")
+_EXCUSES = ("gateway", "front", "serve", "helper", "clients", "everything", "roll")
 """Faults with which a call that is not durable may fail have one of these in their names."""
 
 
@@ -110,19 +117,72 @@ def _signals(number: signal.Signals, *kinds: str, within_s: float = 0.0) -> Faul
     return happen
 
 
-def _stop(kind: str) -> Fault:
+def _stop(*kinds: str) -> Fault:
     async def happen(cluster: Cluster, rng: random.Random) -> None:
-        pids = _pids_of(cluster, kind)
+        pids = [rng.choice(found) for kind in kinds if (found := _pids_of(cluster, kind))]
         if not pids:
-            return
-        pid = rng.choice(pids)
-        _send(pid, signal.SIGSTOP)
+            raise LookupError(f"no {kinds} run")
+        for pid in pids:
+            _send(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(rng.uniform(10, 18) if rng.random() < _LONG_STOP else rng.uniform(0.2, 4))
         finally:
-            _send(pid, signal.SIGCONT)
+            for pid in pids:
+                _send(pid, signal.SIGCONT)
 
     return happen
+
+
+async def _succeed(cluster: Cluster, rng: random.Random) -> None:
+    """A scheduler that is stopped gets a successor, and then goes on beside it until it is killed."""
+    replica = rng.choice(cluster.replicas)
+    old = replica.replace()
+    old.send_signal(signal.SIGSTOP)
+    try:
+        if rng.random() < 0.5:
+            for link in cluster.links["scheduler"]:
+                link.reset()
+        await _wait_served(cluster)
+        await asyncio.sleep(rng.uniform(0, 1))
+        old.send_signal(signal.SIGCONT)
+        await asyncio.sleep(rng.uniform(0.1, 8))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            old.kill()
+        await old.wait()
+
+
+def _kill_at(name: str, provoke: Fault | None = None) -> Fault:
+    """The process that passes this failpoint is killed there; `provoke` leads to it."""
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        _order(cluster, name, f"kill {rng.randint(1, 30 if provoke is None else 2)}")
+        if provoke is not None:
+            await provoke(cluster, rng)
+        place, ends_at = cluster.failpoints / name, time.monotonic() + _FAILPOINT_S
+        while place.exists():
+            if time.monotonic() > ends_at:
+                place.unlink(missing_ok=True)
+                raise LookupError(f"{name} was not passed")
+            await asyncio.sleep(0.05)
+
+    return happen
+
+
+async def _wait_at_failpoints(cluster: Cluster, rng: random.Random) -> None:
+    """Each pass of some failpoints takes a while."""
+    chosen = rng.sample(failpoint.NAMES, 3)
+    for name in chosen:
+        _order(cluster, name, f"delay {rng.uniform(0.001, 0.2):.3f}")
+    await asyncio.sleep(rng.uniform(1, 5))
+    for name in chosen:
+        (cluster.failpoints / name).unlink()
+
+
+def _order(cluster: Cluster, name: str, order: str) -> None:
+    written = cluster.directory / "order"
+    written.write_text(order)
+    written.replace(cluster.failpoints / name)
 
 
 def _pids_of(cluster: Cluster, kind: str) -> list[int]:
@@ -135,26 +195,37 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-async def _cut(cluster: Cluster, rng: random.Random) -> None:
-    for link in rng.sample(cluster.links, rng.randint(1, len(cluster.links))):
-        link.reset()
+def _cut(to: str) -> Fault:
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        links = cluster.links[to]
+        for link in rng.sample(links, rng.randint(1, len(links))):
+            link.reset()
+
+    return happen
 
 
-async def _hold(cluster: Cluster, rng: random.Random) -> None:
+def _hold(to: str) -> Fault:
     """Half-open: bytes vanish into the link, and at its end the connections may be reset."""
-    link = rng.choice(cluster.links)
-    link.hold()
-    await asyncio.sleep(rng.uniform(0.5, 12))
-    if rng.random() < 0.5:
-        link.reset()
-    link.let_pass()
+
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        link = rng.choice(cluster.links[to])
+        link.hold()
+        await asyncio.sleep(rng.uniform(0.5, 12))
+        if rng.random() < 0.5:
+            link.reset()
+        link.let_pass()
+
+    return happen
 
 
-async def _delay(cluster: Cluster, rng: random.Random) -> None:
-    link = rng.choice(cluster.links)
-    link.delay_s = rng.uniform(0.02, 0.5)
-    await asyncio.sleep(rng.uniform(1, 5))
-    link.let_pass()
+def _delay(to: str) -> Fault:
+    async def happen(cluster: Cluster, rng: random.Random) -> None:
+        link = rng.choice(cluster.links[to])
+        link.delay_s = rng.uniform(0.02, 0.5)
+        await asyncio.sleep(rng.uniform(1, 5))
+        link.let_pass()
+
+    return happen
 
 
 def _drain(*, then: Fault | None = None, all_at_once: bool = False) -> Fault:
@@ -188,10 +259,10 @@ async def _call_drain(address: str, timeout_s: float) -> None:
 
 
 async def _roll(cluster: Cluster, rng: random.Random) -> None:
-    """Each replica's services, one after the other, as an upgrade ends them; the next replica once this one serves."""
-    for replica in cluster.replicas:
-        for name in ("gateway", "scheduler", "worker"):
-            number = replica.name.partition("-")[2]
+    """Each replica's services and a gateway, one after the other, as an upgrade ends them; the next replica once this
+    one serves."""
+    for number, _ in enumerate(cluster.replicas):
+        for name in ("front", "gateway", "scheduler", "worker"):
             if pid := cluster.pids().get(f"{name}-{number}"):
                 _send(pid, signal.SIGTERM)
                 await asyncio.sleep(rng.uniform(0.1, 2))
@@ -274,33 +345,58 @@ def _damage(disk: Path) -> Fault:
 def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fault]:
     """Those that can happen with these flags, by name."""
     kill, term = signal.SIGKILL, signal.SIGTERM
-    several = arguments.replicas > 1
-    kinds = ["worker", "scheduler", "front" if several else "gateway", "helper"]
-    front = kinds[2]
-    faults: dict[str, Fault] = {f"kill {kind}": _signals(kill, kind) for kind in [*kinds, "serve"]}
-    faults |= {f"stop {kind}": _stop(kind) for kind in kinds}
-    faults |= {f"end {kind}": _signals(term, kind) for kind in kinds[:3]}
+    several, apart = arguments.replicas > 1, arguments.apart
+    front = "front" if several or apart else "gateway"
+    services, serve = ["worker", "scheduler", front], [] if apart else ["serve"]
+    faults: dict[str, Fault] = {f"kill {kind}": _signals(kill, kind) for kind in [*services, *serve, "helper"]}
+    faults |= {f"end {kind}": _signals(term, kind) for kind in [*services, *serve]}
+    faults |= {f"stop {kind}": _stop(kind) for kind in [*services, "helper"]}
     faults |= {
         "kill scheduler and worker": _signals(kill, "scheduler", "worker", within_s=0.5),
         "kill gateway and scheduler": _signals(kill, front, "scheduler", within_s=0.05),
+        "kill gateway and worker": _signals(kill, front, "worker", within_s=0.5),
+        "stop scheduler and worker": _stop("scheduler", "worker"),
+        "stop gateway and scheduler": _stop(front, "scheduler"),
         "kill all gateways": _signals(kill, f"{front}*"),
         "kill all workers": _signals(kill, "worker*"),
-        "kill everything": _signals(kill, f"{front}*", "scheduler*", "worker*"),
-        "cut links": _cut,
-        "hold a link": _hold,
-        "delay a link": _delay,
+        "kill everything": _signals(kill, *(f"{each}*" for each in services)),
+        # A `quire serve` ends its services in their order; those that start alone end in any order.
+        "end everything": _signals(term, f"{front}*", *(("scheduler*", "worker*") if apart else ("serve*",))),
         "sleep": _sleep,
         "roll": _roll,
+        "wait at failpoints": _wait_at_failpoints,
+    }
+    led_to = {"clients"} | ({"scheduler"} if several or apart else set()) | ({"worker", "transfer"} if apart else set())
+    for to in sorted(led_to - (set() if several else {"transfer"})):
+        faults |= {f"cut to {to}": _cut(to), f"hold to {to}": _hold(to), f"delay to {to}": _delay(to)}
+    if apart:
+        faults["succeed a stopped scheduler"] = _succeed
+    faults |= {
+        "drain": _drain(),
+        "drain, kill worker": _drain(then=_signals(kill, "worker")),
+        "drain, kill scheduler": _drain(then=_signals(kill, "scheduler")),
+        "drain, kill gateway": _drain(then=_signals(kill, front)),
+        "drain, cut to clients": _drain(then=_cut("clients")),
     }
     if several:
-        faults |= {
-            "drain": _drain(),
-            "drain all": _drain(all_at_once=True),
-            "drain, kill worker": _drain(then=_signals(kill, "worker")),
-            "drain, kill scheduler": _drain(then=_signals(kill, "scheduler")),
-            "drain, kill gateway": _drain(then=_signals(kill, "front")),
-            "drain, cut links": _drain(then=_cut),
-        }
+        faults |= {f"drain, cut to {to}": _drain(then=_cut(to)) for to in sorted(led_to - {"clients"})}
+        faults |= {"drain all": _drain(all_at_once=True), "drain, hold to scheduler": _drain(then=_hold("scheduler"))}
+    leading = {
+        "worker.load.begun": "kill worker",
+        "worker.attach.before_inventory": "kill scheduler",
+        "scheduler.attach.before_inventory": "kill worker",
+        "scheduler.reader.changed": f"kill {front}",
+        "scheduler.drain.begun": "drain",
+        "gateway.connected.before_resubmit": "kill scheduler",
+        "gateway.drain.begun": f"end {front}",
+    }
+    if several:
+        leading |= {"worker.fetch.before_write": "drain", "worker.move.written": "drain"}
+    for name in failpoint.NAMES:
+        first = leading.get(name)
+        faults[f"{first}, kill at {name}" if first else f"kill at {name}"] = _kill_at(
+            name, faults[first] if first else None
+        )
     if adapter is not None:
         faults["load adapter"] = _load_adapter(adapter)
     if arguments.kv_disk is not None:
@@ -314,6 +410,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--roles", nargs="+", help="of the replicas; both if absent")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="services that start alone, with links between them")
     parser.add_argument("--adapters", action="store_true", help="serve two adapters, and load and unload a third")
     parser.add_argument(
         "--kv-disk", type=Path, help="directory, best on a small file system of its own, which is filled"
@@ -326,22 +423,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bound", type=float, default=120.0, help="seconds of service after which a stream hangs")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--speculate", default="auto", help="as in quire serve")
-    parser.add_argument("--serve", nargs="+", default=[], help="further flags of quire serve, without the dashes")
+    parser.add_argument(
+        "--serve", nargs="+", default=[], help="further flags of quire serve, or of workers, without the dashes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="write what the processes print")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
+    shared = shared_memory()
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:
         findings, held = asyncio.run(_run(arguments, Path(directory)))
         for left in until_none_left(Path(directory)):
             findings.fail("leak", left)
+        if left := shared_memory() - shared:
+            findings.told[f"shared memory of this or another program: {sorted(left)}"] += 1
         log = (Path(directory) / "log").read_text(errors="replace")
         if arguments.log is not None:
             arguments.log.write_text(log)
         if tracebacks := log.count("Traceback (most recent call last)"):
             findings.fail("traceback", f"{tracebacks} tracebacks in the log")
+    findings.faults = [each for each in findings.faults if each.kind != _NOTHING]
     kinds = Counter(each.kind for each in findings.faults)
     pauses: dict[str, list[float]] = defaultdict(list[float])
     for each in findings.faults:
@@ -391,7 +494,8 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings
     chosen = arguments.faults or list(faults)
     roles = arguments.roles or ["both"] * arguments.replicas
     held: list[str] = []
-    async with Cluster.started(directory, arguments.replicas, serve, gateway, roles) as cluster:
+    apart = arguments.ranks if arguments.apart else 0
+    async with Cluster.started(directory, serve, gateway, roles, apart=apart) as cluster:
         await _wait_served(cluster)
         async with contextlib.AsyncExitStack() as stack:
             callers = [
@@ -420,8 +524,8 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings
         after = _held(cluster)
         for name in sorted(after):
             held.append(f"{name}: {before.get(name)} before, {after[name]} after")
-            if after[name].zombies:
-                findings.fail("leak", f"{name} has zombies")
+            if name in before and after[name].too_much(before[name]):
+                findings.fail("leak", held[-1])
     return findings, held
 
 
@@ -443,7 +547,7 @@ def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], l
         f"--batch-dir={directory}/batches",
         f"--connect-timeout={_CALL_TIMEOUT_S:g}",
     ]
-    if arguments.replicas == 1:
+    if arguments.replicas == 1 and not arguments.apart:
         gateway.append("--gateways=2")
     else:
         gateway += [*of_all, "--long-prompt=128", "--failover-delay=2"]
@@ -533,7 +637,7 @@ async def _let_faults_happen(
             async with asyncio.timeout(_FAULT_TIMEOUT_S):
                 await faults[name](cluster, rng)
         except LookupError:  # a process that it needs is between its end and its next start
-            pass
+            happened.kind = _NOTHING
         except TimeoutError:
             findings.fail("hung", f"not over after {_FAULT_TIMEOUT_S:.0f} s: {name}")
         acted = time.monotonic()

@@ -1,24 +1,29 @@
-"""The processes of `python -m bench kills`: replicas by `quire serve`, gateways before several of them, links that are
-cut, held and delayed, and what all of them hold."""
+"""The processes of `python -m bench kills`: replicas by `quire serve`, or by services that each start alone, as
+containers do; gateways before several of them; links that are cut, held and delayed; and what all of them hold."""
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from quire import failpoint
 
 _CHUNK_BYTES = 64 * 1024
 _RESTART_S, _END_TIMEOUT_S = 0.3, 60
 _SERVICE = re.compile(r"-m\0(worker_svc|scheduler_svc|gateway)\0")
 _RANK = re.compile(r"--tensor-parallel-rank[=\0]([1-9]\d*)")
-_SCHEDULER_SOCKET = re.compile(r"--listen[=\0](unix:[^\0]+scheduler\.sock)")
+_SCHEDULER_SOCKET = re.compile(r"--listen[=\0](unix:[^\0]+scheduler[-\d]*\.sock)")
 _GATEWAY_SOCKET = re.compile(r"/gateway-([1-9])\.sock")
+_GROWTH_MIB, _GROWTH = 32.0, 32
+"""How much more a process may hold than before the first fault: megabytes, and files or threads."""
 
 
 class Link:
@@ -89,12 +94,13 @@ async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWr
 
 
 class Kept:
-    """A command that is started again whenever it ends, as systemd does."""
+    """A command that is started again whenever it ends, as systemd does. START in it becomes the start's number."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self.name = name
         self._command, self._environ, self._log = command, environ, log
         self._process: asyncio.subprocess.Process | None = None
+        self._waiting: asyncio.Task[int] | None = None
         self._is_stopping = False
 
     @property
@@ -115,14 +121,25 @@ class Kept:
                 self._signal(signal.SIGKILL)
             await task
 
+    def replace(self) -> asyncio.subprocess.Process:
+        """Starts the command beside its process, which is the caller's from now on. LookupError where none runs."""
+        if self._process is None or self._waiting is None:
+            raise LookupError(f"{self.name} does not run")
+        self._waiting.cancel()
+        return self._process
+
     async def _run(self) -> None:
         with self._log.open("ab") as log:
-            while not self._is_stopping:
+            for start in itertools.count():
+                if self._is_stopping:
+                    break
+                command = [each.replace("START", str(start)) for each in self._command]
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, env=self._environ, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL
+                    *command, env=self._environ, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL
                 )
-                await self._process.wait()
-                self._process = None
+                self._waiting = asyncio.create_task(self._process.wait())
+                await asyncio.wait([self._waiting])
+                self._process = self._waiting = None
                 await asyncio.sleep(_RESTART_S)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -132,33 +149,37 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All processes and the links before them.
+    """All processes and the links between them.
 
     Attributes:
         directory: Of everything, temporary files of the processes included.
-        replicas: Each a `quire serve`.
+        replicas: Each a `quire serve`, or a scheduler where services start alone.
+        workers: Those that start alone.
         gateways: Those of all replicas; none where the only replica's are used.
         grpc, http: Links before the gateways.
-        between: Links between gateways and schedulers.
+        links: All links by what they lead to: "clients" those before the gateways, "scheduler", "worker" from its
+            scheduler, and "transfer" from workers of other replicas.
     """
 
     directory: Path
     replicas: Sequence[Kept]
+    workers: Sequence[Kept]
     gateways: Sequence[Kept]
     grpc: Sequence[Link]
     http: Sequence[Link]
-    between: Sequence[Link]
+    links: Mapping[str, Sequence[Link]]
 
     @property
-    def links(self) -> list[Link]:
-        return [*self.grpc, *self.http, *self.between]
+    def failpoints(self) -> Path:
+        """The directory that all processes watch for orders (docs/internals/failpoints.md)."""
+        return self.directory / "failpoints"
 
     def pids(self) -> dict[str, int]:
         """Processes by name: "serve-0", "worker-0", "worker-0-1" (its rank 1), "scheduler-0", "gateway-0" and so on."""
-        found = {kept.name: kept.pid for kept in (*self.replicas, *self.gateways) if kept.pid is not None}
-        for kept in list(self.replicas):
-            for name, pid in _services(kept):
-                found[name] = pid
+        kept = (*self.replicas, *self.workers, *self.gateways)
+        found = {each.name: each.pid for each in kept if each.pid is not None}
+        for each in self.replicas:
+            found |= _services(each)
         for name, pid in list(found.items()):
             if not name.startswith("serve"):
                 found |= {f"helper-{child} of {name}": child for child in _children(pid)}
@@ -167,62 +188,110 @@ class Cluster:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(
-        cls, directory: Path, num_replicas: int, serve: Sequence[str], gateway: Sequence[str], roles: Sequence[str]
+        cls, directory: Path, serve: Sequence[str], gateway: Sequence[str], roles: Sequence[str], *, apart: int = 0
     ) -> AsyncIterator["Cluster"]:
-        """`serve` are flags of each replica, `gateway` those of gateways."""
-        environ = os.environ | {"TMPDIR": str(directory / "tmp")}
+        """`serve` are flags of each replica, of which each has a role, `gateway` those of gateways; services start
+        alone where `apart` is the number of ranks."""
+        environ = os.environ | {"TMPDIR": str(directory / "tmp"), failpoint.VARIABLE: str(directory / "failpoints")}
         (directory / "tmp").mkdir(mode=0o700)
-        quire = [str(Path(sys.executable).with_name("quire"))]
-        log = directory / "log"
+        (directory / "failpoints").mkdir()
+        has_fronts = len(roles) > 1 or apart > 0
         async with contextlib.AsyncExitStack() as stack:
-            replicas: list[Kept] = []
+            start = _Start(directory, environ, stack)
             fronts: list[tuple[int, int]] = []
-            for number in range(num_replicas):
-                ports = _free_port(), _free_port()
-                own = [f"--grpc-port={ports[0]}", f"--http-port={ports[1]}", f"--role={roles[number]}"]
-                shown = gateway if num_replicas == 1 else ()
+            for number, role in enumerate(roles):
                 flags = [each.replace("REPLICA", str(number)) for each in serve]
-                replicas.append(Kept(f"serve-{number}", [*quire, "serve", *own, *flags, *shown], environ, log))
-                fronts.append(ports)
-            for kept in replicas:
-                await stack.enter_async_context(kept.running())
-            gateways, between = list[Kept](), list[Link]()
-            if num_replicas > 1:
-                for kept in replicas:
-                    link = Link(lambda kept=kept: scheduler_address(kept))
-                    path = directory / f"{kept.name}.sock"
-                    between.append(await stack.enter_async_context(link.listening(path)))
+                if apart:
+                    await start.services(number, apart, [f"--role={role}"], flags)
+                else:
+                    fronts.append((_free_port(), _free_port()))
+                    shown = () if has_fronts else gateway
+                    own = [*_ports(fronts[-1]), f"--role={role}"]
+                    start.replicas.append(await start.kept(f"serve-{number}", "quire", "serve", *own, *flags, *shown))
+            gateways = list[Kept]()
+            if has_fronts:
+                for each in start.replicas:
+                    await start.link("scheduler", lambda each=each: scheduler_address(each), f"to-{each.name}.sock")
                 fronts = [(_free_port(), _free_port()) for _ in range(2)]
-                known = f"--schedulers={','.join(link.address for link in between)}"
+                known = f"--schedulers={','.join(link.address for link in start.links['scheduler'])}"
                 for number, ports in enumerate(fronts):
-                    own = [f"--grpc-port={ports[0]}", f"--http-port={ports[1]}", known]
-                    kept = Kept(f"front-{number}", [*quire, "gateway", *own, *gateway], environ, log)
-                    gateways.append(await stack.enter_async_context(kept.running()))
-            links: tuple[list[Link], list[Link]] = [], []
-            for ports in fronts:
-                for side, port in zip(links, ports, strict=True):
-                    link = Link(lambda port=port: f"127.0.0.1:{port}")
-                    side.append(await stack.enter_async_context(link.listening()))
-            yield cls(directory, replicas, gateways, *links, between)
+                    own = [*_ports(ports), known, *gateway]
+                    gateways.append(await start.kept(f"front-{number}", "quire", "gateway", *own))
+            grpc, http = [
+                [await start.link("clients", lambda port=port: f"127.0.0.1:{port}") for port in side]
+                for side in zip(*fronts, strict=True)
+            ]
+            yield cls(directory, start.replicas, start.workers, gateways, grpc, http, start.links)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What has been started so far, and ends with the stack."""
+
+    directory: Path
+    environ: Mapping[str, str]
+    stack: contextlib.AsyncExitStack
+    replicas: list[Kept] = field(default_factory=list[Kept])
+    workers: list[Kept] = field(default_factory=list[Kept])
+    links: dict[str, list[Link]] = field(default_factory=dict[str, list[Link]])
+
+    async def kept(self, name: str, program: str, *arguments: str) -> Kept:
+        """Runs `quire`, or a service by the name of its package."""
+        command = (
+            [str(Path(sys.executable).with_name("quire"))] if program == "quire" else [sys.executable, "-m", program]
+        )
+        kept = Kept(name, [*command, *arguments], self.environ, self.directory / "log")
+        return await self.stack.enter_async_context(kept.running())
+
+    async def link(self, to: str, target: Callable[[], str], socket_name: str | None = None) -> Link:
+        link = Link(target)
+        path = None if socket_name is None else self.directory / socket_name
+        self.links.setdefault(to, []).append(link)
+        return await self.stack.enter_async_context(link.listening(path))
+
+    async def services(self, number: int, num_ranks: int, scheduler: Sequence[str], worker: Sequence[str]) -> None:
+        """The scheduler of a replica and its workers, with links between them and before their blocks."""
+        rendezvous = f"--tensor-parallel-address=127.0.0.1:{_free_port()}"
+        addresses: list[str] = []
+        for rank in range(num_ranks):
+            name = f"worker-{number}" + (f"-{rank}" if rank else "")
+            own, fetched = f"unix:{self.directory / name}.sock", f"127.0.0.1:{_free_port()}"
+            addresses.append((await self.link("worker", lambda own=own: own, f"to-{name}.sock")).address)
+            transfer = await self.link("transfer", lambda fetched=fetched: fetched)
+            flags = [f"--listen={own}", f"--transfer-listen={fetched}", f"--transfer-endpoint={transfer.address}"]
+            if num_ranks > 1:
+                flags += [f"--tensor-parallel-rank={rank}", rendezvous, "--num-threads=1"]
+            self.workers.append(await self.kept(name, "worker_svc", *flags, *worker))
+        # Each start has a socket of its own, so that a successor listens beside a scheduler that is stopped.
+        listen = f"--listen=unix:{self.directory}/{number}-scheduler-START.sock"
+        flags = [listen, f"--workers={','.join(addresses)}", *scheduler]
+        self.replicas.append(await self.kept(f"scheduler-{number}", "scheduler_svc", *flags))
+
+
+def _ports(ports: tuple[int, int]) -> list[str]:
+    return [f"--grpc-port={ports[0]}", f"--http-port={ports[1]}"]
 
 
 def scheduler_address(replica: Kept) -> str:
     """Of the scheduler that runs now. LookupError where none does."""
-    for name, pid in _services(replica):
+    own = {} if replica.pid is None else {replica.name: replica.pid}
+    for name, pid in (own | _services(replica)).items():
         if name.startswith("scheduler") and (found := _SCHEDULER_SOCKET.search(_command_of(pid))):
             return found[1]
     raise LookupError(f"{replica.name} has no scheduler")
 
 
-def _services(replica: Kept) -> Iterator[tuple[str, int]]:
-    if replica.pid is None:
-        return
+def _services(replica: Kept) -> dict[str, int]:
+    """Those that a `quire serve` runs."""
+    found: dict[str, int] = {}
     number = replica.name.partition("-")[2]
-    for pid in _children(replica.pid):
+    for pid in _children(replica.pid) if replica.pid is not None else ():
         command = _command_of(pid)
-        if found := _SERVICE.search(command):
-            further = (_GATEWAY_SOCKET if found[1] == "gateway" else _RANK).search(command)
-            yield f"{found[1].removesuffix('_svc')}-{number}" + (f"-{further[1]}" if further else ""), pid
+        if service := _SERVICE.search(command):
+            further = (_GATEWAY_SOCKET if service[1] == "gateway" else _RANK).search(command)
+            name = f"{service[1].removesuffix('_svc')}-{number}" + (f"-{further[1]}" if further else "")
+            found[name] = pid
+    return found
 
 
 def _children(pid: int) -> list[int]:
@@ -255,6 +324,15 @@ class Held:
     threads: int
     zombies: int
 
+    def too_much(self, before: "Held") -> bool:
+        """Whether this is more than a process of the same work needs, of which `before` is one."""
+        return (
+            self.zombies > 0
+            or self.resident_mib > 1.25 * before.resident_mib + _GROWTH_MIB
+            or self.files > before.files + _GROWTH
+            or self.threads > before.threads + _GROWTH
+        )
+
 
 def held_by(pid: int) -> Held | None:
     """None where it is gone."""
@@ -274,6 +352,11 @@ def _stat_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text()
     return ""
+
+
+def shared_memory() -> set[str]:
+    """The names in the file system of shared memory, which other programs have, too."""
+    return {each.name for each in Path("/dev/shm").iterdir()}
 
 
 def left_behind(directory: Path) -> list[str]:
