@@ -419,6 +419,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=24, help="callers at once")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="of the callers; all that apply if absent")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
+    parser.add_argument("--at-once", type=int, default=1, help="faults at once, of which the others know nothing")
     parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
     parser.add_argument("--bound", type=float, default=120.0, help="seconds of service after which a stream hangs")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -509,9 +510,10 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings
             async with asyncio.TaskGroup() as group:
                 for caller, output in zip(callers, expected, strict=True):
                     group.create_task(_call_until(ends_at, caller, output, findings, arguments.bound))
-                await _let_faults_happen(
-                    ends_at, cluster, {name: faults[name] for name in chosen}, rng, findings, arguments
-                )
+                for _ in range(arguments.at_once):
+                    these = {name: faults[name] for name in chosen}
+                    own = random.Random(rng.random())
+                    group.create_task(_let_faults_happen(ends_at, cluster, these, own, findings, arguments))
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 await _wait_served(cluster)
@@ -628,11 +630,13 @@ async def _let_faults_happen(
     findings: Findings,
     arguments: argparse.Namespace,
 ) -> None:
+    begun: list[Happened] = []
     while time.monotonic() < ends_at:
         await asyncio.sleep(rng.uniform(0.1, arguments.interval))
         name = rng.choice(list(faults))
         happened = Happened(name, time.monotonic(), excuses=any(each in name for each in _EXCUSES))
         findings.faults.append(happened)
+        begun.append(happened)
         try:
             async with asyncio.timeout(_FAULT_TIMEOUT_S):
                 await faults[name](cluster, rng)
@@ -653,7 +657,7 @@ async def _let_faults_happen(
             return
         served = time.monotonic()
         findings.recovery_s.append(served - acted)
-        for each in findings.faults:
+        for each in begun:
             each.ended = min(each.ended, served)
 
 
