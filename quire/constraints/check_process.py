@@ -8,6 +8,7 @@ Requests arrive on stdin and answers go to stdout, each as a header (length, num
 order.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -109,8 +110,17 @@ def _answer(number: int, problem: list[str] | None) -> None:
     _write(number, payload)
 
 
+def _read() -> bytes:
+    """What arrived; empty where the gateway is gone, which resets the connection if it left answers unread."""
+    try:
+        return os.read(0, 1 << 16)
+    except ConnectionResetError:
+        return b""
+
+
 def _write(number: int, payload: bytes) -> None:
-    os.write(1, HEADER.pack(len(payload), number) + payload)
+    with contextlib.suppress(ConnectionError):  # the next read tells that the gateway is gone
+        os.write(1, HEADER.pack(len(payload), number) + payload)
 
 
 def _reap(numbers: dict[int, int]) -> None:
@@ -149,7 +159,7 @@ def serve(vocabulary: Vocabulary | ConstraintError) -> None:
                     os.read(woken, 4096)
                     _reap(children)
                     continue
-                if not (data := os.read(0, 1 << 16)):
+                if not (data := _read()):
                     for pid in children:
                         os.kill(pid, signal.SIGKILL)
                     return

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest_asyncio
 from gateway.request import constraint_checker as checking
 from gateway.request.constraint_checker import ConstraintChecker, FairTurns, TrialProcess
 from quire.common.v1.common_pb2 import Choice, Constraint
+from quire.constraints.check_process import HEADER
 from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, write_model_directory
@@ -133,6 +135,21 @@ async def test_constraints_under_trial_when_the_process_dies_fail_as_unavailable
         await waiting
     with pytest.raises(ProcessLookupError):  # nor is it left as a zombie
         os.kill(pid, 0)
+
+
+def test_a_gateway_killed_with_an_answer_unread_ends_the_process_quietly(tmp_path) -> None:
+    """Its trials that still run end with it, too."""
+    model = write_model_directory(tmp_path / "m", byte_level())
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "quire.constraints.check_process", str(model)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    theirs.close()
+    content = Constraint(regex="a").SerializeToString()
+    ours.sendall(HEADER.pack(len(content), 1) + content)
+    assert ours.recv(1, socket.MSG_PEEK)
+    ours.close()
+    assert process.communicate(timeout=60) == (None, b"")
+    assert process.returncode == 0
 
 
 async def test_without_open_files_constraints_are_unavailable_until_there_are_some(checker, monkeypatch) -> None:
