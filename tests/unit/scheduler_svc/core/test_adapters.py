@@ -3,8 +3,6 @@ waits for ever, and what adapters compute is not mixed."""
 
 from dataclasses import replace
 
-import pytest
-
 from quire.prefix_hashes import root_hash
 from scheduler_svc.core import preparation
 from scheduler_svc.core.admission import Obstacle
@@ -137,27 +135,6 @@ def test_a_failed_load_fails_those_that_wait_and_no_other() -> None:
     again = with_adapter(4, A)
     driver.submit(again)
     driver.finish(again)
-
-
-@pytest.mark.parametrize("is_answered", [False, True])
-def test_loads_that_take_too_long_leave_their_slots_to_others(is_answered: bool) -> None:
-    driver = make_driver(2)
-    driver.submit(with_adapter(1, A), with_adapter(2, B))
-    driver.plan()
-    driver.tell()
-    late = [driver.told.popleft(), driver.told.popleft()]
-    for number, each in enumerate(late, 1):
-        failures = driver.scheduler.give_up_preparation(each.number, 61.0)[CLIENT].failed
-        assert [(each.key.handle, each.reason) for each in failures] == [(number, "ADAPTER_NOT_LOADED")]
-        driver.check()
-    driver.submit(with_adapter(3, A), with_adapter(4, C))
-    driver.plan()
-    assert told(driver) == [(A, 0), (C, 1)]
-    for each in late if is_answered else ():
-        driver.scheduler.prepared(each.number)
-        driver.check()
-    driver.run_until_idle()
-    assert driver.finished == {3, 4}
 
 
 def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:

@@ -164,16 +164,6 @@ def test_a_common_start_that_is_too_short_delays_nobody():
     assert running(driver) == {1, 2}
 
 
-def test_those_behind_pass_who_waits_for_blocks():
-    driver = make_wide_driver(max_in_flight=1, max_num_batched_tokens=1100)
-    submit(driver, LONG_PROMPT, LONG_PROMPT, [7] * 30)
-    driver.plan()
-    assert running(driver) == {1, 3}
-    driver.deliver()
-    driver.plan()
-    assert running(driver) == {2}
-
-
 @given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["pop", "remove", "last", "first"]), st.integers(0, 7))))
 def test_the_queue_behaves_like_a_list(num_blocks, operations):
     queue, model, out = FreeQueue(num_blocks), list(range(num_blocks)), []

@@ -290,24 +290,6 @@ def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> No
     assert behind.key in driver.scheduler.promises
 
 
-def test_an_offer_waits_while_the_pool_is_full_and_those_behind_it_wait_for_it() -> None:
-    driver = Driver(make_config(num_blocks=8))
-    running(driver, make_request(1, prompt_len=17, max_tokens=8))
-    driver.submit(offer(asked := moved(2)))
-    driver.submit(make_request(3, prompt_len=5, max_tokens=2))
-    driver.plan()
-    assert not len(driver.scheduler.promises)
-    assert len(driver.scheduler.running) == 1
-    driver.deliver()
-    while not driver.scheduler.promised:
-        driver.plan()
-        driver.deliver()
-    assert driver.finished == {1}
-    driver.scheduler.abort(asked.key)
-    driver.run_what_can()
-    assert (driver.finished, used(driver)) == ({1, 3}, 0)
-
-
 @pytest.mark.parametrize("others", [[], [5]])
 def test_nobody_is_displaced_for_rows_that_are_kept_for_an_offer(others: list[int]) -> None:
     """Neither where all that run would have to leave nor where some would."""

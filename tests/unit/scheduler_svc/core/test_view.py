@@ -15,7 +15,7 @@ from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import RefusedError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceStatus
-from scheduler_svc.core.view import Changes, Look, Picture, Preempted, View
+from scheduler_svc.core.view import Changes, Picture, View
 from tests.support.core_driver import Driver, make_config, make_request
 
 
@@ -242,9 +242,3 @@ def test_owners_of_a_shared_block_have_its_computed_tokens():
     assert all(list(each.token_ids) == [5, 6, 7, 8] for each in first)
     assert [list(each.token_ids) for each in view.owners(driver.scheduler, BlockId(1), is_host=False)] == [[9, 10]] * 2
     assert not view.owners(driver.scheduler, BlockId(7), is_host=False)
-
-
-def test_a_look_is_empty_where_nothing_left_the_batch_and_nothing_changed():
-    left = [Preempted(1, is_swapped=False)]
-    seen = [Look([], Changes()), Look([], Changes(gone=[1])), Look([], None), Look(left, Changes()), Look(left, None)]
-    assert [look.is_empty for look in seen] == [True, False, False, False, False]
