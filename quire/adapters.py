@@ -42,6 +42,8 @@ _UNSUPPORTED = {
     "target_parameters": "adapts parameters outside of linear layers",
     "use_qalora": "is QA-LoRA",
     "arrow_config": "is a mixture of adapters",
+    "use_bdlora": "is BD-LoRA",
+    "kasa_config": "is KaSA",
 }
 """Fields of adapter_config.json that must be absent or false, and what an adapter with them is."""
 _SUPPORTED = "supported are LoRA and rsLoRA of linear layers"

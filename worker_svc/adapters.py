@@ -28,6 +28,7 @@ from worker_svc.models.base import CausalLM, NativeCausalLM
 
 _logger = logging.getLogger(__name__)
 
+_LANGUAGE_MODEL = "language_model."
 _MAX_READERS = 16
 """Loads at once. Schedulers have two underway; more are those that do not end, as of a network file system that is
 gone, or of sessions before."""
@@ -138,7 +139,9 @@ class AdapterSlots:
             self.put(slot, None)
 
     def _name_of(self, name: str, module: AdaptedModule, adapter: Adapter) -> str:
-        """The name of a module in the model; an adapter of the base model alone lacks the prefix."""
+        """The name of a module in the model. An adapter of the base model alone lacks the prefix; one of a model that
+        reads images too, whose language model this is, has a part more."""
+        name = name.replace(_LANGUAGE_MODEL, "", 1)
         prefixed = f"{self._base_prefix}{name}"
         name = prefixed if prefixed in self._parts else name
         shape = self._parts.get(name)

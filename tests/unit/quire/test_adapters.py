@@ -68,6 +68,8 @@ def test_the_digest_is_of_both_files_and_of_nothing_else(tmp_path: Path) -> None
     ("field", "value", "part"),
     [
         ("use_dora", True, "is DoRA"),
+        ("use_bdlora", {"nblocks": 2}, "is BD-LoRA"),
+        ("kasa_config", {"beta": 0.1}, "is KaSA"),
         ("peft_type", "IA3", "peft_type is 'IA3'"),
         ("peft_type", None, "peft_type is None"),
         ("bias", "all", "bias is 'all'"),

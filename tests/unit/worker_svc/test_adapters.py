@@ -1,6 +1,7 @@
 """LoRA adapters of a model: as if they were merged into its weights, each row with its own."""
 
 import functools
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -189,6 +190,21 @@ def test_loads_that_do_not_end_hold_up_no_other_until_there_are_too_many(
         slots.start_load(directory, digest).result(60)
     gone.set()
     assert all(each.result(60) for each in hung)
+
+
+@pytest.mark.parametrize("name", ["model.language_model.layers", "language_model.model.layers", "layers"])
+def test_modules_of_the_language_model_within_another_model_are_known(
+    make: Callable[[str], Made], tmp_path: Path, name: str
+) -> None:
+    """As of Gemma 3 with images, in transformers 5 and before; the last is that of an adapter of the base model."""
+    made = make("llama-mqa-80")
+    _, slots = made.load()
+    shutil.copytree(made.adapters[0], tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({key.replace("model.layers", name): tensor for key, tensor in load_file(file).items()}, file)
+    loaded, same = (slots.load(each, read_adapter(each).digest) for each in (file.parent, made.adapters[0]))
+    assert loaded.adapter.modules != same.adapter.modules
+    assert [linear for linear, _ in loaded.packed] == [linear for linear, _ in same.packed]
 
 
 def test_an_adapter_of_another_model_is_refused(make: Callable[[str], Made], tmp_path: Path) -> None:
