@@ -212,8 +212,9 @@ def test_what_older_tools_wrote_elsewhere_is_the_quantization_config(tmp_path: P
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_fp8_of_autofp8_has_one_scale_by_another_name(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    def quantize(*of: int) -> tuple[Tensors, torch.Tensor]:
-        tensors, numbers = fp8(*of, block=of[:2], dtype=torch.float32)
+    def quantize(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+        block = (out_features, in_features)
+        tensors, numbers = fp8(out_features, in_features, seed, block=block, dtype=torch.float32)
         scale = tensors.pop("weight_scale_inv").view(shape)
         return tensors | {"weight_scale": scale, "input_scale": torch.ones(shape)}, numbers
 
