@@ -65,7 +65,9 @@ def changing(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     database.execute("BEGIN IMMEDIATE")
     try:
         yield database
+        database.execute("COMMIT")
     except BaseException:
-        database.execute("ROLLBACK")
+        # Where the disk is full or fails, SQLite has ended it.
+        if database.in_transaction:
+            database.execute("ROLLBACK")
         raise
-    database.execute("COMMIT")

@@ -1,6 +1,7 @@
-"""The thread of a store: tenants and the gateway take turns there."""
+"""The thread of a store, where tenants and the gateway take turns, and its transactions."""
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from gateway.auth.caller import Access, Caller, set_caller
 from gateway.auth.quota import Account, Limits
-from gateway.sqlite import StoreThread
+from gateway.sqlite import StoreThread, changing
 
 
 async def call(tenant: str | None, work: Coroutine[Any, Any, object]) -> None:
@@ -38,3 +39,13 @@ async def test_what_the_work_raises_is_raised_and_the_thread_goes_on() -> None:
         await thread.run(lambda: 1 // 0)
     assert await thread.run(int, "5") == 5
     thread.close(lambda: None)
+
+
+def test_a_full_disk_in_a_transaction_is_named_and_the_next_transaction_begins() -> None:
+    database = sqlite3.connect(":memory:", isolation_level=None)
+    database.execute("CREATE TABLE blobs (data BLOB)")
+    database.execute("PRAGMA max_page_count = 5")
+    with pytest.raises(sqlite3.Error, match="full"), changing(database):
+        database.execute("INSERT INTO blobs VALUES (?)", (bytes(100_000),))
+    with changing(database):
+        database.execute("INSERT INTO blobs VALUES (?)", (b"small",))
