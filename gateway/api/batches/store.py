@@ -11,8 +11,8 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,20 @@ def _unusable(error: Exception) -> Unavailable:
     return Unavailable(f"the directory of batches cannot be used: {error}")
 
 
+def _is_old(path: Path) -> bool:
+    # Another gateway that starts may have removed it.
+    with suppress(FileNotFoundError):
+        return clock.unix_s() - path.stat().st_mtime > _ORPHAN_S
+    return False
+
+
+def _remove_unknown(database: sqlite3.Connection, paths: Iterable[Path]) -> None:
+    """Removes contents without a row."""
+    for path in paths:
+        if not database.execute("SELECT 1 FROM files WHERE id = ?", (path.name,)).fetchall():
+            path.unlink(missing_ok=True)
+
+
 class BatchStore:
     """See the module. All methods but `run`, `finish`, `path_of` and `new_path` belong into the store's own thread,
     which `run` calls them in. `owner` names this gateway.
@@ -189,10 +203,7 @@ class BatchStore:
             raise sqlite3.DatabaseError("it is of another version of Quire")
         database.executescript(_TABLES)
         # Contents without a row: of uploads and results that a process did not finish.
-        for each in files.iterdir():
-            is_known = database.execute("SELECT 1 FROM files WHERE id = ?", (each.name,)).fetchall()
-            if not is_known and clock.unix_s() - each.stat().st_mtime > _ORPHAN_S:
-                each.unlink(missing_ok=True)
+        _remove_unknown(database, filter(_is_old, files.iterdir()))
         return database
 
     async def run(
@@ -366,14 +377,16 @@ class BatchStore:
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRow:
         """Asks whoever runs a batch to end it. Raises NotFound, and FailedPrecondition where it is done."""
-        row = self.batch(tenant, batch_id)
-        if row.status in (CANCELLING, CANCELLED):
-            return row
-        if row.status not in (VALIDATING, IN_PROGRESS):
-            raise FailedPrecondition(f'batch "{batch_id}" is {row.status}; it cannot be cancelled', reason="BATCH_DONE")
         with changing(self._database) as database:
+            row = self.batch(tenant, batch_id)
+            if row.status in (CANCELLING, CANCELLED):
+                return row
+            if row.status not in (VALIDATING, IN_PROGRESS):
+                raise FailedPrecondition(
+                    f'batch "{batch_id}" is {row.status}; it cannot be cancelled', reason="BATCH_DONE"
+                )
             database.execute(
-                f"UPDATE batches SET status = ?, facts = ? WHERE id = ? AND status IN {(VALIDATING, IN_PROGRESS)}",
+                "UPDATE batches SET status = ?, facts = ? WHERE id = ?",
                 (CANCELLING, json.dumps(row.facts | {"cancelling_at": int(clock.unix_s())}), batch_id),
             )
         return self.batch(tenant, batch_id)
@@ -482,18 +495,15 @@ class BatchStore:
             Unavailable: the directory cannot be used.
         """
         good, bad = _Results(*self.new_path(), "output"), _Results(*self.new_path(), "error")
-        is_entered = False
         try:
             await asyncio.to_thread(self._write_results, batch_id, good, bad, unanswered)
             await self.run(self._enter_results, batch_id, status, good, bad)
-            is_entered = True
         except (OSError, sqlite3.Error) as error:
             raise _unusable(error) from error
         finally:
-            # Of a run that failed, for example since the disk is full, nothing stays: it may be tried many times.
-            for each in (good, bad):
-                if not each.count or not is_entered:
-                    each.path.unlink(missing_ok=True)
+            # Of a run that failed, for example since the disk is full, nothing stays: it may be tried many times. One
+            # that is cancelled may be entered all the same, by the work before this.
+            await self.run(_remove_unknown, self._database, (good.path, bad.path))
 
     def _write_results(
         self, batch_id: str, good: "_Results", bad: "_Results", unanswered: Callable[[str], bytes] | None

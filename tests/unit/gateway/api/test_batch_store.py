@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,55 @@ async def test_results_of_a_batch_that_another_gateway_took_leave_no_file(store,
     with pytest.raises(NotOwnerError):
         await store.finish(batch_id, batches.COMPLETED)
     assert names(tmp_path) == {file_id}
+
+
+async def test_results_that_are_entered_as_their_run_is_stopped_stay(store, tmp_path, monkeypatch):
+    batch_id, file_id = begun_batch(store)
+    enter, begins, goes_on = store._enter_results, threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> None:
+        begins.set()
+        assert goes_on.wait(10)
+        enter(*arguments)
+
+    monkeypatch.setattr(store, "_enter_results", slow)
+    run = asyncio.create_task(store.finish(batch_id, batches.COMPLETED))
+    assert await asyncio.to_thread(begins.wait, 10)
+    run.cancel()
+    asyncio.get_running_loop().call_soon(goes_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    row = await store.run(store.batch, TENANT, batch_id)
+    assert row.status == batches.COMPLETED
+    assert names(tmp_path) == {file_id, row.facts["output_file_id"]}
+
+
+def test_a_file_that_another_gateway_removes_as_this_one_starts_is_passed_over(tmp_path):
+    BatchStore(tmp_path, "this", 1 << 20).close()
+    # As a file that is gone when it is looked at.
+    (tmp_path / "files" / "gone").symlink_to(tmp_path / "nowhere")
+    BatchStore(tmp_path, "other", 1 << 20).close()
+
+
+def test_a_batch_that_begins_as_another_gateway_cancels_it_has_both_times(store, tmp_path, monkeypatch):
+    file_id, path = store.new_path()
+    path.write_bytes(b"{}\n")
+    store.add_file(TENANT, file_id, "in", "batch")
+    batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+    store.take(1)
+    other = BatchStore(tmp_path, "other", 1 << 20)
+    changing = batches.changing
+
+    def begins_first(database: sqlite3.Connection):
+        with monkeypatch.context() as patched:
+            patched.setattr(batches, "changing", changing)
+            store.begin(batch.id, [Line(1, "a", 0, 2)])
+        return changing(database)
+
+    monkeypatch.setattr(batches, "changing", begins_first)
+    facts = other.cancel(TENANT, batch.id).facts
+    assert {"in_progress_at", "cancelling_at"} <= facts.keys()
+    other.close()
 
 
 async def test_leases_are_renewed_while_results_are_written(store):
