@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS background (
     bytes INTEGER NOT NULL, PRIMARY KEY (tenant, id)
 );
 CREATE INDEX IF NOT EXISTS background_by_status ON background (status, leased_until);
+CREATE INDEX IF NOT EXISTS background_by_age ON background (created, status, bytes);
 CREATE TABLE IF NOT EXISTS background_events (
     tenant TEXT NOT NULL, id TEXT NOT NULL, first INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
     tokens BLOB NOT NULL, PRIMARY KEY (tenant, id, first)
@@ -82,7 +83,7 @@ class Piece:
 class BackgroundStore:
     """See the module. All methods but `run` belong into the store's own thread, which `run` calls them in.
 
-    The rows of ended responses, with their events, take at most `max_bytes`, else the oldest are forgotten.
+    Where all rows with their events take more than `max_bytes`, ended responses are forgotten, the oldest first.
     """
 
     def __init__(self, path: Path | None, owner: str, max_bytes: int) -> None:
@@ -161,8 +162,9 @@ class BackgroundStore:
         """Appends events to a response that this gateway runs, and changes its state. Raises NotOwnerError."""
         with changing(self._database) as database:
             changed = database.execute(
-                "UPDATE background SET status = ?, response = coalesce(?, response), leased_until = ?, "
-                f"bytes = bytes + ? WHERE tenant = ? AND id = ? AND owner = ? AND status IN {RUNNING}",
+                "UPDATE background SET status = ?1, response = coalesce(?2, response), leased_until = ?3, "
+                "bytes = bytes + ?4 + coalesce(length(?2) - length(response), 0) "
+                f"WHERE tenant = ?5 AND id = ?6 AND owner = ?7 AND status IN {RUNNING}",
                 (status, response, clock.unix_s() + LEASE_S, len(piece.data), tenant, response_id, self.owner),
             )
             if not changed.rowcount:
@@ -228,8 +230,13 @@ class BackgroundStore:
             ).fetchall()
             number = sum(each for each, _ in rows)
             response, event = last(b"".join(data for _, data in rows), number)
-            database.execute("UPDATE background SET response = ? WHERE tenant = ? AND id = ?", (response, *name))
+            database.execute(
+                "UPDATE background SET response = ?1, bytes = bytes + ?2 + length(?1) - length(response) "
+                "WHERE tenant = ?3 AND id = ?4",
+                (response, len(event), *name),
+            )
             database.execute("INSERT INTO background_events VALUES (?, ?, ?, 1, ?, ?)", (*name, number, event, b""))
+            self._make_room(database)
             return True
 
     def remove(self, tenant: str, response_id: str) -> bool:
