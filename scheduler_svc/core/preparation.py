@@ -118,10 +118,16 @@ class Preparations:
         """What a request waits for; None if it waits for nothing here."""
         return self._need_of.get(key)
 
-    def ended(self, key: RequestKey) -> None:
-        """A request that may wait for something waits no more."""
-        self._owed.pop(key, None)
-        self._release(key)
+    def ended(self, request: Request) -> None:
+        """A request that may wait for something waits no more. What no other one is held for is not prepared for it:
+        one that needs it, too, wants it when it is next."""
+        self._owed.pop(request.key, None)
+        self._release(request.key)
+        if wanted := self._wanted.get(request.tenant):
+            for need in set(request.needs) - self._held.keys():
+                wanted.pop(need, None)
+            if not wanted:
+                del self._wanted[request.tenant]
 
     def _release(self, key: RequestKey) -> None:
         if (need := self._need_of.pop(key, None)) is not None:

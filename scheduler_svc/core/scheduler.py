@@ -273,7 +273,7 @@ class Scheduler:
         if queue is None:
             return None
         group = queue.remove(key)
-        self.preparations.ended(key)
+        self.preparations.ended(group.request)
         self.coming.discard(key)
         self.promises.end(key, self.batch.blocks.pool)
         self._end(group.unfinished)

@@ -59,6 +59,17 @@ def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     assert [parameters_of(each) for each in driver.tell()] == [b"flood 2", b"one"]
 
 
+def test_what_only_requests_that_are_over_wanted_is_not_prepared() -> None:
+    driver = make_driver()
+    for handle in range(1, 6):
+        driver.submit(constrained(handle, b"%d" % min(handle, 4)))
+        if handle < 5:
+            driver.scheduler.abort(make_request(handle).key)
+    assert prepare(driver) == [b"4"]
+    run(driver)
+    assert not driver.failed
+
+
 def test_an_answer_that_nobody_asked_for_is_refused() -> None:
     with pytest.raises(ValueError, match="preparation 7 was answered"):
         make_driver().scheduler.prepared(7)
