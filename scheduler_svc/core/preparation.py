@@ -121,9 +121,10 @@ class Preparations:
     def ended(self, request: Request) -> None:
         """A request that may wait for something waits no more. What no other one is held for is not prepared for it:
         one that needs it, too, wants it when it is next."""
-        self._owed.pop(request.key, None)
-        self._release(request.key)
-        if wanted := self._wanted.get(request.tenant):
+        key, wanted = request.key, self._wanted.get(request.tenant)
+        self._owed.pop(key, None)
+        self._release(key)
+        if wanted:
             for need in set(request.needs) - self._held.keys():
                 wanted.pop(need, None)
             if not wanted:
