@@ -63,13 +63,15 @@ class AdapterSlots:
         for linear in self._linears:
             linear.accept_adapters(model.token_slots, max_adapters, max_rank)
         self._parts = {name: shape for linear in self._linears for name, shape in linear.adapted_modules}
-        self._loaded: list[LoadedAdapter | None] = [None] * max_adapters
+        # Of each slot. Tables of torch have a copy of what was loaded.
+        self._adapted: list[tuple[Linear, ...]] = [()] * max_adapters
+        self._num_bytes = [0] * max_adapters
         self._readers: list[threading.Thread] = []
 
     @property
     def num_bytes(self) -> int:
         """Memory that the adapters in all slots take."""
-        return sum(each.num_bytes for each in self._loaded if each is not None)
+        return sum(self._num_bytes)
 
     def start_load(self, directory: Path, digest: bytes) -> "Future[LoadedAdapter]":
         """`load` in a thread of its own, which holds up neither other loads nor the end of the process."""
@@ -126,16 +128,17 @@ class AdapterSlots:
     @torch.inference_mode()
     def put(self, slot: int, loaded: LoadedAdapter | None) -> None:
         """Replaces the adapter of a slot, which no row of a later step uses; None empties it."""
-        before = self._loaded[slot]
-        for linear, _ in () if before is None else before.packed:
+        for linear in self._adapted[slot]:
             linear.adapters.put(slot + 1, None)
-        for linear, packed in () if loaded is None else loaded.packed:
+        parts = () if loaded is None else loaded.packed
+        for linear, packed in parts:
             linear.adapters.put(slot + 1, packed)
-        self._loaded[slot] = loaded
+        self._adapted[slot] = tuple(linear for linear, _ in parts)
+        self._num_bytes[slot] = 0 if loaded is None else loaded.num_bytes
 
     def clear(self) -> None:
         """Empties all slots."""
-        for slot in range(len(self._loaded)):
+        for slot in range(len(self._adapted)):
             self.put(slot, None)
 
     def _name_of(self, name: str, module: AdaptedModule, adapter: Adapter) -> str:

@@ -141,7 +141,7 @@ class Worker:
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._supersede: Callable[[QuireError], None] | None = None
         self._adapters = adapters
-        # The last load of each slot, until the worker is attached anew.
+        # The load of each slot that has not ended.
         self._reads: dict[int, asyncio.Future[Any]] = {}
         self.disk = disk
         self.transfers = None if blocks is None else Transfers(info, blocks, device_loop.call, tls, disk)
@@ -282,6 +282,7 @@ class Worker:
         if not is_last():
             failure = f"adapter {load.directory}: the next load of slot {load.slot} came before it was read"
             return AdapterLoaded(load.number, failure)
+        del self._reads[load.slot]
         self._ledger.end_load(load.slot, failure is None)
         return AdapterLoaded(load.number, failure)
 

@@ -3,6 +3,7 @@
 import functools
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -214,6 +215,20 @@ def test_an_adapter_of_another_model_is_refused(make: Callable[[str], Made], tmp
     )
     of_another = failure_of(slots, make("opt-pre-norm-32").adapters[0])
     assert "adapts model.decoder.layers.0.fc1, which is no linear layer of this model (LlamaForCausalLM)" in of_another
+
+
+def test_an_adapter_that_torchs_tables_have_copied_takes_no_other_memory(make: Callable[[str], Made]) -> None:
+    made = make("llama-gqa-untied-32")
+    with without_packed_products():
+        _, slots = made.load()
+    loaded = slots.load(made.adapters[0], read_adapter(made.adapters[0]).digest)
+    tensors = [weakref.ref(part.a) for _, packed in loaded.packed for part in packed.parts if part is not None]
+    num_bytes = slots.num_bytes
+    slots.put(0, loaded)
+    del loaded
+    assert tensors
+    assert all(tensor() is None for tensor in tensors)
+    assert slots.num_bytes == num_bytes > 0
 
 
 def test_a_rank_above_the_maximum_is_refused(make: Callable[[str], Made]) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.adapters import UnusableAdapterError
@@ -137,6 +139,21 @@ async def test_a_failed_load_empties_the_slot(device_loop: DeviceLoop, error: Ex
     assert adapters.slots == {1: None}
     # It may be loaded again.
     worker.load_adapter(load(1)).close()
+
+
+async def test_what_was_read_is_left_to_the_slot(device_loop: DeviceLoop) -> None:
+    worker, adapters = make_adapted(device_loop)
+    answer = asyncio.create_task(worker.load_adapter(load(1)))
+    await asyncio.sleep(0)
+    adapters.reads[0].set_result(loaded := np.zeros(1))
+    assert await answer == AdapterLoaded(5)
+    kept = weakref.ref(loaded)
+    del loaded, answer
+    # The device's thread lets go of it with its next work.
+    await worker.sealed_blocks(1)
+    adapters.slots.clear()
+    adapters.reads.clear()
+    assert kept() is None
 
 
 async def test_an_adapter_of_the_session_before_does_not_get_into_a_slot(device_loop: DeviceLoop) -> None:
