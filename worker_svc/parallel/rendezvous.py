@@ -189,7 +189,12 @@ def _watch(
     lifelines = Lifelines(leave)
     to_connect = [] if rank else others.copy()
     offer = lifelines.offer(address.host, address.port) if rank else None
-    while main.is_alive() and not stopping.is_set():
+    while main.is_alive():
+        if stopping.is_set():
+            # A shutdown is short, and this rank no longer depends on the others; or it is called off.
+            heard_at = dict.fromkeys(others, clock.monotonic())
+            main.join(patience.heartbeat_s)
+            continue
         try:
             if offer is not None:
                 store.set(_lifeline(rank), offer)
@@ -209,9 +214,7 @@ def _watch(
         except RuntimeError as error:
             leave(f"rank 0 and its store are gone: {error}")
         main.join(patience.heartbeat_s)
-    # A shutdown is short, and this rank no longer depends on the others.
     stopping.set()
-    main.join()
     lifelines.say_goodbye()
 
 

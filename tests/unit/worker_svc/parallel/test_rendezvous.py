@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from kernels import exchange
+from quire.rpc.address import TcpAddress
 from worker_svc.parallel import rendezvous
-from worker_svc.parallel.rendezvous import Lifelines, share_memory
+from worker_svc.parallel.rendezvous import Lifelines, Patience, share_memory
 
 
 def make_lifelines() -> tuple[Lifelines, "queue.Queue[str]"]:
@@ -168,3 +169,52 @@ def test_where_one_rank_has_none_none_has(
         spoil(patch)
         assert shared_by_all() == [None] * SIZE
     assert open_memories() == []
+
+
+class FakeMain:
+    """A main thread that ends when the test says so. `is_awaited` once the watch has done what it does at first."""
+
+    def __init__(self) -> None:
+        self.ends, self.is_awaited = threading.Event(), threading.Event()
+
+    def is_alive(self) -> bool:
+        return not self.ends.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.is_awaited.set()
+        self.ends.wait(timeout)
+
+
+class FakeStore:
+    """Of two ranks, of which the other one lives."""
+
+    def __init__(self) -> None:
+        self.num_added, self.has_heartbeat = 0, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+    def add(self, key: str, amount: int) -> int:
+        if key == "heartbeat/0":
+            self.has_heartbeat.set()
+        self.num_added += 1
+        return 1 if key == "entered/1" else self.num_added
+
+
+def test_a_rank_whose_end_is_called_off_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a worker whose weights were to be discarded, and another rank could not do it."""
+    main, store, stopping = FakeMain(), FakeStore(), threading.Event()
+    monkeypatch.setattr(rendezvous.threading, "main_thread", lambda: main)
+    arguments = (store, TcpAddress("127.0.0.1", 1), 0, 2, Patience(heartbeat_s=0.01), stopping)
+    stopping.set()
+    watch = threading.Thread(target=rendezvous._watch, args=arguments, daemon=True)
+    watch.start()
+    try:
+        assert main.is_awaited.wait(10)
+        assert not store.has_heartbeat.is_set()
+        stopping.clear()
+        assert store.has_heartbeat.wait(5)
+    finally:
+        main.ends.set()
+        watch.join(10)
+    assert stopping.is_set()
