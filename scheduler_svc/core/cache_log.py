@@ -56,9 +56,10 @@ class CacheLog:
         self._is_cleared = True
         self._removed: dict[BlockHash, None] = {}
         self._stored: dict[BlockHash, CachedTokens | None] = {}
-        # Whether each block came into the tier or left it, and the same of host memory.
-        self._in_tier: dict[BlockHash, bool] = {}
-        self._in_host: dict[BlockHash, bool] = {}
+        # Whether each block came into the tier or left it, and the same of host memory. None of one that was there
+        # before, and whose tokens are known now.
+        self._in_tier: dict[BlockHash, bool | None] = {}
+        self._in_host: dict[BlockHash, bool | None] = {}
         # Blocks whose tokens are not known, and blocks that `take` has handed out and will again, with tokens.
         self._unread: set[BlockHash] = set()
         self._retold: dict[BlockHash, CachedTokens] = {}
@@ -113,9 +114,9 @@ class CacheLog:
         """A block's tokens are known now."""
         self._unread.discard(content)
         if content in self.tier:
-            self._in_tier[content] = True
+            self._in_tier.setdefault(content, None)
         if content in self.host:
-            self._in_host[content] = True
+            self._in_host.setdefault(content, None)
         if content in self._stored:
             self._stored[content] = tokens
         else:
@@ -138,11 +139,15 @@ class CacheLog:
         return changes
 
 
-def _note(changes: dict[BlockHash, bool], content: BlockHash, *, is_stored: bool) -> None:
-    if changes.pop(content, is_stored) is is_stored:
+def _note(changes: dict[BlockHash, bool | None], content: BlockHash, *, is_stored: bool) -> None:
+    before = changes.pop(content, is_stored)
+    if before is None:
+        changes[content] = None if is_stored else False
+    elif before is is_stored:
         changes[content] = is_stored
 
 
-def _parted(changes: dict[BlockHash, bool]) -> tuple[list[BlockHash], list[BlockHash]]:
-    """The blocks that came, and those that left."""
-    return [each for each in changes if changes[each]], [each for each in changes if not changes[each]]
+def _parted(changes: dict[BlockHash, bool | None]) -> tuple[list[BlockHash], list[BlockHash]]:
+    """The blocks that are to be told as stored, and those that left."""
+    left = [content for content, is_stored in changes.items() if is_stored is False]
+    return [content for content in changes if changes[content] is not False], left

@@ -2,6 +2,7 @@
 
 from quire.prefix_hashes import root_hash
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
+from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import Driver, make_config, make_request
 
@@ -56,3 +57,21 @@ def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
     driver.tell_disk(slots)
     changes = late.take()
     assert (changes.removed, changes.stored, changes.tier_removed) == ([], {}, HASHES)
+
+
+def test_a_block_below_the_pool_that_is_told_anew_and_leaves_is_told_to_have_left():
+    (content, *_), tokens = HASHES, CachedTokens(None, PROMPT[:4])
+    log = CacheLog()
+    log.tier = log.host = {content}
+    log.restored(content)
+    log.tier_changed(content, is_stored=True)
+    log.host_changed(content, is_stored=True)
+    log.take()
+    log.read(content, tokens)
+    # Into another place there, and out of that.
+    log.tier_changed(content, is_stored=True)
+    log.tier_changed(content, is_stored=False)
+    log.host_changed(content, is_stored=False)
+    changes = log.take()
+    assert (changes.tier_removed, changes.host_removed) == ([content], [content])
+    assert (changes.tier_stored, changes.host_stored) == ([], [])
