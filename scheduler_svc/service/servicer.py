@@ -150,7 +150,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._check_available()
         scheduler = self._loop.scheduler
         assert scheduler is not None
-        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=scheduler.forget_cached())
+        forgotten_blocks = scheduler.forget_cached()
+        self._loop.cache.tell()
+        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=forgotten_blocks)
 
     async def Sleep(
         self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext

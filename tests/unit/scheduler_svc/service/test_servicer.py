@@ -9,6 +9,8 @@ import grpc.aio
 from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.cache_log import CacheChanges
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.worker_messages import replica_info
@@ -63,3 +65,17 @@ async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_an
     assert loop.num_live == 0
     assert [answer async for answer in unread] == []
     await answers.aclose()
+
+
+async def test_who_watches_the_cache_learns_at_once_that_it_was_reset():
+    scheduler = Scheduler(make_config())
+    loop, requests = make_step_loop(scheduler)
+    told: list[CacheChanges] = []
+    loop.cache.follow(scheduler)
+    loop.cache.watch(lambda changes, config: told.append(changes))
+    content = BlockHash(bytes(32))
+    scheduler.restore_sealed([(BlockId(1), content)])
+    loop.cache.tell()
+    servicer = SchedulerServicer(loop, requests)
+    await servicer.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest(), cast(grpc.aio.ServicerContext, None))
+    assert told[-1].removed == [content]
