@@ -82,10 +82,6 @@ class Adapter:
     base_model: str
     modules: Mapping[str, AdaptedModule] = field(repr=False)
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(each.rank * (each.num_inputs + each.num_outputs) for each in self.modules.values())
-
 
 class UnusableAdapterError(ConfigurationError):
     """An adapter that cannot be used: one line with the file, the value and what is supported."""

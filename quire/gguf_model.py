@@ -65,7 +65,7 @@ def describe_header(header: GgufHeader) -> GgufDescription:
     config = _config(fields)
     tokens = fields.texts("tokenizer.ggml.tokens")
     tokenizer = tokenizer_of(fields, tokens)
-    eos = _ends_of_text(fields, tokens, tokenizer["added_tokens"])
+    eos = _ends_of_text(fields, tokenizer["added_tokens"])
     tokenizer_config: dict[str, Any] = {
         key: tokens[token_id] for key, name in _NAMED_TOKENS.items() if (token_id := fields.token_id(name)) is not None
     }
@@ -82,9 +82,7 @@ def describe_header(header: GgufHeader) -> GgufDescription:
     )
 
 
-def _ends_of_text(
-    fields: GgufFields, tokens: Sequence[str], added_tokens: Sequence[Mapping[str, Any]]
-) -> tuple[int, ...]:
+def _ends_of_text(fields: GgufFields, added_tokens: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     named = [token_id for name in _END_TOKENS if (token_id := fields.token_id(name)) is not None]
     turns = [token["id"] for token in added_tokens if token["content"] in ENDS_OF_TURNS]
     return tuple(dict.fromkeys([*named, *turns]))

@@ -407,9 +407,11 @@ class Scheduler:
         self.tier.change(slots, hashes)
 
     def _make_room(self, key: RequestKey) -> Arriving | MovedBlocks | None:
-        """Takes blocks for those of a request that waits which another replica has and which are not cached. They are
-        fetched once. Where all are cached it is none, and the call that fetches them ends the lease. Of a request that
-        no other replica has, those that the tier has: once it fits, so that no other one takes the room again."""
+        """Takes pool blocks for those blocks of a waiting request that another replica has and that are not cached
+        here. They are fetched once. Where all are cached, the result has no blocks, and the call for it ends the lease.
+        If no other replica has the request, its blocks in the tier are fetched, once it fits, so that no other request
+        takes the room again. None where there is nothing to fetch or no room; the other request that fetches the blocks
+        already, where there is one."""
         group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
         if group is None or self.trials.are_on:
             return None

@@ -4,8 +4,9 @@ from quire.rpc.patience import LAST_LOOK_S
 
 
 class Awaited:
-    """What workers were sent and have not answered yet: steps, or constraints to compile and adapters to load. They do
-    one after the other, so only the oldest can be late, and its time begins when the one before it was answered.
+    """What workers were sent and have not answered yet: steps, or constraints to compile and adapters to load, or
+    blocks to fetch. They do one after the other, or give up by themselves in time, so only the oldest is looked at, and
+    its time begins when the one before it was answered.
 
     It is late by a second look: after a pause of this process its answer may be here and not yet read.
     """

@@ -185,7 +185,7 @@ class StepLoop:
         self._idle.set()
         # Requests that have just gone on elsewhere, and may come back.
         self._num_leaving = 0
-        # Steps in flight, and what workers prepare beside them.
+        # Steps in flight, and the constraints and adapters that workers prepare beside them.
         self._steps, self._preparations = Awaited(settings.step_timeout), Awaited(settings.step_timeout)
         # Blocks that workers fetch; they give up by themselves.
         self._moves = Awaited(MOVE_TIMEOUT_S + settings.step_timeout)

@@ -189,7 +189,7 @@ class WorkerLink:
         await self.write(step_message(plan, self.epoch, self.info.worker_generation))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Tells the worker to compile a constraint or to load an adapter. Raises WorkerLostError."""
+        """Tells the worker to compile a constraint, to load an adapter, or to fetch blocks. Raises WorkerLostError."""
         await self.write(prepare_message(preparation))
 
     async def write(self, message: bytes) -> None:
@@ -273,7 +273,7 @@ class WorkerGroup:
         )
         # Of each rank, the answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
-        # What ranks answered that have compiled a constraint or loaded an adapter, by its number.
+        # What ranks answered that have prepared something, by its number.
         self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
         self._tier = CommonTier(len(links))
         # How many ranks are done with a lease.
@@ -285,7 +285,7 @@ class WorkerGroup:
         await self._write(step_message(plan, self._epoch, self.info.worker_generation))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Tells all ranks to compile a constraint or to load an adapter. Raises WorkerLostError."""
+        """Tells all ranks to compile a constraint, to load an adapter, or to fetch blocks. Raises WorkerLostError."""
         await self._write(prepare_message(preparation))
 
     async def write(self, message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The contents of blocks of the KV pool as bytes, for workers of other replicas."""
+"""The contents of blocks of the KV pool as bytes, for workers of other replicas and for the disk."""
 
 from contextlib import nullcontext
 

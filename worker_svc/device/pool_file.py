@@ -136,7 +136,8 @@ class PoolFile:
 
         Args:
             num_blocks: of each layer.
-            needs_huge_pages: None if the file gets none and layers are so large that this matters.
+            needs_huge_pages: return None where the file gets no huge pages and the layers are so large that they need
+                some.
 
         Raises:
             MemoryError: the file cannot be mapped.

@@ -322,7 +322,8 @@ class StepStream:
         self._spans = PrefillSpans(tracer, worker.info.rank)
         self._heartbeat_interval_s = heartbeat_interval_s
         self._outgoing: asyncio.Queue[RunResponse | QuireError | _End] = asyncio.Queue()
-        self._loads: set[asyncio.Task[None]] = set()
+        # Adapters that are loaded, and blocks that are fetched.
+        self._beside: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._session = worker.attach(epoch, self._outgoing.put_nowait, self._tell_fetched)
@@ -353,7 +354,7 @@ class StepStream:
         finally:
             session.end()
             self._spans.close()
-            tasks += self._loads
+            tasks += self._beside
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -423,8 +424,8 @@ class StepStream:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something beside the steps, for as long as the session lasts."""
         task = asyncio.create_task(work)
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     def _take(self, message: StepRequest) -> None:
         """Queues the next step when it is valid."""
