@@ -41,6 +41,8 @@ _HEAD_CRC_BYTES = 4
 _EMPTY = bytes(_SLOT.size)
 _EVERY_S = 0.05
 _AT_ONCE = 16
+_MAX_HITS = 1024
+"""Steps whose hits wait for the disk, which may hang."""
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 _logger = logging.getLogger(__name__)
@@ -241,7 +243,7 @@ class DiskTier:
         self._saved = np.full(num_blocks, -1, np.int64)
         self._is_writing = True
         # Blocks of the pool that sequences began with since the thread looked last.
-        self._hits = deque[NDArray[np.int32]]()
+        self._hits = deque[NDArray[np.int32]](maxlen=_MAX_HITS)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         # Held while the file is used. One thread reads, so that a disk that hangs takes no other ones.

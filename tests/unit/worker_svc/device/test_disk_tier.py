@@ -201,6 +201,13 @@ def test_blocks_that_sequences_begin_with_in_the_pool_stay_on_disk_their_beginni
     tier.stop()
 
 
+def test_what_sequences_begin_with_while_the_disk_hangs_is_bounded(path: Path) -> None:
+    tier = DiskTier(open_file(path, 4), Pool(), NUM_BLOCKS)
+    for _ in range(5_000):
+        tier.hit(np.zeros(1, np.int32))
+    assert len(tier._hits) <= 1024
+
+
 def test_a_worker_on_a_gpu_has_no_tier(path: Path) -> None:
     model: Any = SimpleNamespace(device=torch.device("cuda"), ranks=Ranks(0, 1))
     settings = WorkerSettings(model="m", listen="127.0.0.1:1", kv_disk=path.parent)
