@@ -207,7 +207,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         first = await anext(messages, None)
         is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
         if not is_back:
-            self._check_not_draining()
+            self._loop.check_not_draining()
         self._check_attached()
         if first is None or first.WhichOneof("message") != "hello":
             raise FailedPrecondition("the first message of a stream must be hello")
@@ -237,7 +237,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
 
     def _check_available(self) -> None:
-        self._check_not_draining()
+        self._loop.check_not_draining()
         self._check_attached()
 
     def _check_attached(self) -> None:
@@ -249,10 +249,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 retry_after_ms=100,
                 metadata=None if loading is None else loading.metadata(),
             )
-
-    def _check_not_draining(self) -> None:
-        if self._loop.is_draining:
-            raise Unavailable("the scheduler drains", reason="DRAINING")
 
     def _is_outdated(self, version: int) -> bool:
         """Whether a stream whose Welcome was of this version ends, so that its gateway connects again and learns what
@@ -331,7 +327,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if offer is None and self._resubmit(submit, request, reader):
                 return
             if submit.offer or not submit.resubmitted:
-                self._check_not_draining()
+                self._loop.check_not_draining()
             self._enter(submit, request if offer is None else replace(request, replaces=offer.key.handle), reader)
         finally:
             if offer is not None:

@@ -346,15 +346,21 @@ class StepLoop:
             _logger.warning("%d requests still live after draining for %s s", self.num_live, timeout_s)
         return self.num_live
 
+    def check_not_draining(self) -> None:
+        """Raises Unavailable where this scheduler takes nothing new."""
+        if self.is_draining:
+            raise Unavailable("the scheduler drains", reason="DRAINING")
+
     async def sleep(self, *, discard_weights: bool) -> None:
         """Has the workers give the memory of their pools back, also that of the weights where those are to be
         discarded, and attaches none until `wake_up`. All requests wait meanwhile, as after the loss of a worker.
         Idempotent; a second call may discard what the first one kept.
 
         Raises:
-            QuireError: no worker is attached, or one cannot do it; then requests go on.
+            QuireError: no worker is attached, one cannot do it, or this scheduler drains; then requests go on.
         """
         async with self._sleep.lock:
+            self.check_not_draining()
             if self.is_asleep and (self._sleep.has_no_weights or not discard_weights):
                 return
             if self.replica is None or not (self.is_attached or self.is_asleep):
@@ -376,6 +382,8 @@ class StepLoop:
             except BaseException:
                 self._sleep.end()
                 raise
+            # A drain has ended the sleep meanwhile.
+            self.check_not_draining()
             self._sleep.has_no_weights = discard_weights
             assert self.scheduler is not None
             self.scheduler.forget_cached()

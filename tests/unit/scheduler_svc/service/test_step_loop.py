@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from quire.rpc.errors import Unavailable
 from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
+from scheduler_svc.service import step_loop
 from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.refusals import RetryAdvisor
@@ -162,3 +164,17 @@ def test_the_advice_to_come_back_is_the_pace_of_recent_ends(ends, now, expected)
     for count, at in ends:
         advisor.ended(count, now=at)
     assert advisor.retry_after_ms(now=now) == expected
+
+
+async def test_a_sleep_that_a_drain_ends_does_not_say_that_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = make_step_loop(Scheduler(make_config()))
+    loop.replica, loop.is_attached = SimpleNamespace(device="cpu"), True
+    loop._sleep.is_detached.set()
+
+    async def drained(*arguments: Any, **named: Any) -> None:
+        await loop.drain(0.0)
+
+    monkeypatch.setattr(step_loop, "release_memory", drained)
+    with pytest.raises(Unavailable, match="drains"):
+        await loop.sleep(discard_weights=True)
+    assert (loop.is_asleep, loop.loading) == (False, None)
