@@ -117,7 +117,7 @@ class Room:
         cached = list(dict.fromkeys(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))))
         num_blocks = min(num_blocks, blocks.pool.num_free) - blocks.pool.num_free_of(cached)
         blocks.pool.touch(cached)
-        self._promises.add(group.request.key, [*cached, *blocks.pool.allocate(num_blocks)], math.inf)
+        self._promises.add(group.request.key, [*cached, *blocks.take(num_blocks)], math.inf)
 
     def growth_of(self, group: SequenceGroup) -> int:
         """Blocks that a group that waits takes in the next steps beyond those for its tokens."""

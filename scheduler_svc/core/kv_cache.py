@@ -234,7 +234,8 @@ class BlockManager:
         return list(cached), list(missing)
 
     def allocate_beside(self, cached: list[BlockId], count: int) -> list[BlockId]:
-        """Takes so many free blocks, and evicts none of the cached ones for them. Raises OutOfBlocksError."""
+        """Takes so many free blocks, which workers may write before the next step, and evicts none of the cached ones
+        for them. What could be hit in them is lost. Raises OutOfBlocksError."""
         self.pool.touch(cached)
         try:
             return self.pool.allocate(count)

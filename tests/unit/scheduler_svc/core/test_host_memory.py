@@ -1,6 +1,7 @@
 """Blocks that the pool evicts stay in host memory, and prompts find them there. The device of these tests checks what
 each row reads."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_prompt_finds_on_the_host_what_the_pool_evicted() -> None:
     assert driver.device.num_computed - num_computed == 5
     counts = driver.scheduler.move_counts
     assert (counts.from_host, counts.to_host > 0) == (3, True)
+
+
+def test_a_prompt_finds_on_the_host_what_made_room_for_an_offer() -> None:
+    driver = make_driver()
+    run(driver, of_prompt(1, 1), of_prompt(2, 2))
+    offer = replace(of_prompt(3, 3), is_offer=True, accepted_before=True)
+    driver.submit(offer)
+    driver.run_until_idle()
+    assert offer.key in driver.scheduler.promises
+    driver.scheduler.abort(offer.key)
+    assert cached(driver, of_prompt(4, 1)) == 12
 
 
 @pytest.mark.parametrize("config", [{"caches_on_host": False}, {"num_host_blocks": 0}])
