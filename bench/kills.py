@@ -137,14 +137,16 @@ async def _succeed(cluster: Cluster, rng: random.Random) -> None:
     """A scheduler that is stopped gets a successor, and then goes on beside it until it is killed."""
     replica = rng.choice(cluster.replicas)
     old = replica.replace()
-    old.send_signal(signal.SIGSTOP)
+    with contextlib.suppress(ProcessLookupError):
+        old.send_signal(signal.SIGSTOP)
     try:
         if rng.random() < 0.5:
             for link in cluster.links["scheduler"]:
                 link.reset()
         await _wait_served(cluster)
         await asyncio.sleep(rng.uniform(0, 1))
-        old.send_signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # another fault may have ended or continued it
+            old.send_signal(signal.SIGCONT)
         await asyncio.sleep(rng.uniform(0.1, 8))
     finally:
         with contextlib.suppress(ProcessLookupError):
