@@ -102,7 +102,9 @@ class PlainProducts(Products, Protocol):
 class CodedProducts(Products, Protocol):
     """Products with weights as files store them."""
 
-    def pack_coded(self, weight: CodedWeight, gated: bool, quantization: Quantization) -> PackedWeight: ...
+    def pack_coded(
+        self, weight: CodedWeight, gated: bool, quantization: Quantization, dtype: torch.dtype
+    ) -> PackedWeight: ...
 
     def products(
         self,
@@ -112,7 +114,7 @@ class CodedProducts(Products, Protocol):
         output_dtype: torch.dtype,
     ) -> torch.Tensor: ...
 
-    def look_up(self, weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor: ...
+    def look_up(self, weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class BlockMoves(Protocol):
@@ -238,7 +240,8 @@ def largest_head_dim_for(device: torch.device) -> int | None:
 def coded_products_for(device: torch.device, dtype: torch.dtype) -> CodedProducts | None:
     """Products of tokens of this dtype with coded weights, if such a device has them."""
     implementation = implementation_for(device)
-    if dtype != torch.bfloat16 or implementation is reference:
+    dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    if dtype not in dtypes or implementation is reference:
         return None
     if device.type == "cuda":
         # Imported here: a machine without a GPU needs no Triton.
@@ -246,6 +249,15 @@ def coded_products_for(device: torch.device, dtype: torch.dtype) -> CodedProduct
 
         return coded
     return implementation if isinstance(implementation, CpuKernels) else None
+
+
+def has_fp8_products_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tokens of this dtype are rounded to FP8 where the format of a weight does so."""
+    if device.type != "cuda" or coded_products_for(device, dtype) is None:
+        return False
+    from kernels.cuda import fp8
+
+    return fp8.has_products(device, dtype)
 
 
 def draws_for(device: torch.device) -> CpuKernels | None:

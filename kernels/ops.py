@@ -22,6 +22,7 @@ from kernels.backends import (
     block_moves_for,
     coded_products_for,
     draws_for,
+    has_fp8_products_for,
     implementation_for,
     largest_head_dim_for,
     name_for,
@@ -298,13 +299,23 @@ def has_coded_products(
     return kernels is not None and quantization is Quantization.NONE
 
 
+def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tokens of this dtype are rounded to FP8 on such a device where the format of a weight does so: products
+    are those of `pack_coded` no longer."""
+    return has_fp8_products_for(device, dtype)
+
+
 def pack_coded(
-    weight: CodedWeight, *, gated: bool = False, quantization: Quantization = Quantization.NONE
+    weight: CodedWeight,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    gated: bool = False,
+    quantization: Quantization = Quantization.NONE,
 ) -> PackedWeight:
-    """The same as `pack_weight` for a coded weight, to be multiplied with tokens of bfloat16. `has_coded_products` is
+    """The same as `pack_weight` for a coded weight, to be multiplied with tokens of `dtype`. `has_coded_products` is
     true.
 
-    Products are those of the weight that is brought to float32 and rounded to bfloat16, bit for bit. Where tokens are
+    Products are those of the weight that is brought to float32 and rounded to `dtype`, bit for bit. Where tokens are
     rounded to int8 too, with one scale for each, they are those of the weight in float32, and `quantization` is
     WEIGHT_AND_INPUT; numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one.
     """
@@ -316,14 +327,14 @@ def pack_coded(
         raise ValueError(f"weight has groups of {scales.inputs} inputs; expected a multiple of 32")
     if gated and weight.rows.shape[0] % 2:
         raise ValueError(f"weight has {weight.rows.shape[0]} rows; expected an even number of a gated one")
-    products = coded_products_for(weight.rows.device, torch.bfloat16)
+    products = coded_products_for(weight.rows.device, dtype)
     if products is None:
         raise ValueError(f"weight is coded, for which there are no products on {weight.rows.device}")
-    return products.pack_coded(weight, gated, quantization)
+    return products.pack_coded(weight, gated, quantization, dtype)
 
 
-def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of a coded weight, rounded to bfloat16. `has_coded_products` is true.
+def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows of a coded weight, rounded to `dtype`. `has_coded_products` is true.
 
     Args:
         ids: [T] int64.
@@ -336,10 +347,10 @@ def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
     """
     check_shape("ids", ids, (None,))
     check_dtype("ids", ids, torch.int64)
-    kernels = coded_products_for(ids.device, torch.bfloat16)
+    kernels = coded_products_for(ids.device, dtype)
     if kernels is None or weight.scales is not None:
         raise ValueError(f"weight is in {weight.coding.value}, and there is no look-up of that on {ids.device}")
-    return kernels.look_up(weight, ids)
+    return kernels.look_up(weight, ids, dtype)
 
 
 def products(
@@ -352,7 +363,7 @@ def products(
     """`product` with several weights of `pack_coded`, none of them gated, one after the other.
 
     Args:
-        x: [..., in] bfloat16.
+        x: [..., in], of the dtype of the weights.
         bias: [the sum of their outs].
         addends: as in `product`, of a table for all of the weights.
 
@@ -361,7 +372,7 @@ def products(
     """
     for weight in weights:
         check_shape("x", x, (*x.shape[:-1], weight.in_features))
-    check_dtype("x", x, torch.bfloat16)
+    check_dtype("x", x, weights[0].dtype)
     if bias is not None:
         check_shape("bias", bias, (sum(weight.out_features for weight in weights),))
         check_dtype("bias", bias, x.dtype)

@@ -1,7 +1,7 @@
 """Weights of a product in the order in which an implementation reads them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -97,6 +97,8 @@ class CodedWeight:
     """[out, bytes of a row] uint8, which may be a view of the file."""
     scales: GroupScales | None = None
     """Of codings whose rows hold only codes."""
+    rounds_inputs: bool = False
+    """The format rounds the inputs of products to FP8 too. Implementations may do so or not."""
 
     @property
     def in_features(self) -> int:
@@ -118,7 +120,7 @@ class CodedWeight:
             groups = slice(inputs.start // in_group, -(-inputs.stop // in_group))
             zeros = None if scales.zeros is None else scales.zeros[outputs, groups]
             scales = GroupScales(scales.values[outputs, groups], zeros, in_group)
-        return CodedWeight(self.coding, self.rows[outputs, columns], scales)
+        return replace(self, rows=self.rows[outputs, columns], scales=scales)
 
     def to(self, device: torch.device) -> "CodedWeight":
         """The same there: itself where it is there, which may be a view of a file."""
@@ -126,13 +128,17 @@ class CodedWeight:
         if scales is not None:
             zeros = None if scales.zeros is None else scales.zeros.to(device)
             scales = GroupScales(scales.values.to(device), zeros, scales.inputs)
-        return CodedWeight(self.coding, self.rows.to(device), scales)
+        return replace(self, rows=self.rows.to(device), scales=scales)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Weights of one kind can be joined."""
         scales = self.scales
-        return (self.coding, *((scales.inputs, scales.values.dtype, scales.zeros is None) if scales else ()))
+        return (
+            self.coding,
+            self.rounds_inputs,
+            *((scales.inputs, scales.values.dtype, scales.zeros is None) if scales else ()),
+        )
 
     @staticmethod
     def joined(parts: Sequence["CodedWeight"]) -> "CodedWeight":
@@ -140,13 +146,14 @@ class CodedWeight:
         if len(parts) == 1:
             return parts[0]
         (_,) = {part.kind for part in parts}
-        coding, rows = parts[0].coding, torch.cat([part.rows for part in parts])
+        rows = torch.cat([part.rows for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
         if not scales:
-            return CodedWeight(coding, rows)
+            return replace(parts[0], rows=rows)
         zeros = [each.zeros for each in scales if each.zeros is not None]
         values = torch.cat([each.values for each in scales])
-        return CodedWeight(coding, rows, GroupScales(values, torch.cat(zeros) if zeros else None, scales[0].inputs))
+        joined = GroupScales(values, torch.cat(zeros) if zeros else None, scales[0].inputs)
+        return replace(parts[0], rows=rows, scales=joined)
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32, where rows hold only codes."""

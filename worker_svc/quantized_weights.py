@@ -5,14 +5,14 @@ weight had before it was quantized. `GroupScales` says which numbers they stand 
 them as they are; for others they are brought to float32 when they are read.
 
 The tensors of a file say which modules are quantized; those that the configuration leaves out must not be. Some formats
-round the inputs of layers too. Here inputs keep their dtype, so that answers are closer to those of the model before it
-was quantized; the log says so.
+round the inputs of layers too. Here only products in FP8 of a GPU do so. Elsewhere inputs keep their dtype, so that
+answers are closer to those of the model before it was quantized; the log says so.
 """
 
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class QuantizedWeight:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    rounds_inputs: bool
+    """Whether the format rounds the inputs of products to FP8, which products with this weight may do."""
     _decode: Callable[[], CodedWeight]
 
     def read(self) -> torch.Tensor:
@@ -53,11 +55,16 @@ class QuantizedWeight:
         weight = self._decode()
         scales = weight.scales
         assert scales is not None
-        return weight if scales.values.shape[1] == 1 or scales.inputs % 32 == 0 else None
+        if scales.values.shape[1] > 1 and scales.inputs % 32:
+            return None
+        return replace(weight, rounds_inputs=self.rounds_inputs)
 
 
-def with_quantized_weights(checkpoint: Checkpoint, described: ModelDirectory) -> Checkpoint:
-    """The checkpoint with a `QuantizedWeight` in the place of the tensors that it consists of.
+def with_quantized_weights(
+    checkpoint: Checkpoint, described: ModelDirectory, *, has_fp8_products: bool = False
+) -> Checkpoint:
+    """The checkpoint with a `QuantizedWeight` in the place of the tensors that it consists of. With `has_fp8_products`,
+    products round their inputs to FP8 where the format does so.
 
     Raises:
         ConfigurationError: the configuration names a format that is not read, or the files contradict it.
@@ -80,7 +87,9 @@ def with_quantized_weights(checkpoint: Checkpoint, described: ModelDirectory) ->
         for used in module.used:
             tensors.pop(used, None)
         tensors[weight.name] = weight
-    if (inputs := _rounded_inputs(config)) is not None:
+    weights = [each for each in tensors.values() if isinstance(each, QuantizedWeight)]
+    are_rounded = has_fp8_products and all(weight.rounds_inputs for weight in weights)
+    if not are_rounded and (inputs := _rounded_inputs(config)) is not None:
         _logger.warning("%s: inputs of layers are not rounded to %s, only their weights are", config.file, inputs)
     return checkpoint.with_tensors(tensors)
 
@@ -197,6 +206,7 @@ class _Module:
         scales: Callable[[], torch.Tensor],
         zeros: Callable[[], torch.Tensor] | None = None,
         group_of: StoredTensor | None = None,
+        rounds_inputs: bool = False,
     ) -> QuantizedWeight:
         """The weight, of functions that read its codes, [out, bytes], and its scales and zeros, [rows of blocks,
         groups]. `group_of` (g_idx) says which group an input has, where that does not follow from its place."""
@@ -216,8 +226,16 @@ class _Module:
             return CodedWeight(coding, rows(), GroupScales(values, codes_of_0, inputs))
 
         stored = [self._tensors[name] for name in self.used]
-        num_bytes, name = sum(tensor.num_bytes for tensor in stored), f"{self.name}.weight"
-        return QuantizedWeight(stored[0].file, name, coding.value, (out_features, in_features), num_bytes, decode)
+        return QuantizedWeight(
+            stored[0].file,
+            f"{self.name}.weight",
+            coding.value,
+            (out_features, in_features),
+            sum(tensor.num_bytes for tensor in stored),
+            # Blocks would need scales of blocks for inputs.
+            rounds_inputs and coding is Coding.FP8 and block.inputs >= in_features,
+            decode,
+        )
 
     def _groups(self, group_of: StoredTensor, count: int, inputs: int) -> torch.Tensor | None:
         """The group of each input; None where they follow each other. Raises ConfigurationError."""
@@ -306,7 +324,7 @@ def _fp8(module: _Module) -> QuantizedWeight:
     weight = module.tensor("weight", ("F8_E4M3",), (None, None))
     block = _block_of(module.config, "weight_block_size")
     is_older = block is None and module.has("weight_scale")
-    return _of_octets(module, weight, "weight_scale" if is_older else "weight_scale_inv", block)
+    return _of_octets(module, weight, "weight_scale" if is_older else "weight_scale_inv", block, rounds_inputs=True)
 
 
 def _block_of(config: _Configuration, field: str) -> _Block | None:
@@ -318,14 +336,17 @@ def _block_of(config: _Configuration, field: str) -> _Block | None:
     return _Block(*block)
 
 
-def _of_octets(module: _Module, weight: StoredTensor, kind: str, block: _Block | None) -> QuantizedWeight:
+def _of_octets(
+    module: _Module, weight: StoredTensor, kind: str, block: _Block | None, *, rounds_inputs: bool
+) -> QuantizedWeight:
     """A weight of a byte a number, with a scale for each block, or one for all."""
     shape, has_one = weight.shape, block is None
     block = _Block(*shape) if block is None else _Block(min(block.outputs, shape[0]), min(block.inputs, shape[1]))
     grid = block.grid(shape)
     scales = module.tensor(kind, _FLOATS, grid, *([(1,), ()] if has_one else []))
     rows, of_blocks = _octets(weight), lambda: scales.read().view(grid)
-    return module.weight(_OF_OCTETS[weight.dtype], shape, block, rows=rows, scales=of_blocks)
+    coding = _OF_OCTETS[weight.dtype]
+    return module.weight(coding, shape, block, rows=rows, scales=of_blocks, rounds_inputs=rounds_inputs)
 
 
 def _octets(weight: StoredTensor) -> Callable[[], torch.Tensor]:
@@ -372,11 +393,13 @@ def _compressed(module: _Module) -> QuantizedWeight:
         "strategy", ("channel", "group") if is_packed else ("tensor", "channel", "group", "block")
     )
     has_zeros = not weights.one_of("symmetric", (True, False), True)
+    inputs = scheme.part("input_activations")
+    rounds_inputs = inputs.get("type") == "float" and inputs.get("num_bits") == 8
     if strategy in ("tensor", "block"):
         if has_zeros:
             raise weights.error("symmetric", False, f"with strategy {strategy} only symmetric weights are read")
         block = _block_of(weights, "block_structure") if strategy == "block" else None
-        return _of_octets(module, stored, "weight_scale", block)
+        return _of_octets(module, stored, "weight_scale", block, rounds_inputs=rounds_inputs)
     (out_features, in_features), group = shape, _Block(1, shape[1])
     if strategy == "group":
         group = module.group(weights, in_features)
@@ -394,6 +417,7 @@ def _compressed(module: _Module) -> QuantizedWeight:
         scales=scales.read,
         zeros=None if zeros is None else lambda: _signed_zeros(zeros, bits, out_features),
         group_of=module.tensor("weight_g_idx", _INTEGERS, (in_features,)) if module.has("weight_g_idx") else None,
+        rounds_inputs=rounds_inputs,
     )
 
 

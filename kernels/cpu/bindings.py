@@ -370,7 +370,9 @@ class CpuKernels:
         compressed = None if is_final else self._compress(data)
         return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
 
-    def pack_coded(self, weight: CodedWeight, gated: bool, quantization: Quantization) -> PackedWeight:
+    def pack_coded(
+        self, weight: CodedWeight, gated: bool, quantization: Quantization, dtype: torch.dtype = torch.bfloat16
+    ) -> PackedWeight:
         if quantization is Quantization.INT8_DYNAMIC and (int8 := _int8_by_output(weight)) is not None:
             return self._pack(*int8, torch.bfloat16, gated, quantization)
         (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
@@ -399,14 +401,13 @@ class CpuKernels:
             grouping=_grouping_args(grouping),
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)
-        coding, dtype = weight.coding, torch.bfloat16
         return PackedWeight(
-            data, None, dtype, out_features, in_features, padded_in, gated, quantization, coding, grouping
+            data, None, dtype, out_features, in_features, padded_in, gated, quantization, weight.coding, grouping
         )
 
-    def look_up(self, weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         rows, ids = _dense(weight.rows), ids.contiguous()
-        output = self._empty((ids.shape[0], weight.in_features), torch.bfloat16)
+        output = self._empty((ids.shape[0], weight.in_features), dtype)
         arguments = LookUpArgs(
             output=output.data_ptr(),
             rows=rows.data_ptr(),

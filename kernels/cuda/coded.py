@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from kernels.cuda import fp8
 from kernels.cuda.launch import ceil_div, launch
 from kernels.packed_weight import CodedWeight, Coding, PackedWeight, Quantization
 from kernels.reference import activated
@@ -87,8 +88,6 @@ class GroupedWeight(PackedWeight):
 
     bits: int
     """Of a code."""
-    width: int
-    """Bits of a code in `data`."""
     high: torch.Tensor | None
     """[out, bytes], the other bits."""
     scale: Scales
@@ -144,7 +143,7 @@ def _product_kernel(
     is_token = tokens < num_tokens
     sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for turn in range(first, tl.minimum(first + turns, tl.cdiv(num_inputs, PIECES * 32))):
-        for piece in tl.static_range(PIECES):
+        for piece in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
             begin = turn * (PIECES * 32) + piece * 32
             # Behind the last input tokens have zeros, and the last scales are read again.
             at = tl.minimum(begin, (num_inputs - 1) // 32 * 32)
@@ -197,13 +196,15 @@ def product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
 ) -> torch.Tensor:
     """`kernels.ops.product` with a weight of `pack_coded`."""
+    if isinstance(weight, fp8.Fp8Weight):
+        return fp8.product(x, weight, bias, activation, output_dtype)
     assert isinstance(weight, GroupedWeight)
     is_plain = not weight.gated and activation == "identity"
     lines, scale, high = x.reshape(-1, x.shape[-1]), weight.scale, weight.high
     lines = lines if lines.stride(1) == 1 else lines.contiguous()
     tokens, outputs, pieces = _OF_FEW if len(lines) <= _OF_FEW[0] else _OF_MANY
     programs = ceil_div(weight.out_features, outputs)
-    pieces = max(_pieces(weight.bits), math.gcd(pieces, weight.data.shape[1] * (8 // weight.width) // _INPUTS))
+    pieces = max(_pieces(weight.bits), math.gcd(pieces, weight.padded_in // _INPUTS))
     parts, part = _parts(weight.in_features, programs) if tokens == _OF_FEW[0] else (1, weight.in_features)
     dtype = output_dtype if is_plain and parts == 1 else torch.float32
     sums = torch.empty((parts, len(lines), weight.out_features), dtype=dtype, device=x.device)
@@ -265,14 +266,18 @@ def products(
     return torch.cat(parts, -1)
 
 
-def look_up(weight: CodedWeight, ids: torch.Tensor) -> torch.Tensor:
+def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """`kernels.ops.look_up`."""
     codes, _, scale = read(CodedWeight(weight.coding, weight.rows[ids]))
-    return scale.numbers(codes).bfloat16()
+    return scale.numbers(codes).to(dtype)
 
 
-def pack_coded(weight: CodedWeight, gated: bool, quantization: Quantization) -> GroupedWeight:
+def pack_coded(
+    weight: CodedWeight, gated: bool, quantization: Quantization, dtype: torch.dtype = torch.bfloat16
+) -> PackedWeight:
     """`kernels.ops.pack_coded`."""
+    if fp8.takes(weight) and fp8.has_products(weight.rows.device, dtype):
+        return fp8.pack(weight, gated)
     codes, bits, scale = read(weight)
     scale = replace(scale, **{each.name: _packed(getattr(scale, each.name)) for each in fields(scale)})
     out_features, in_features = codes.shape
@@ -280,15 +285,14 @@ def pack_coded(weight: CodedWeight, gated: bool, quantization: Quantization) -> 
     return GroupedWeight(
         data=codes if bits == 8 else _plane(codes & 15, 4),
         scales=None,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         out_features=out_features,
         in_features=in_features,
-        padded_in=in_features,
+        padded_in=codes.shape[1],
         gated=gated,
         quantization=quantization,
         coding=weight.coding,
         bits=bits,
-        width=8 if bits == 8 else 4,
         high=_plane(codes >> 4, bits - 4) if 4 < bits < 8 else None,
         scale=scale,
     )

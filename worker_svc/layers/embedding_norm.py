@@ -59,8 +59,9 @@ class Embedding(Loadable):
         return self._placement.ranks.sum(vectors.where(is_here.unsqueeze(-1), 0))
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        matrix = self.matrix
-        return ops.look_up(matrix, ids) if isinstance(matrix, CodedWeight) else functional.embedding(ids, matrix)
+        if isinstance(self.matrix, CodedWeight):
+            return ops.look_up(self.matrix, ids, self._placement.dtype)
+        return functional.embedding(ids, self.matrix)
 
 
 class TiedHead(Loadable):
@@ -89,7 +90,7 @@ class TiedHead(Loadable):
         """Takes the embedding's matrix, which is loaded before."""
         matrix = self._embedding.matrix
         if isinstance(matrix, CodedWeight):
-            product = make_coded_product([matrix], None, None, self._placement.quantization)
+            product = make_coded_product([matrix], None, None, self._placement)
         else:
             product = make_product(matrix)
         self._product = with_float32_outputs(product)

@@ -258,7 +258,7 @@ class Linear(Loadable):
                     bias[start:end] = stored_bias[shard.slice]
                 start = end
         if coded is not None:
-            self._product = make_coded_product(coded, bias, self._activation, self._placement.quantization)
+            self._product = make_coded_product(coded, bias, self._activation, self._placement)
         elif weight is not None:
             self.install(weight, bias)
         if self._float32_outputs:
@@ -407,11 +407,11 @@ def make_coded_product(
     weights: Sequence[CodedWeight],
     bias: torch.Tensor | None,
     kind: ActivationKind | None,
-    quantization: Quantization,
+    placement: Placement,
 ) -> Product:
     """The same for weights as the file has them, whose outputs follow each other; with an activation there is only
     one."""
-    pack = partial(ops.pack_coded, quantization=quantization)
+    pack = partial(ops.pack_coded, dtype=placement.dtype, quantization=placement.quantization)
     if len(weights) == 1:
         return OwnProduct.packed_by(partial(pack, weights[0]), bias, kind)
     return CodedProduct(tuple(map(pack, weights)), bias)

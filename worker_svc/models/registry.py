@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kernels import ops
 from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
@@ -124,7 +125,9 @@ def _load_native(
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
     checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix, gguf=described.gguf)
-    checkpoint = _with_embedding(model, with_quantized_weights(checkpoint, described))
+    rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)
+    quantized = with_quantized_weights(checkpoint, described, has_fp8_products=rounds_inputs)
+    checkpoint = _with_embedding(model, quantized)
     if placement.quantization is Quantization.INT8_DYNAMIC and Coding.FP8.value in codings_of(checkpoint):
         raise ConfigurationError(
             f"{described.path}: weights are in FP8, which have no products with int8; "

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.packed_weight import Coding, Quantization
+from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
@@ -67,6 +67,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "float-tensor": compressed_format("float-quantized", type="float", strategy="tensor"),
     "float-tensor-float32": compressed_format("float-quantized", torch.float32, type="float", strategy="tensor"),
     "float-block": compressed_format("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
+    "fp8-tensor": (partial(fp8, block=(512, 512), dtype=torch.float32), FP8),
     "fp8-block": (partial(fp8, dtype=torch.float32), FP8 | {"weight_block_size": [128, 128]}),
     "fp8-block-bfloat16": (partial(fp8, block=(64, 96), dtype=torch.bfloat16), FP8 | {"weight_block_size": [64, 96]}),
 }
@@ -161,6 +162,33 @@ def test_the_log_says_that_inputs_are_not_rounded(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         open_checkpoint(tmp_path)
     assert "inputs of layers are not rounded to 8 bits (float), only their weights are" in caplog.text
+    caplog.clear()
+    with_quantized_weights(
+        Checkpoint.open(tmp_path, base_prefix=""), ModelDirectory.open(tmp_path), has_fp8_products=True
+    )
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [
+        ("float-channel", True),
+        ("fp8-tensor", True),
+        ("float-tensor", False),
+        ("fp8-block", False),
+        ("int-channel", False),
+    ],
+)
+def test_weights_know_whether_products_may_round_their_inputs(tmp_path: Path, name: str, rounds: bool) -> None:
+    """To FP8, where the format does so with a scale for each token."""
+    expected = make(tmp_path, name)
+    checkpoint = open_checkpoint(tmp_path)
+    for weight, numbers in expected.items():
+        coded = checkpoint.coded(TensorSpec(weight, tuple(numbers.shape)))
+        assert coded is not None
+        part = coded.part(slice(0, 16), slice(0, 128))
+        assert part is not None
+        assert [each.rounds_inputs for each in (coded, part, CodedWeight.joined([part, part]))] == [rounds] * 3
 
 
 def test_a_model_through_transformers_has_the_dequantized_weights(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_no_tokens_give_an_empty_result(device: KernelDevice) -> None:
 def test_a_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
     weight = make_coded(coding, 64, 2048 // coding.group[0] if coding not in SCALED else 16, 1)
     packed, scales = coded.pack_coded(weight, False, Quantization.NONE), weight.scales
+    assert isinstance(packed, coded.GroupedWeight)
     of_scales = packed.scale.units, packed.scale.steps, packed.scale.minimum_units, packed.scale.minimum_steps
     held = sum(each.nbytes for each in (packed.data, packed.high, *of_scales) if each is not None)
     assert held <= 1.05 * (weight.rows.nbytes + (0 if scales is None else scales.values.nbytes))
@@ -149,7 +150,7 @@ def multiply_by_torch(
     high_bytes: int,
     **constants: Any,
 ) -> None:
-    """What the kernel computes, in bfloat16, which the interpreter cannot multiply."""
+    """What the kernel computes, in any dtype: the interpreter cannot multiply bfloat16."""
     of = SimpleNamespace(**constants)
     codes = data if of.BITS == 8 else parts_of(data, 4)
     if high is not None:
@@ -159,14 +160,17 @@ def multiply_by_torch(
     )
     codes = codes[:, :num_inputs]
     sums = functional.linear(
-        x.float(), scales.numbers(codes).bfloat16().float(), None if bias is None else bias.float()
+        x.float(), scales.numbers(codes).to(x.dtype).float(), None if bias is None else bias.float()
     )
     output.copy_(sums.view(output.shape))
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("gemma2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype"),
+    [("llama", False, torch.float16), ("qwen2", True, torch.float16), ("gemma2", True, torch.bfloat16)],
+)
 def test_a_model_with_adapters_computes_what_that_of_dequantized_weights_does(
-    tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: dict[str, Any] = {"tie_word_embeddings": tied, **CODED_SIZES}
     made = make_model(tmp_path / "model", CODED[family], **fields)
@@ -178,11 +182,10 @@ def test_a_model_with_adapters_computes_what_that_of_dequantized_weights_does(
     for is_coded in (True, False):
         if not is_coded:
             monkeypatch.setattr(ops, "has_coded_products", lambda *_: False)
-        model = load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16)
-        weights = [
-            each for layer in model.modules() if isinstance(layer, Linear | TiedHead) for each in codings_of(layer)
-        ]
-        assert (Coding.Q4_K in weights) == is_coded
+        model = load_model(file, device=torch.device("cpu"), dtype=dtype)
+        if is_coded:
+            layers = [layer for layer in model.modules() if isinstance(layer, Linear | TiedHead)]
+            assert Coding.Q4_K in [coding for layer in layers for coding in codings_of(layer)]
         slots = AdapterSlots(model, 1, 8)
         slots.put(0, slots.load(adapter, read_adapter(adapter).digest))
         runner = PagedRunner(model, [list(range(3, 40)), list(range(5, 45))], block_size=4)

@@ -13,7 +13,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.cuda import attention, blocks, coded
+from kernels.cuda import attention, blocks, coded, fp8
 from kernels.cuda.attention import paged_attention
 from kernels.cuda.blocks import reshape_and_cache, rotary_and_cache
 from kernels.cuda.pointwise import add_rms_norm, layer_norm, rms_norm, silu_and_mul
@@ -168,6 +168,13 @@ def test_coded_products_run_on_tensor_cores_without_a_stack(compiled: set[Any], 
         # A thread makes 64 numbers a turn, of at least 8 that share two scales, two steps and a zero.
         assert kernel.asm["sass"].count("LDG.E") <= 48
     assert_fit(compiled, {"_product_kernel"})
+
+
+def test_tokens_are_rounded_to_fp8_by_one_instruction_for_two(compiled: set[Any]) -> None:
+    for num_tokens in (1, 16, 33):
+        fp8.rounded(torch.zeros(num_tokens, 2048, dtype=torch.bfloat16))
+    (kernel,) = compiled
+    assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"]
 
 
 def test_blocks_move_sixteen_bytes_at_a_time(compiled: set[Any]) -> None:
