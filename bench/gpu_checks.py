@@ -8,6 +8,8 @@ import torch
 
 from bench.gpu_problems import Heads, expected_attention, make_problem
 from kernels import cuda, reference
+from kernels.cuda import coded, fp8
+from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from kernels.reference import ScoreRule
 
 # Relative errors (of a token's norm) that are rounding and nothing else.
@@ -36,6 +38,8 @@ def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple
         yield f"pointwise, {dtype}", _pointwise_checks(device, dtype)
         yield f"rotary, {dtype}", _rotary_checks(device, dtype)
         yield f"cache, {dtype}", _cache_checks(device, dtype)
+        if dtype != torch.float32:
+            yield f"coded weights, {dtype}", _coded_checks(device, dtype)
 
 
 def _attention_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
@@ -122,6 +126,40 @@ def _cache_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
     others = [torch.randn(2, 50, 4, 16, 64, dtype=dtype, pin_memory=device == "cuda") for _ in range(3)]
     yield _compare_moves("swap in", pools, lambda op, own: op.swap_blocks(others, own, apart))
     yield _compare_moves("swap out", others, lambda op, own: op.swap_blocks(pools, own, apart))
+
+
+def _coded_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
+    """Products with one token and with many, whose inputs one program sums, or several."""
+    for name, weight in make_weights(200, 1280, device):
+        packed = coded.pack_coded(weight, False, Quantization.NONE, dtype)
+        codes, _, scale = coded.read(weight)
+        numbers = scale.numbers(codes).to(dtype).double()
+        for num_tokens in (1, 16, 100):
+            x, bias = torch.randn(num_tokens, 1280, device=device).to(dtype), torch.rand(200, device=device).to(dtype)
+            if isinstance(packed, fp8.Fp8Weight):
+                tokens, scales = fp8.rounded(x)
+                wide, expected = tokens.double() * scales, scale.numbers(codes).double()
+            else:
+                wide, expected = x.double(), numbers
+            actual = coded.product(x, packed, bias, "identity", dtype)
+            yield compare(f"{name}, {num_tokens} tokens", actual, wide @ expected.t() + bias.double())
+
+
+def make_weights(out_features: int, in_features: int, device: str) -> Iterator[tuple[str, CodedWeight]]:
+    """One of each kind of codes and scales, any bytes of which are a weight; inputs in multiples of 256."""
+    for coding in (Coding.Q4_K, Coding.Q5_K, Coding.Q6_K, Coding.Q8_0, Coding.Q4_0, Coding.IQ4_XS):
+        per_group, num_bytes = coding.group
+        rows = torch.randint(0, 256, (out_features, in_features // per_group, num_bytes), dtype=torch.uint8)
+        for at in {Coding.Q4_K: (0, 2), Coding.Q5_K: (0, 2), Coding.Q6_K: (208,)}.get(coding, (0,)):
+            # A float16 of about 0.01, of either sign.
+            rows[..., at + 1] = rows[..., at + 1] & 0x83 | 0x20
+        yield coding.value, CodedWeight(coding, rows.flatten(1)).to(torch.device(device))
+    for coding, group in ((Coding.INT4, 128), (Coding.INT8, in_features), (Coding.FP8, 128), (Coding.FP8, in_features)):
+        groups, per_byte = in_features // group, coding.group[0]
+        rows = torch.randint(0, 120, (out_features, in_features // per_byte), dtype=torch.uint8)
+        scales = GroupScales(torch.rand(out_features, groups).mul(0.01).half(), None, group)
+        weight = CodedWeight(coding, rows, scales, rounds_inputs=group == in_features)
+        yield f"{coding.value}, groups of {group}", weight.to(torch.device(device))
 
 
 def _compare_moves(name: str, pools: list[torch.Tensor], move: Callable[[Any, list[torch.Tensor]], None]) -> Check:

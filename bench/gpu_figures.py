@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.nn import functional
 
+from bench.gpu_checks import make_weights
 from bench.gpu_problems import Heads, make_problem
 from bench.gpu_timing import graph_seconds, seconds
 from kernels import cuda
+from kernels.cuda import coded
 from kernels.cuda.attention import (
     DecodeTiling,
     PrefillTiling,
@@ -18,6 +20,7 @@ from kernels.cuda.attention import (
     prefill_tiling,
 )
 from kernels.cuda.tiles import PagedBatch
+from kernels.packed_weight import Quantization
 from kernels.reference import ScoreRule
 
 DTYPE = torch.bfloat16
@@ -49,6 +52,7 @@ def kernel_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
     yield "copy_blocks", _copies(memory)
     yield "swap_blocks", _swaps()
     yield "pointwise", _pointwise(memory)
+    yield "coded weights", _coded(memory)
 
 
 def tiling_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
@@ -177,6 +181,24 @@ def _pointwise(memory: float) -> Iterator[Figure]:
     slots, moved = torch.randperm(2048 * 16, device="cuda")[:16384], 2 * qkv.numel() * qkv.itemsize
     time = graph_seconds(cuda.rotary_and_cache, query, key, value, positions, table, pool, slots)
     yield bandwidth("rotary_and_cache", moved, time, memory)
+
+
+def _coded(memory: float) -> Iterator[Figure]:
+    """Beside the same product in bfloat16 where there are many tokens, and beside its bytes where there are few."""
+    out_features, in_features = 14336, 4096
+    plain = torch.randn(out_features, in_features, dtype=DTYPE, device="cuda")
+    for name, weight in [("bfloat16", None), *make_weights(out_features, in_features, "cuda")]:
+        packed = None if weight is None else coded.pack_coded(weight, False, Quantization.NONE)
+        for num_tokens in (1, 16, 64, 2048):
+            x = torch.randn(num_tokens, in_features, dtype=DTYPE, device="cuda")
+            dense = graph_seconds(functional.linear, x, plain)
+            time = dense if packed is None else graph_seconds(coded.product, x, packed, None, "identity", DTYPE)
+            title = f"product, {name}, {num_tokens} tokens"
+            if num_tokens > 64:
+                tera = 2 * num_tokens * plain.numel() / 1e12
+                yield Figure(f"{title} (ceiling: bfloat16)", "TFLOP/s", tera / time, tera / dense, time * 1e6)
+            else:
+                yield bandwidth(title, plain.nbytes if weight is None else weight.rows.nbytes, time, memory)
 
 
 def bandwidth(name: str, num_bytes: int, time: float, ceiling: float, target: float | None = None) -> Figure:
