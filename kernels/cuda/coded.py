@@ -204,7 +204,10 @@ def product(
     lines = lines if lines.stride(1) == 1 else lines.contiguous()
     tokens, outputs, pieces = _OF_FEW if len(lines) <= _OF_FEW[0] else _OF_MANY
     programs = ceil_div(weight.out_features, outputs)
-    pieces = max(_pieces(weight.bits), math.gcd(pieces, weight.padded_in // _INPUTS))
+    if weight.high is not None:
+        # More of them would not stay in registers.
+        pieces = _pieces(weight.bits)
+    pieces = math.gcd(pieces, weight.padded_in // _INPUTS)
     parts, part = _parts(weight.in_features, programs) if tokens == _OF_FEW[0] else (1, weight.in_features)
     dtype = output_dtype if is_plain and parts == 1 else torch.float32
     sums = torch.empty((parts, len(lines), weight.out_features), dtype=dtype, device=x.device)
