@@ -140,6 +140,8 @@ class Worker:
         self._ledger = RowLedger(info.pool, info.model, info.limits)
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._supersede: Callable[[QuireError], None] | None = None
+        # That of the last `release_memory` with which this process ends.
+        self._releasing: Session | None = None
         self._adapters = adapters
         # The load of each slot that has not ended.
         self._reads: dict[int, asyncio.Future[Any]] = {}
@@ -209,11 +211,12 @@ class Worker:
             if not taken.cancel():
                 taken.exception()  # Otherwise the event loop logs one that came too late.
 
-    async def release_memory(self, epoch: int, *, is_last: bool = False) -> None:
+    async def release_memory(self, epoch: int, stopping: threading.Event | None = None) -> None:
         """Gives the memory of the KV pool back to the system, after all steps of earlier sessions.
 
         Args:
-            is_last: this process ends then; it waits until all ranks are to end.
+            stopping: this process ends then, once all ranks are to end; it is set before another one may, and cleared
+                where this one does not.
 
         Raises:
             FailedPrecondition: as `attach`.
@@ -221,20 +224,28 @@ class Worker:
                 changed.
         """
         device = self.info.model.device
-        if device != "cpu" and not is_last:
+        if device != "cpu" and stopping is None:
             raise Unimplemented(
                 f"the KV pool is on {device}, whose memory goes back only with the weights: use level 2",
                 reason="POOL_STAYS",
             )
         session = self.attach(epoch, lambda error: None)
+        if stopping is not None:
+            self._releasing = session
+            stopping.set()
 
         def release() -> None:
-            if is_last:
+            if stopping is not None:
                 self._agree(epoch, _NO_STEP)
             self.runner.release_memory()
 
         try:
             await asyncio.wrap_future(self._device_loop.call(release))
+        except BaseException:
+            # Else one of a higher epoch is underway.
+            if stopping is not None and self._releasing is session:
+                stopping.clear()
+            raise
         finally:
             session.end()
 
@@ -553,13 +564,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if not request.discard_weights:
             await self._worker().release_memory(request.scheduler_epoch)
         elif self._loading.phase != ASLEEP_WITHOUT_WEIGHTS:
-            worker = self._worker()
-            self._stopping.set()
-            try:
-                await worker.release_memory(request.scheduler_epoch, is_last=True)
-            except BaseException:
-                self._stopping.clear()
-                raise
+            await self._worker().release_memory(request.scheduler_epoch, self._stopping)
             self.report_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS))
             self.discarded.set()
         return worker_pb2.ReleaseMemoryResponse()

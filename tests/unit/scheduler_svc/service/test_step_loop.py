@@ -4,7 +4,7 @@ caller should come back."""
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -168,7 +168,7 @@ def test_the_advice_to_come_back_is_the_pace_of_recent_ends(ends, now, expected)
 
 async def test_a_sleep_that_a_drain_ends_does_not_say_that_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, _ = make_step_loop(Scheduler(make_config()))
-    loop.replica, loop.is_attached = SimpleNamespace(device="cpu"), True
+    loop.replica, loop.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
     loop._sleep.is_detached.set()
 
     async def drained(*arguments: Any, **named: Any) -> None:

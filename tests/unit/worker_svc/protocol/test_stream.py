@@ -8,16 +8,19 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from quire.adapters import UnusableAdapterError
-from quire.rpc.errors import Unavailable
+from quire.rpc.errors import FailedPrecondition, Unavailable
+from quire.worker.v1 import worker_pb2
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.protocol.stream import Worker
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.protocol.stream import Worker, WorkerServicer
 from worker_svc.step import AdapterLoaded, LoadAdapter, SupersededError
 
 TIMEOUT_S = 30.0
@@ -89,6 +92,41 @@ async def test_an_end_that_nobody_waits_for_any_more_is_not_logged(device_loop: 
     await asyncio.sleep(0)
     gc.collect()
     assert not logged
+
+
+async def test_a_release_that_is_refused_leaves_the_one_that_is_underway(device_loop: DeviceLoop) -> None:
+    other, stopping = OtherRank(), threading.Event()
+    servicer = WorkerServicer(WorkerMetrics(), stopping=stopping)
+    servicer.open(make_worker(device_loop, other))
+
+    async def discard(epoch: int) -> None:
+        request = worker_pb2.ReleaseMemoryRequest(scheduler_epoch=epoch, discard_weights=True)
+        await servicer.ReleaseMemory(request, cast(Any, None))
+
+    first = asyncio.create_task(discard(7))
+    await asyncio.sleep(0)
+    try:
+        with pytest.raises(FailedPrecondition):
+            await discard(6)
+        assert stopping.is_set()
+    finally:
+        other.comes.set()
+    await first
+    assert stopping.is_set()
+
+
+async def test_a_release_that_a_scheduler_ends_does_not_stop_the_worker(device_loop: DeviceLoop) -> None:
+    other, stopping = OtherRank(), threading.Event()
+    worker = make_worker(device_loop, other)
+    release = asyncio.create_task(worker.release_memory(7, stopping))
+    await asyncio.sleep(0)
+    assert stopping.is_set()
+    worker.attach(8, lambda error: None)
+    other.epoch = 8
+    other.comes.set()
+    with pytest.raises(SupersededError):
+        await release
+    assert not stopping.is_set()
 
 
 class FakeAdapters:
