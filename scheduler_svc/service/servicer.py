@@ -148,11 +148,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
         self._check_available()
-        scheduler = self._loop.scheduler
-        assert scheduler is not None
-        forgotten_blocks = scheduler.forget_cached()
-        self._loop.cache.tell()
-        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=forgotten_blocks)
+        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=self._loop.forget_cached())
 
     async def Sleep(
         self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext

@@ -351,6 +351,14 @@ class StepLoop:
         if self.is_draining:
             raise Unavailable("the scheduler drains", reason="DRAINING")
 
+    def forget_cached(self) -> int:
+        """Forgets what is cached in blocks that nobody holds, and tells who watches the cache. Returns the number of
+        these blocks."""
+        assert self.scheduler is not None, "no worker was attached yet"
+        num_forgotten = self.scheduler.forget_cached()
+        self.cache.tell()
+        return num_forgotten
+
     async def sleep(self, *, discard_weights: bool) -> None:
         """Has the workers give the memory of their pools back, also that of the weights where those are to be
         discarded, and attaches none until `wake_up`. All requests wait meanwhile, as after the loss of a worker.
@@ -385,9 +393,7 @@ class StepLoop:
             # A drain has ended the sleep meanwhile.
             self.check_not_draining()
             self._sleep.has_no_weights = discard_weights
-            assert self.scheduler is not None
-            self.scheduler.forget_cached()
-            self.cache.tell()
+            self.forget_cached()
             self._set_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS if discard_weights else ASLEEP))
             what = "KV pools and weights" if discard_weights else "KV pools"
             _logger.info("asleep: the workers gave the memory of their %s back; %d requests wait", what, self.num_live)
