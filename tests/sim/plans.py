@@ -6,9 +6,9 @@ from functools import partial
 from random import Random
 from typing import Any, cast
 
-from tests.sim.world.cluster import Layout, draw_layout
+from tests.sim.world.cluster import MANY, Layout, draw_layout
 from tests.sim.world.disk import draw_recording
-from tests.sim.world.faults import Fault, draw_bad_disks, draw_faults, draw_other_model
+from tests.sim.world.faults import Fault, ForgetCached, draw_bad_disks, draw_faults, draw_other_model
 from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import REPLAYS, draw_low_limits
 from tests.sim.world.reference import answer_of
@@ -150,6 +150,28 @@ def with_stops(draw: Random, request: Request) -> Request:
     said, begun = text[begin : begin + size], [text[place : place + 2] + "~" for place in (begin, len(text) // 2)]
     stop = (*((said,) if draw.random() < 0.6 else ()), *begun, text[-1] + "~")
     return replace(request, options=replace(options, stop=stop, include_stop_string=draw.choice((None, True))))
+
+
+def with_bounded_queues(draw: Random, plan: Plan) -> Plan:
+    """Few tokens may wait, or few requests, and tenants share what room there is."""
+    settings = replace(
+        plan.layout.settings,
+        max_waiting_requests=draw.choice((MANY, 3, 8)),
+        max_waiting_tokens=draw.choice((150, 600)),
+        tenant_overflow=draw.choice((0.0, 0.5, 1.0)),
+    )
+    return replace(plan, layout=replace(plan.layout, settings=settings))
+
+
+def with_forgetting(draw: Random, plan: Plan) -> Plan:
+    """Schedulers forget what is cached, soon after requests."""
+    schedulers = [host for host in plan.layout.replicas if host.startswith("scheduler")]
+    times = [each.at for each in plan.requests] or [START_S]
+    forgets = [
+        ForgetCached(draw.choice(times) + draw.uniform(0, 1.0), draw.choice(schedulers))
+        for _ in range(draw.choice((1, 3, 10)))
+    ]
+    return replace(plan, faults=(*plan.faults, *forgets))
 
 
 def fresh(draw: Random, count: int) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from tests.sim.world.faults import (
 )
 from tests.sim.world.knobs import LEASES, MOVES, draw_low_limits
 from tests.sim.world.traffic import (
+    ADAPTERS,
     LONGEST,
     MAX_OUTPUT,
     Generate,
@@ -250,6 +251,19 @@ def _adapters_that_swap(seed: int, draw: Random) -> Plan:
     return plan_of(seed, layout, with_adapters(draw, requests))
 
 
+def draw_adapters_in_turn(seed: int, draw: Random) -> Plan:
+    """More adapters than there are slots for, mostly one after the other, so that it shows which of them makes way."""
+    layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1)
+    layout = replace(layout, worker=replace(layout.worker, max_adapters=2))
+    requests: list[Request] = []
+    for number in range(24):
+        at, prompt = 0.4 * number + draw.uniform(0, 0.2), fresh(draw, draw.randint(1, 20))
+        options = GenerationOptions(max_tokens=draw.choice((2, 10, 60)), ignore_eos=True)
+        tenant, adapter = draw.choice(("ann", "bob")), draw.choice(ADAPTERS)
+        requests.append(Generate(number, at, "client-0", tenant, prompt, options, adapter=adapter))
+    return plan_of(seed, layout, requests)
+
+
 def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
     """A worker dies again and again while it computes one prompt, and never twice in a row at the same step of it: the
     request is not at fault."""
@@ -384,13 +398,17 @@ def _moves_that_end_late(seed: int, draw: Random) -> Plan:
 
 def _blocks_that_come_for_others(seed: int, draw: Random) -> Plan:
     """So they do, and what nobody has asked for before takes these blocks."""
-    plan = _moves_that_end_late(seed, draw)
-    gone_at, options = plan.faults[-1].at, GenerationOptions(max_tokens=MAX_OUTPUT, ignore_eos=True)
+    plan, options = _moves_that_end_late(seed, draw), GenerationOptions(max_tokens=MAX_OUTPUT, ignore_eos=True)
+    # A part of a move is there by then, and the rest is not.
+    gone_at = min(each.at for each in plan.requests) + draw.uniform(1.5, 4.5)
+    slow = SlowBlockDisk(gone_at - 1.0, "worker-0", draw.choice((0.3, 0.6)), 20.0)
+    faults = slow, HalfOpen(gone_at, "scheduler", 0), Kill(gone_at + draw.uniform(0.01, 0.1), "scheduler-0")
     new = [
         Generate(number, gone_at + draw.uniform(0.3, 3), "client-0", "ann", fresh(draw, 100), options, Verb.STREAM)
         for number in range(3000, 3010)
     ]
-    return replace(plan, requests=(*plan.requests, *new), layout=replace(plan.layout, disk_blocks=500))
+    layout = replace(plan.layout, disk_blocks=500)
+    return replace(plan, requests=(*plan.requests, *new), faults=faults, layout=layout)
 
 
 def _pins_beside_leases(seed: int, draw: Random) -> Plan:
@@ -415,25 +433,70 @@ def _pins_beside_leases(seed: int, draw: Random) -> Plan:
 
 
 def _heirs(seed: int, draw: Random) -> Plan:
-    """Requests displace others that alone hold what they begin with, beside some that stay."""
-    layout, requests = _preempting(draw)
+    """Requests would displace others that alone hold what they begin with, and little more, beside some that stay."""
+    layout, _ = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
-    settings = replace(layout.settings, policy="priority")
-    changed: list[Request] = []
-    at, stem = 0.0, tuple[int, ...]()
-    for number, each in enumerate(_doubled(requests)):
-        if number % 3 == 0:
-            at, stem = draw.uniform(0, 6), fresh(draw, draw.randint(60, 90))
-        prompt, priority, count = (
-            (fresh(draw, draw.randint(20, 90)), 5, 1),
-            (stem + fresh(draw, 5), -5, 1),
-            (stem + fresh(draw, 10), 1, draw.choice((1, 2, 3))),
-        )[number % 3]
-        options = GenerationOptions(n=count, temperature=1.0, seed=number, max_tokens=50, ignore_eos=True)
-        given = {"priority": priority, "at": at + 0.2 * (number % 3), "timeout_s": None, "leaves_after_s": None}
-        changed.append(replace(cast(Any, each), prompt=prompt, options=options, **given))
-    return plan_of(seed, replace(layout, worker=worker, settings=settings, num_replicas=1, slowness=10.0), changed)
+    layout = replace(layout, worker=worker, settings=replace(layout.settings, policy="priority"), num_replicas=1)
+    requests: list[Request] = []
+
+    def ask(at: float, prompt: tuple[int, ...], priority: int, max_tokens: int, count: int = 1) -> None:
+        options = GenerationOptions(
+            n=count, temperature=1.0, seed=len(requests), max_tokens=max_tokens, ignore_eos=True
+        )
+        requests.append(Generate(len(requests), at, "client-0", "ann", prompt, options, priority=priority))
+
+    for begins in range(0, 16, 4):
+        stem = fresh(draw, draw.randint(60, 80))
+        for _ in range(3):
+            ask(begins + draw.uniform(0, 0.1), fresh(draw, draw.randint(65, 85)), 5, 30)
+        ask(begins + draw.uniform(0.15, 0.25), stem + fresh(draw, 5), -5, 30)
+        ask(begins + draw.uniform(0.4, 0.7), stem + fresh(draw, draw.randint(25, 44)), 1, 20, draw.choice((1, 2)))
+    return plan_of(seed, replace(layout, slowness=10.0), requests)
+
+
+def _displaced_for_moves(seed: int, draw: Random) -> Plan:
+    """A request displaces the only one that runs, which leaves for host memory, and then gets its blocks from disk, to
+    the place of those."""
+    layout, _ = _preempting(draw)
+    size = draw.choice((2, 4))
+    worker = replace(layout.worker, block_size=size, num_blocks=(LONGEST + 20) // size, num_host_blocks=640 // size)
+    settings = replace(
+        layout.settings, policy="priority", preemption_mode="swap", max_steps_in_flight=draw.choice((1, 2))
+    )
+    layout = replace(layout, worker=worker, settings=settings, num_replicas=1, disk_blocks=500, slowness=10.0)
+    requests: list[Request] = []
+    for begins in range(0, 24, 6):
+        stored = fresh(draw, 100)
+        for at, prompt, priority, max_tokens in (
+            (0.0, stored, 0, 4),
+            (0.8, fresh(draw, 100), 0, 50),
+            (2.8, fresh(draw, draw.randint(85, 100)), -5, 60),
+            (2.8 + draw.uniform(0.2, 1.0), stored, 5, 20),
+        ):
+            options = GenerationOptions(max_tokens=max_tokens, ignore_eos=True)
+            request = Generate(len(requests), begins + at, "client-0", "ann", prompt, options, priority=priority)
+            requests.append(request)
+    return plan_of(seed, layout, requests, low=MOVES if draw.random() < 0.5 else ())
+
+
+def _hosts_beside_disks(seed: int, draw: Random) -> Plan:
+    """Beside one that runs, prompts come again: from disk, to the place of others that host memory is to keep, while a
+    step runs and the next one is not planned."""
+    layout, _ = _preempting(draw)
+    size = draw.choice((2, 4))
+    host_tokens = draw.choice((100, 200))
+    worker = replace(layout.worker, block_size=size, num_blocks=(LONGEST + 20) // size)
+    worker = replace(worker, device="cuda", num_host_blocks=host_tokens // size)
+    settings = replace(layout.settings, max_steps_in_flight=1)
+    weather = replace(layout.weather, max_delay_s=draw.choice((0.001, 0.02)))
+    layout = replace(layout, worker=worker, settings=settings, weather=weather, num_replicas=1)
+    prompts, requests = [fresh(draw, 100) for _ in range(5)], list[Request]()
+    for number in range(40):
+        for prompt, max_tokens in ((draw.choice(prompts), 3), *(((fresh(draw, 5), 60),) if number % 2 == 0 else ())):
+            at, options = 0.6 * number + draw.uniform(0, 0.3), GenerationOptions(max_tokens=max_tokens, ignore_eos=True)
+            requests.append(Generate(len(requests), at, "client-0", "ann", prompt, options))
+    return plan_of(seed, replace(layout, disk_blocks=500, slowness=8.0), requests)
 
 
 def _displacing(seed: int, draw: Random) -> Plan:
@@ -493,6 +556,7 @@ def _paid(seed: int, draw: Random) -> Plan:
 _SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
 SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
 COINCIDENCES = (_blocks_that_come_for_others, _blocks_that_come_for_others, _pins_beside_leases, _heirs)
+OF_MOVES = (_displaced_for_moves, _hosts_beside_disks)
 OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 OF_WORKERS = (
     _slow_preparations,

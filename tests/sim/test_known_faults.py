@@ -48,6 +48,7 @@ def test_the_table_has_each_fault() -> None:
         ("freed-block-in-table", 1),
         ("swap-in-forgotten", 1),
         ("gap-after-end", 3),
+        ("swapped-behind-move", 213),
         ("epoch-compared-with-ge", 14),
         ("credit-ignored", 2),
         ("ranks-not-compared", 29),

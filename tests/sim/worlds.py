@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.sim.plans import RARE, START_S, Plan, draw_usual
+from tests.sim.plans import RARE, START_S, Plan, draw_usual, with_bounded_queues, with_forgetting
 from tests.sim.situations import (
     COINCIDENCES,
     DISK_BLOCKS,
     OF_HANDS,
+    OF_MOVES,
     OF_WORKERS,
     RARITIES,
     SHORTAGES,
+    draw_adapters_in_turn,
     draw_moving,
     draw_on_disk,
     draw_on_host,
@@ -21,7 +23,19 @@ from tests.sim.situations import (
 )
 from tests.sim.world.charges import Charges
 from tests.sim.world.cluster import MANY, Cluster, watched_schedulers
-from tests.sim.world.faults import BadDisk, Cut, Fault, Glitch, HalfOpen, Kill, KillAt, OtherModel, OtherPool, Reset
+from tests.sim.world.faults import (
+    BadDisk,
+    Cut,
+    Fault,
+    ForgetCached,
+    Glitch,
+    HalfOpen,
+    Kill,
+    KillAt,
+    OtherModel,
+    OtherPool,
+    Reset,
+)
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.knobs import low_limits
 from tests.sim.world.oracles import Circumstances
@@ -54,6 +68,14 @@ _SHORT = 0.06
 """The share of worlds in which what is short is asked for by many at once, or answers are late."""
 _COINCIDING = 0.04
 """The share of worlds in which several things that are short come to the same blocks at once."""
+_BOUNDED = 0.06
+"""The share of worlds in which queues have room for few tokens."""
+_FORGETTING = 0.05
+"""The share of worlds in which schedulers forget what is cached."""
+_TO_THEIR_PLACE = 0.02
+"""The share of worlds in which blocks come from disk to the place of others that host memory gets."""
+_IN_TURN = 0.01
+"""The share of worlds in which adapters are wanted one after the other."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -71,6 +93,21 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
+    plan = _draw_plan(seed)
+    # Their names are such that few seeds of known faults are among the changed ones.
+    queues, caches = Random(f"how long queues are {seed}"), Random(f"fresh caches {seed}")
+    if queues.random() < _BOUNDED:
+        plan = with_bounded_queues(queues, plan)
+    return with_forgetting(caches, plan) if caches.random() < _FORGETTING else plan
+
+
+def _draw_plan(seed: int) -> Plan:
+    places = Random(f"from disk {seed}")
+    if places.random() < _TO_THEIR_PLACE:
+        return places.choice(OF_MOVES)(seed, places)
+    slots = Random(f"adapter slots {seed}")
+    if slots.random() < _IN_TURN:
+        return draw_adapters_in_turn(seed, slots)
     coincidences = Random(f"coincidences {seed}")
     if coincidences.random() < _COINCIDING:
         return coincidences.choice(COINCIDENCES)(seed, coincidences)
@@ -147,7 +184,7 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
 
 
 def _circumstances(plan: Plan) -> Circumstances:
-    plan = replace(plan, faults=tuple(fault for fault in plan.faults if not isinstance(fault, BadDisk)))
+    plan = replace(plan, faults=tuple(each for each in plan.faults if not isinstance(each, BadDisk | ForgetCached)))
     trouble_s = sum(fault.seconds for fault in plan.faults)
     settings = plan.layout.settings
     changes = [fault for fault in plan.faults if isinstance(fault, OtherModel)]
@@ -157,7 +194,7 @@ def _circumstances(plan: Plan) -> Circumstances:
     return Circumstances(
         (plan.layout.worker.block_size, *(each.block_size for each in plan.faults if isinstance(each, OtherPool))),
         bool(plan.faults),
-        settings.max_waiting_requests < MANY,
+        settings.max_waiting_requests < MANY or settings.max_waiting_tokens < MANY,
         settings.max_durable_requests < MANY,
         trouble_s,
         any(isinstance(fault, Glitch) for fault in plan.faults),

@@ -8,16 +8,18 @@ from typing import Any, TypeVar, cast
 
 from quire.clock import CLOCK, monotonic
 from quire.prefix_hashes import BlockHash
-from scheduler_svc.core import invariants, preparation
+from scheduler_svc.core import admission, invariants, preparation
 from scheduler_svc.core import scheduler as scheduler_core
+from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.cache_log import CacheChanges, CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.moves import Arriving, Lease, Leases
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import Adapter, ClientId, Constraint, RequestKey
+from scheduler_svc.core.request import Adapter, ClientId, Constraint, QueueFullError, RequestKey
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -26,6 +28,7 @@ from scheduler_svc.recording import recorder
 from scheduler_svc.recording.recorder import Recorder
 from tests.sim.world.fairness import Shares
 from tests.sim.world.http_calls import salt_of
+from tests.sim.world.leaving import AdapterUse, out_of_order
 from tests.sim.world.traffic import Generate
 from tests.sim.world.watch import Names, NamingBlocks
 from tests.sim.world.world import Node
@@ -35,6 +38,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TOLERANCE_S = 1e-6
 STEP_TIMEOUT_S = 5.0
 """How long a step may take."""
+_POOLS_LOOKED_AT = 8
+"""In which order blocks are free is looked at after so many operations."""
 
 
 class CheckedScheduler(Scheduler):
@@ -52,6 +57,7 @@ class CheckedScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, names: Names | None = None) -> None:
         known = self._names if names is None else names
+        self._names = known
         super().__init__(config, lambda config: NamingBlocks(config, known))
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
         self._compiled: list[Constraint] = []
@@ -59,6 +65,7 @@ class CheckedScheduler(Scheduler):
         self._own_losses: dict[RequestKey, tuple[Progress, int, int]] = {}
         self._answered_at = 0.0
         self._times_of: dict[RequestKey, list[float]] = {}
+        self._num_checks = 0
         self.forgotten = set[BlockHash]()
         """What it no longer wants from the disks, until they say that they have it again."""
         pins_give_way = self.pins.give_way
@@ -90,6 +97,7 @@ class CheckedScheduler(Scheduler):
     def _make_pools(self) -> None:
         super()._make_pools()
         requeue, victims, take_slot = self._placement.requeue, self._room.victims, self.batch.adapters.take
+        grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
         self._placement.start = self._with_room(self._placement.start, comes_back=False)
         self._placement.swap_in = self._with_room(self._placement.swap_in, comes_back=True)
 
@@ -104,18 +112,31 @@ class CheckedScheduler(Scheduler):
             all_leave = len(chosen) == len(self.running)
             if not all_leave and self._make_room_by(chosen or candidates, group, to_grow) != bool(chosen):
                 self._report(AssertionError(f"{len(chosen)} of {len(candidates)} are to make room"))
+            if self.config.policy is PolicyKind.FAIR and (alike := self._that_hold_little(group, candidates)):
+                self._report(AssertionError(f"{group.request.tenant} displaces {alike}, who hold no more"))
             return chosen
 
         def take(adapter: Adapter, kept: set[Adapter]) -> int | None:
             before, owed = self.batch.adapters.num_rows(), {*self.preparations._owed.values()}
+            drained = self._adapter_use.drained()
             slot = take_slot(adapter, kept)
+            if (wrong := self._adapter_use.wrong_choice(before, drained, kept)) is not None and adapter not in before:
+                self._report(AssertionError(wrong))
             if owed & before.keys() - self.batch.adapters.num_rows().keys() - {adapter}:
                 self._report(
                     AssertionError("an adapter leaves its slot before the request that it was loaded for runs")
                 )
             return slot
 
+        def grow_beside(rows: Array) -> tuple[Array | None, int]:
+            num_free = self.batch.blocks.pool.num_free
+            growth = grow(rows)
+            if self.batch.blocks.pool.num_free < min(num_free, self.batch.blocks._watermark_blocks):
+                self._report(AssertionError("drafts take blocks that are kept for next tokens"))
+            return growth
+
         self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
+        self.batch._growth_of = grow_beside
 
     def _with_room(self, enter: F, *, comes_back: bool) -> F:
         """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back in,
@@ -123,7 +144,7 @@ class CheckedScheduler(Scheduler):
 
         def call(group: SequenceGroup, now: float) -> Any:
             batch, alone = self.batch, self._room.is_empty
-            reserve = self._growth() - (batch.blocks_for_decodes() if comes_back else 0)
+            reserve = self._growth() + (-batch.blocks_for_decodes() if comes_back else self._first_growth(group))
             if group.request.adapter is not None and not batch.adapters.is_ready(group.request.adapter):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             done = enter(group, now)
@@ -145,6 +166,28 @@ class CheckedScheduler(Scheduler):
                 slots = min(int(table.num_tokens[each.row]) + 1, each.request.max_len - 1)
                 count += max(blocks.blocks_for(slots) - len(each.block_table), 0)
         return count
+
+    def _first_growth(self, group: SequenceGroup) -> int:
+        """Blocks that a group that waits takes for the first token of each of its sequences, beyond those it has."""
+        blocks = self.batch.blocks
+        slots = ((each, min(each.num_tokens + 1, each.request.max_len - 1)) for each in group.unfinished)
+        return sum(max(blocks.blocks_for(end) - blocks.blocks_for(each.num_tokens), 0) for each, end in slots)
+
+    def _that_hold_little(self, entering: SequenceGroup, candidates: Sequence[SequenceGroup]) -> set[str]:
+        """Tenants of candidates that hold less than twice what the one that enters holds then: rows where it lacks
+        these, or else blocks."""
+        blocks = self.batch.blocks
+
+        def held_by(tenant: str) -> int:
+            own = [each for group in self.running if group.request.tenant == tenant for each in group.unfinished]
+            return len(own) if self._room.lacks_rows(entering) else sum(len(each.block_table) for each in own)
+
+        wanted = held_by(entering.request.tenant) + (
+            len(entering.unfinished)
+            if self._room.lacks_rows(entering)
+            else sum(blocks.blocks_for(each.num_tokens) for each in entering.computing)
+        )
+        return {tenant for tenant in {each.request.tenant for each in candidates} if held_by(tenant) < 2 * wanted}
 
     def _make_room_by(self, leaving: Sequence[SequenceGroup], group: SequenceGroup, to_grow: int) -> bool:
         """Whether the group may enter beside others when these have left."""
@@ -170,10 +213,14 @@ class CheckedScheduler(Scheduler):
 
     def schedule(self, now: float) -> StepPlan | None:
         self._observe_fairness()
-        are_trials = self.trials.are_on
+        are_trials, num_before = self.trials.are_on, self.num_preemptions
+        first = next(iter(self.waiting.next_few(1)), None) if len(self.waiting) <= admission._NUM_LOOKED_AT else None
         plan = super().schedule(now)
         self._observe_fairness()
         self._check()
+        self._check_stop()
+        if plan is not None and self.num_preemptions == num_before and not (are_trials or self.trials.are_on):
+            self._check_shares(plan, first)
         # With drafts it is not known how much of a step was kept for them.
         is_full = plan is None or plan.max_drafts is not None or plan.num_tokens >= self.config.max_num_batched_tokens
         if not is_full and len(rows := self.batch.rows.prefilling()):
@@ -186,6 +233,38 @@ class CheckedScheduler(Scheduler):
             }:
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
+
+    def _check_stop(self) -> None:
+        """Who is next and does not enter finds no room."""
+        if (stopped := self.stopped) is None or stopped.why not in (Obstacle.ROWS, Obstacle.BLOCKS):
+            return
+        group = None if stopped.key is None else self.group(stopped.key)
+        if group is None or group.request.is_offer or group.request.key not in self.waiting:
+            return
+        if self._make_room_by((), group, self._room.to_grow()):
+            self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
+
+    def _check_shares(self, plan: StepPlan, first: SequenceGroup | None) -> None:
+        """In a step that is full, a prompt gets no more than its share where a shorter one behind it gets a part, or
+        waits. `first` waited first, where it was looked at."""
+        rows, chunks = self.batch.rows, dict(zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True))
+        if self.stopped is None or self.stopped.why is not Obstacle.TOKENS:
+            return
+        entered = {each.row for each in plan.assign}
+        short = [
+            (int(rows.order[row]), rows.num_uncomputed(row) + chunks.get(row, 0))
+            for row in rows.prefilling().tolist()
+            if row not in entered
+        ]
+        if first is not None and not entered and first in self.waiting.next_few(1):
+            short.append((first.order, first.num_tokens_to_compute))
+        most = max(1, int(self.config.max_num_batched_tokens * self.config.max_prefill_share))
+        for row, count in chunks.items():
+            length, order = count + (rows.num_uncomputed(row) if rows.is_prefilling(row) else 0), int(rows.order[row])
+            is_long = count > most and row not in entered
+            if is_long and any(behind > order and shorter < length for behind, shorter in short):
+                name = self.batch.sequence(row).request.request_id
+                self._report(AssertionError(f"{name} takes {count} tokens of a step, and a shorter prompt waits"))
 
     @property
     def kept_for_requests(self) -> list[str]:
@@ -229,6 +308,37 @@ class CheckedScheduler(Scheduler):
         if self._fairness is not None:
             self._fairness.observe(frozenset(self._tenants_with_next()))
 
+    def log_cache(self) -> CacheLog:
+        """Whoever is told of changes knows what is cached, and what that is."""
+        log = super().log_cache()
+        told, take, pool = set(self.batch.blocks.pool.sealed_hashes()), log.take, self.batch.blocks.pool
+
+        def take_checked() -> CacheChanges | None:
+            nonlocal pool
+            if (changes := take()) is None:
+                return None
+            # What was there before the log is asked for apart.
+            if self.batch.blocks.pool is not pool:
+                told.clear()
+                pool = self.batch.blocks.pool
+            told.difference_update(changes.removed)
+            told.update(changes.stored)
+            if told != set(self.batch.blocks.pool.sealed_hashes()):
+                self._report(AssertionError("watchers are told of other blocks than are cached"))
+            if any(each not in (None, self._names[content][3]) for content, each in changes.stored.items()):
+                self._report(AssertionError("watchers are told of other tokens than blocks hold"))
+            return changes
+
+        log.take = take_checked
+        return log
+
+    def _break_promise(self) -> bool:
+        before = list(self.promises)
+        done = super()._break_promise()
+        if list(self.promises) != before[:-1]:
+            self._report(AssertionError("an offer loses its room before one that came later"))
+        return done
+
     def submit(self, request: CoreRequest, now: float) -> None:
         if (asked := self.asked.get(request.request_id)) is not None:
             adapter = None if request.adapter is None else request.adapter.name
@@ -237,9 +347,25 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{request.request_id} comes with another tenant, adapter, salt or prompt"))
             if asked.front is None and request.priority != asked.priority:
                 self._report(AssertionError(f"{request.request_id} comes with priority {request.priority}"))
-        super().submit(request, now)
+        try:
+            super().submit(request, now)
+        except QueueFullError:
+            self._check_refusal(request)
+            raise
         self._times_of[request.key] = [now]
         self._check()
+
+    def _check_refusal(self, request: CoreRequest) -> None:
+        """A full queue refuses only what it has no room for, and no tenant that has nothing in it before it is full by
+        the share that is kept for such ones."""
+        tokens, own = [each.num_tokens_to_compute for each in self.waiting], self.waiting.num_of(request.tenant)
+        added = len(request.prompt) + sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
+        extra = 1 if own else 1 + self.config.tenant_overflow * (len(self.waiting.tenants()) > 0)
+        is_full = len(tokens) + 1 > int(extra * self.config.max_waiting_requests)
+        if request.accepted_before or not (
+            is_full or sum(tokens) + added > int(extra * self.config.max_waiting_tokens)
+        ):
+            self._report(AssertionError(f"{request.request_id} is refused by a queue that has room"))
 
     def abort(self, key: RequestKey) -> bool:
         done = super().abort(key)
@@ -373,11 +499,12 @@ class CheckedScheduler(Scheduler):
         if (replaced := group.request.replaces) is not None:
             place = self._place_of.get(RequestKey(group.request.key.client, replaced), place)
         self._place_of[group.request.key] = place
-        waiting = self.waiting.tenants() | self.swapped.tenants()
+        waiting, before = self.waiting.tenants() | self.swapped.tenants(), 0
+        if comes_back := self.config.policy is PolicyKind.FAIR and bool(waiting) and tenant not in waiting:
+            before = self._counter(tenant)
         super()._enqueue(group)
-        comes_back = self.config.policy is PolicyKind.FAIR and waiting and tenant not in waiting
-        if comes_back and self._counter(tenant) < min(map(self._counter, waiting)):
-            self._report(AssertionError(f"{tenant} comes back ahead of all that wait"))
+        if comes_back and self._counter(tenant) != max(before, min(map(self._counter, waiting))):
+            self._report(AssertionError(f"{tenant} comes back ahead of all that wait, or behind"))
 
     def _preempt_for_decodes(self, now: float) -> bool:
         self._makes_slots = True
@@ -386,9 +513,21 @@ class CheckedScheduler(Scheduler):
         finally:
             self._makes_slots = False
 
+    def _needed_now(self) -> int:
+        """Blocks that decoding rows take for their next tokens, counted one by one: new ones, and copies of shared ones
+        for all that write to them but their last holder."""
+        table, pool, needed, writers = self.batch.rows, self.batch.blocks.pool, 0, Counter[BlockId]()
+        for row in table.decoding().tolist():
+            sequence, index = self.batch.sequence(row), int(table.num_computed[row]) // self.config.block_size
+            needed += index >= len(sequence.block_table)
+            writers.update(sequence.block_table[index : index + 1])
+        return needed + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
+
     def _preempt(self, group: SequenceGroup, now: float) -> None:
         if self._makes_slots and self.batch.blocks.has_retired:
             self._report(AssertionError(f"{group.request.request_id} makes room beside blocks of finished requests"))
+        if self._makes_slots and self._needed_now() <= self.batch.blocks.pool.num_free:
+            self._report(AssertionError(f"{group.request.request_id} makes room, and there is some"))
         if self.config.policy is not PolicyKind.FAIR:
             if group is not self.running.last():
                 self._report(AssertionError(f"{group.request.request_id} makes room before those behind it"))
@@ -469,6 +608,11 @@ class CheckedScheduler(Scheduler):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 
     def _check(self) -> None:
+        self._num_checks += 1
+        self._adapter_use.observe()
+        for pool in (self.batch.blocks.pool, self.batch.blocks.host.pool):
+            if self._num_checks % _POOLS_LOOKED_AT == 0 and (wrong := out_of_order(pool)) is not None:
+                self._report(AssertionError(wrong))
         if lost := [pin.pin_id for pin in self.pins if not pin.is_held and self.group(pin.key) is None]:
             self._report(AssertionError(f"pins {lost} hold nothing, and nobody computes them"))
         try:

@@ -37,6 +37,7 @@ from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, S
 from tests.sim.world.disk import Disk, Recording, simulated_disks
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
+from tests.sim.world.leaving import ordered
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
@@ -241,6 +242,17 @@ class Cluster:
                 node.fail(AssertionError(f"a drain ends, and {len(core.leases)} leases do not"))
 
         node.start(drain)
+
+    def forget_cached(self, host: str) -> None:
+        """A scheduler forgets what is cached."""
+        loop, node = self.loops.get(host), self.running[host]
+
+        async def forget() -> None:
+            assert loop is not None
+            loop.forget_cached()
+
+        if loop is not None and loop.scheduler is not None and not node.is_dead:
+            node.start(forget)
 
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock. It ends by
@@ -484,6 +496,10 @@ class Cluster:
                 name = pool.hash_of(BlockId(block))
                 if name is not None and names.get(block) != name:
                     yield f"{host} has a name for block {block}, which its worker has not sealed"
+            runner = self.runners[self.running[worker_host].name]
+            for block, name in enumerate(core.swap_space.pool.names(0, core.swap_space.pool.num_blocks)):
+                if name is not None and runner.ends_on_host(block) != self.names[name][:2]:
+                    yield f"{host} has a name for host block {block}, which does not hold that"
             if isinstance(tier := worker.disk, SimDiskTier):
                 entries, names_on_disk = tier.entries, set(tier.entries.values())
                 for slot, name in core.tier._by_slot.items():
@@ -609,6 +625,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
     with (
         watched_errors(lambda: clusters[-1].cores[host()].is_late),
+        ordered(CheckedScheduler._report),
         simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),

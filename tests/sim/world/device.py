@@ -55,6 +55,11 @@ class _ReadablePool(FakePool):
         """[number of blocks, block size] int64."""
         return self._gpu
 
+    @property
+    def host_slots(self) -> np.ndarray:
+        """The same of the blocks on the host."""
+        return self._host
+
     def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
         """[end] int64: what a row with these blocks finds in its slots."""
         return self._gpu[self._places(blocks, 0, end)]
@@ -132,6 +137,11 @@ class HashRunner(FakeRunner):
 
     def held(self, namespace: tuple[object, ...]) -> HeldPool:
         return HeldPool(self._readable.slots, *self.checked_seals.memory, namespace)
+
+    def ends_on_host(self, block: int) -> tuple[int, int]:
+        """What the first and the last slot of a block on the host hold."""
+        slots = self._readable.host_slots[block]
+        return int(slots[0]), int(slots[-1])
 
     def tear(self, admitted: AdmittedStep) -> None:
         """The process is killed in the middle of this step, which has written some of its slots."""

@@ -96,6 +96,10 @@ class Target(Protocol):
         """A scheduler drains, as `quire drain` has it, and goes on."""
         ...
 
+    def forget_cached(self, host: str) -> None:
+        """A scheduler forgets what is cached, as `ResetPrefixCache` has it."""
+        ...
+
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock."""
         ...
@@ -179,6 +183,21 @@ class Drain:
 
     def begin(self, target: Target) -> None:
         target.drain(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCached:
+    """An operator has a scheduler forget what is cached. Nothing breaks."""
+
+    at: float
+    host: str
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def begin(self, target: Target) -> None:
+        target.forget_cached(self.host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from quire.prefix_hashes import BlockHash
 from quire.rpc.errors import FailedPrecondition
 from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import Handle
@@ -47,9 +48,9 @@ _IDLE_S = 1.0
 _SILENCE_S = 13.0
 """A scheduler that is not stopped itself has noticed by then that its worker is silent."""
 
-Names = dict[BlockHash, tuple[int, int, str]]
-"""The names that schedulers gave to blocks, with what the first and the last slot of such a block hold, and whose it
-is: tenants share no blocks, and neither do requests of one tenant with other salts."""
+Names = dict[BlockHash, tuple[int, int, str, CachedTokens]]
+"""The names that schedulers gave to blocks, with what the first and the last slot of such a block hold, whose it is -
+tenants share no blocks, and neither do requests of one tenant with other salts - and what watchers are told of it."""
 
 
 class FalseSealError(BlockError):
@@ -72,7 +73,7 @@ class NamingBlocks(BlockManager):
             for index, name in enumerate(hashes, first):
                 begin = index * self.block_size
                 ends = int(slots[begin]), int(slots[begin + self.block_size - 1])
-                self._names[name] = (*ends, owner)
+                self._names[name] = (*ends, owner, self._cached_tokens(sequence, index))
         if any(self._names[name][2] != owner for name in hashes):
             raise FalseSealError(f"a block of {owner} has the name of another one's")
         return super().seal(sequence, first, end)
@@ -409,11 +410,13 @@ class Watch:
         """Requests that wait for nothing, at schedulers that have nothing to do: nobody woke them."""
         for host, core, _ in self._attached():
             waits = core.preparations
-            if core.in_flight or waits.num_underway or waits._given_up or core.promises:
+            if core.in_flight or waits.num_underway or core.promises:
                 continue
             waiting = next(iter(core.waiting.next_few(1)), None)
             if waiting is not None and not (waiting.request.is_offer or core.trials.are_on):
                 yield f"{host} is idle, and {waiting.request.request_id} waits"
+            if not core.trials.are_on and any(need in waits._held for each in waits._wanted.values() for need in each):
+                yield f"{host} is idle, and requests wait for what it could have prepared"
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps and get nothing new."""

@@ -1,0 +1,106 @@
+"""In which order what is kept makes way: blocks of a pool, leases, adapters in slots. What was used last stays
+longest."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+from quire.prefix_hashes import BlockHash
+from scheduler_svc.core.adapter_slots import AdapterSlots
+from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.moves import Leases
+from scheduler_svc.core.request import Adapter
+
+_NEWEST = BlockId(-1)
+"""No block: in its place is the time of the one that was freed last."""
+_FREED_AT: WeakKeyDictionary[BlockPool, dict[BlockId, int]] = WeakKeyDictionary()
+"""When blocks of pools were freed last, in this world, as numbers that rise. Recordings have no class of tests."""
+
+
+@contextmanager
+def ordered(fail: Callable[[Exception], object]) -> Iterator[None]:
+    """Inside the block leases make way in the order in which they were given, and it is known in which order blocks
+    were freed, and so in which they are to be handed out: those without a name first, and then those that were freed
+    first; of blocks freed together the ends of prefixes first."""
+    free_blocks, restore_block, end_one = BlockPool.free, BlockPool.restore, Leases.give_way
+
+    def note(pool: BlockPool, blocks: Iterable[BlockId]) -> None:
+        times = _FREED_AT.setdefault(pool, {})
+        for block in blocks:
+            times[_NEWEST] = times[block] = times.get(_NEWEST, 0) + 1
+
+    def free(pool: BlockPool, *tables: Sequence[BlockId]) -> None:
+        note(pool, (block for table in tables for block in reversed(table)))
+        free_blocks(pool, *tables)
+
+    def restore(pool: BlockPool, block: BlockId, content: BlockHash) -> None:
+        had_name = pool.hash_of(block) is not None
+        restore_block(pool, block, content)
+        if not had_name and pool.hash_of(block) is not None:
+            note(pool, (block,))
+
+    def give_way(leases: Leases[Any], pool: BlockPool) -> bool:
+        before = list(leases)
+        done = end_one(leases, pool)
+        if list(leases) != before[1:]:
+            fail(AssertionError("a lease makes way before one that was given earlier"))
+        return done
+
+    _FREED_AT.clear()
+    ways = patch.object(Leases, "give_way", give_way)
+    with ways, patch.object(BlockPool, "free", free), patch.object(BlockPool, "restore", restore):
+        yield
+
+
+def out_of_order(pool: BlockPool) -> str | None:
+    """What is wrong with the order of the free blocks; None where nothing is."""
+    free, times = pool.free_blocks(), _FREED_AT.get(pool, {})
+    names = pool.hashes_of(free)
+    num_unnamed = names.count(None)
+    if names[:num_unnamed].count(None) != num_unnamed:
+        return "a block that can be hit is handed out before one that cannot"
+    freed_at = [times.get(block, 0) for block in free[num_unnamed:]]
+    return "a block is handed out before one that was used earlier" if freed_at != sorted(freed_at) else None
+
+
+class AdapterUse:
+    """When rows used the adapters that are loaded, and when these were loaded."""
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+        self._now = 0
+        self._used_at = dict[Adapter, int]()
+        self._loaded_at = dict[Adapter, int]()
+
+    def observe(self) -> None:
+        """To be called after each operation."""
+        self._now += 1
+        rows = self._slots.num_rows()
+        for adapter, count in rows.items():
+            self._loaded_at.setdefault(adapter, self._now)
+            if count or adapter not in self._used_at:
+                self._used_at[adapter] = self._now
+        for gone in self._loaded_at.keys() - rows.keys():
+            del self._loaded_at[gone], self._used_at[gone]
+
+    def wrong_choice(self, before: dict[Adapter, int], drained: set[Adapter], kept: set[Adapter]) -> str | None:
+        """What is wrong with the adapter that a slot was taken from, or that is drained now, where `before` had so many
+        rows and `drained` made way already; None where nothing is."""
+        left = before.keys() - self._slots.num_rows().keys()
+        free = {adapter for adapter, count in before.items() if not count and adapter not in kept} | left
+        for adapter in left:
+            if drained & free and adapter not in drained:
+                return f"{adapter.name} leaves its slot, and one that makes way already stays"
+            if not drained & free and self._used_at.get(adapter, 0) > min(self._used_at.get(each, 0) for each in free):
+                return f"{adapter.name} leaves its slot, and one that was used before stays"
+        for adapter in self.drained() - drained:
+            used = [each for each, count in before.items() if count]
+            if self._loaded_at.get(adapter, 0) > min(self._loaded_at.get(each, 0) for each in used):
+                return f"{adapter.name} is to make way, and was loaded after others"
+        return None
+
+    def drained(self) -> set[Adapter]:
+        """Those that make way for others."""
+        return {adapter for adapter in self._slots.num_rows() if not self._slots.is_ready(adapter)}
