@@ -17,6 +17,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer
 from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,6 +38,8 @@ _LAST_REQUESTS_S = 0.1
 _KEEP_ALIVE_S = 75
 _ABSOLUTE = re.compile(rb"(?i:https?)://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)")
 _MAX_HEADER_BYTES = 64 * 1024
+# h11 takes a microsecond or more for each line, all lines in one turn; trailers of a chunked body are such lines too.
+_MAX_HEADER_LINES = 1024
 _ACCEPT_PAUSE_S = 0.5
 # Each chunk of a body takes some microseconds, however short it is, and all chunks of one read are taken in one turn.
 _MAX_SHORT_CHUNKS = 1 << 13
@@ -350,9 +353,23 @@ class TlsListener:
             self._places.give_back(holder)
 
 
+class _Received(ReceiveBuffer):
+    """What h11 has received. It refuses very many lines of headers or trailers before h11 parses them."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > _MAX_HEADER_LINES:
+            raise h11.RemoteProtocolError(
+                f"the headers or trailers have more than {_MAX_HEADER_LINES:,} lines",
+                error_status_hint=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            )
+        return lines
+
+
 class _ConnectionState(h11.Connection):
-    """h11's state of one connection. It refuses a body of very many chunks that are short on average, and a body whose
-    length may be read in two ways: a proxy that reads the other one takes the rest for the next request.
+    """h11's state of one connection. It refuses very many headers or trailers, a body of very many chunks that are short
+    on average, and a body whose length may be read in two ways: a proxy that reads the other one takes the rest for the
+    next request.
 
     Attributes:
         problem: What the other side did wrong, if anything.
@@ -361,6 +378,7 @@ class _ConnectionState(h11.Connection):
     def __init__(self, max_incomplete_event_size: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
         self.problem: h11.RemoteProtocolError | None = None
+        self._receive_buffer = _Received()
         self._num_chunks = 0
         self._num_bytes = 0
 
@@ -527,7 +545,8 @@ class HttpConnection(H11Protocol):
 
 def _answer_to_malformed(problem: h11.RemoteProtocolError | None) -> ErrorAnswer:
     if problem is not None and problem.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-        message = f"the request line and the headers have more than {shown_bytes(_MAX_HEADER_BYTES)}"
+        size = shown_bytes(_MAX_HEADER_BYTES)
+        message = f"the request line and the headers have more than {size} or {_MAX_HEADER_LINES:,} lines"
         return ErrorAnswer(431, message, "headers_too_large")
     return ErrorAnswer(400, f"the request is not valid HTTP: {problem!s:.200}", "malformed_http")
 

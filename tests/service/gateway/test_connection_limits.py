@@ -128,6 +128,21 @@ async def test_headers_that_never_end_are_refused_before_they_fill_the_memory(sc
         connection.close()
 
 
+@pytest.mark.parametrize("in_trailers", [False, True])
+@pytest.mark.parametrize(("num_lines", "status"), [(1000, b"200"), (1100, b"431")])
+async def test_very_many_headers_or_trailers_are_refused_however_short_they_are(
+    gateway, in_trailers, num_lines, status
+):
+    lines = b"x: y\r\n" * num_lines
+    head = request("POST /tokenize", {"transfer-encoding": "chunked", "connection": "close"})
+    if not in_trailers:
+        head, lines = head[:-2] + lines + head[-2:], b""
+    with await connection_to(gateway) as connection:
+        connection.sendall(head + b'e\r\n{"prompt":"a"}\r\n0\r\n' + lines + b"\r\n")
+        answer = await read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 " + status), answer
+
+
 async def test_a_connection_that_is_not_set_up_in_time_is_closed(scheduler):
     async with running_gateway(scheduler, handshake_timeout=SHORT_S) as gateway:
         with await connection_to(gateway, gateway.gateway.grpc_address) as connection:
