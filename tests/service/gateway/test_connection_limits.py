@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from typing import Any
 
 import grpc.aio
 import httpx
@@ -12,7 +11,6 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire.rpc import server
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
 from tests.support.grpc_types import health_stub
@@ -20,6 +18,8 @@ from tests.support.raw_http import connection_to, read_answer, read_to_end, requ
 
 CHECK = health_pb2.HealthCheckRequest()
 SHORT_S = 0.3
+# HTTP/2's type of a frame, and type and flags.
+GOAWAY, PING_ACK = 7, b"\6\1"
 # Connections of one process to one address share one otherwise.
 APART = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -157,16 +157,8 @@ async def test_an_http_connection_without_a_further_request_is_closed_after_a_wh
             assert b" 200 " in await read_to_end(connection)
 
 
-async def test_a_long_unary_call_survives_its_client_s_pings(scheduler, monkeypatch):
-    """Clients may ping every five seconds, as docs/api.md says; here gRPC lets them every second, at most."""
-    options_of = server._options
-
-    def with_short_intervals(*arguments: Any, **fields: Any) -> list[tuple[str, int]]:
-        options = dict(options_of(*arguments, **fields))
-        assert options["grpc.http2.min_ping_interval_without_data_ms"] == 5000
-        return list((options | {"grpc.http2.min_ping_interval_without_data_ms": 40}).items())
-
-    monkeypatch.setattr(server, "_options", with_short_intervals)
+async def test_a_long_unary_call_survives_its_client_s_pings(scheduler):
+    """gRPC lets clients ping every second, at most."""
     scheduler.emits.clear()
     pings = [("grpc.keepalive_time_ms", 50), ("grpc.http2.max_pings_without_data", 0), *APART]
     async with (
@@ -180,6 +172,25 @@ async def test_a_long_unary_call_survives_its_client_s_pings(scheduler, monkeypa
         assert not call.done()
         scheduler.emits.set()
         assert (await asyncio.wait_for(call, 30)).sequences
+
+
+async def test_a_flood_of_pings_is_answered_and_nothing_else_is_written(scheduler):
+    """gRPC's own measure against it writes a GOAWAY for each ping, keeps memory for each, and need not end."""
+    num_pings, ping = 100_000, bytes.fromhex("000008 06 00 00000000") + b"12345678"
+    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000 04 00 00000000")
+    async with running_gateway(scheduler) as gateway:
+        host, _, port = gateway.gateway.grpc_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(start + ping * num_pings)
+        num_acks = 0
+        async with asyncio.timeout(30):
+            while num_acks < num_pings:
+                head = await reader.readexactly(9)
+                assert head[3] != GOAWAY
+                await reader.readexactly(int.from_bytes(head[:3]))
+                num_acks += head[3:5] == PING_ACK
+        writer.close()
+        assert await health_stub(gateway.channel).Check(CHECK, timeout=30)
 
 
 async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(scheduler):
