@@ -263,6 +263,8 @@ def _options(
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # gRPC unpacks a whole message before it looks at its size: 4 MiB of gzip may become 4 GiB.
+        ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
         # Clients may ping as they like. Where gRPC counts pings against them, it closes a connection only once no write
         # is under way, which a flood of pings prevents, and keeps 2 kB for each further ping: a gigabyte in 4 s. Its
         # acknowledgements are bounded: it reads no further where 10,000 wait.

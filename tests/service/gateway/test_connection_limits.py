@@ -200,3 +200,17 @@ async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(schedule
         error = await error_of(health.Check(CHECK, metadata=[("x", "y" * 131_072)], timeout=30))
         assert isinstance(error, ResourceExhausted)
         assert await health.Check(CHECK, timeout=30)
+
+
+async def test_compressed_requests_are_refused_before_they_are_unpacked(scheduler):
+    compression = grpc.Compression.Gzip
+    async with (
+        running_gateway(scheduler) as gateway,
+        grpc.aio.insecure_channel(gateway.gateway.grpc_address, options=APART, compression=compression) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.Generate(generation_pb2.GenerateRequest(text="a" * 1000), timeout=30)
+        assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "gzip" in str(failed.value.details())
+        assert not scheduler.live
