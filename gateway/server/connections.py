@@ -367,9 +367,9 @@ class _Received(ReceiveBuffer):
 
 
 class _ConnectionState(h11.Connection):
-    """h11's state of one connection. It refuses very many headers or trailers, a body of very many chunks that are short
-    on average, and a body whose length may be read in two ways: a proxy that reads the other one takes the rest for the
-    next request.
+    """h11's state of one connection. It refuses very many headers or trailers, a body of very many chunks that are
+    short on average, and a body whose length may be read in two ways: a proxy that reads the other one takes the rest
+    for the next request.
 
     Attributes:
         problem: What the other side did wrong, if anything.
