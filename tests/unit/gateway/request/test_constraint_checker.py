@@ -142,7 +142,7 @@ def test_a_gateway_killed_with_an_answer_unread_ends_the_process_quietly(tmp_pat
     model = write_model_directory(tmp_path / "m", byte_level())
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "quire.constraints.check_process", str(model)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE)
     theirs.close()
     content = Constraint(regex="a").SerializeToString()
     ours.sendall(HEADER.pack(len(content), 1) + content)
