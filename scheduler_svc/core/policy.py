@@ -372,7 +372,7 @@ class FairPolicy(Policy):
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
         tenant = self._next_tenant(queues)
         assert tenant is not None, "no group is next"
-        self._floor = max(self._floor, self._counter(tenant))
+        self._floor = max(self._floor, min(map(self._counter, (tenant, *self._held))))
         self._chosen = (tenant,)
         return _first_of(tenant, queues)
 
