@@ -179,6 +179,8 @@ class Stretches<Kind, true> {
 
 class MatrixMultiplier {
  public:
+  static constexpr int64_t kBytesAtOnce = 3 << 18;  // stay in the second cache
+
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs&) {
     return 0;

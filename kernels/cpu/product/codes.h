@@ -37,6 +37,8 @@ struct PanelPiece {
 
 class CodeMultiplier {
  public:
+  static constexpr int64_t kBytesAtOnce = 3 << 18;  // stay in the second cache
+
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
     using Piece = PanelPiece<CodedBlocks<typename Kind::Format, true>::kParts>;

@@ -200,15 +200,16 @@ inline const typename Kind::X* x_of(const ProductArgs& args, int64_t token) {
   return static_cast<const typename Kind::X*>(args.x) + token * args.x_stride;
 }
 
-// Tokens whose lines stay in the second cache while all panels are read.
-constexpr int64_t kMaxTokens = 512;
-
-template <class Kind>
-int64_t tokens_at_once(const ProductArgs& args) {
-  constexpr int64_t kBytes = 3 << 18;
+// Calls function(first, last) for tokens that are multiplied at once, those of each unit in equal parts of at most
+// kBytes. `begin` is that of a unit.
+template <class Kind, int64_t kBytes, class Function>
+void for_passes(const ProductArgs& args, int64_t begin, int64_t end, Function function) {
   const int64_t line = sizeof(typename Kind::X) * (args.in_features < 1 ? 1 : args.in_features);
-  const int64_t tokens = kBytes / line / kPanel * kPanel;
-  return tokens < kPanel ? kPanel : tokens < kMaxTokens ? tokens : kMaxTokens;
+  for (; begin < end; begin += kMaxTokens) {
+    const int64_t tokens = end - begin < kMaxTokens ? end - begin : kMaxTokens;
+    const int64_t passes = (tokens * line + kBytes - 1) / kBytes, step = padded((tokens + passes - 1) / passes, kPanel);
+    for (int64_t at = 0; at < tokens; at += step) function(begin + at, begin + (at + step < tokens ? at + step : tokens));
+  }
 }
 
 }  // namespace
@@ -245,19 +246,21 @@ int64_t scratch_bytes(const ProductArgs& args) {
   return padded(Multiplier<Kind>::template scratch_bytes<Kind>(args), kCacheLine) + tokens * kPanel * sizeof(float);
 }
 
-// Multiplies as many tokens at once as fit the second cache.
 template <class Kind>
-void multiply(const ProductArgs& args, const TokensBySlot& by_slot, int64_t first_panel, int64_t last_panel,
+void multiply(const ProductArgs& args, const TokensBySlot& by_slot, int64_t unit, int64_t last_unit,
               std::byte* scratch, const std::byte* packed) {
-  Multiplier<Kind> multiplier;
-  auto* sums =
-      reinterpret_cast<float*>(scratch + padded(Multiplier<Kind>::template scratch_bytes<Kind>(args), kCacheLine));
-  const int64_t step = tokens_at_once<Kind>(args);
-  for (int64_t begin = 0; begin < args.num_tokens; begin += step) {
-    const int64_t end = begin + step < args.num_tokens ? begin + step : args.num_tokens;
-    Addends addends(args, by_slot, begin, end, sums);
-    const Pass pass{args, args.parts == nullptr ? nullptr : &addends};
-    multiplier.template multiply<Kind>(pass, first_panel, last_panel, begin, end, scratch, packed);
+  using Multiplier = Multiplier<Kind>;
+  auto* sums = reinterpret_cast<float*>(scratch + padded(Multiplier::template scratch_bytes<Kind>(args), kCacheLine));
+  for (const int64_t panels = num_panels(args); unit < last_unit;) {
+    const int64_t tokens = unit / panels * kMaxTokens, first = unit % panels;
+    const int64_t last = last_unit - unit < panels - first ? first + last_unit - unit : panels;
+    const int64_t end = tokens + kMaxTokens < args.num_tokens ? tokens + kMaxTokens : args.num_tokens;
+    for_passes<Kind, Multiplier::kBytesAtOnce>(args, tokens, end, [&](int64_t begin, int64_t end) {
+      Addends addends(args, by_slot, begin, end, sums);
+      const Pass pass{args, args.parts == nullptr ? nullptr : &addends};
+      Multiplier().template multiply<Kind>(pass, first, last, begin, end, scratch, packed);
+    });
+    unit += last - first;
   }
 }
 

@@ -292,6 +292,9 @@ class Passes {
 
 class VectorMultiplier {
  public:
+  // The third cache is fast enough for the lines of tokens, which are read in order; a panel stays in the second.
+  static constexpr int64_t kBytesAtOnce = 1 << 22;
+
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
     const bool once = kIsCoded<Kind> || (kIsExpanded<Kind> && args.num_tokens > kMaxGroup);
@@ -306,13 +309,12 @@ class VectorMultiplier {
   // Packs blocks begin to end of the lines of all tokens.
   template <class Kind>
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
-    const int64_t step = tokens_at_once<Kind>(args);
-    for (int64_t token = 0; token < args.num_tokens; token += step) {
-      const auto groups = TokenGroups::of<Kind>(token, token + step < args.num_tokens ? token + step : args.num_tokens);
+    for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
+      const auto groups = TokenGroups::of<Kind>(first, last);
       for (int64_t group = 0; group < groups.count(); ++group)
         pack_group<Kind>(args, groups.first_of(group), groups.first_of(group + 1), begin, end,
                          reinterpret_cast<float*>(packed));
-    }
+    });
   }
 
   // Multiplies tokens begin to end with some panels.

@@ -71,6 +71,13 @@ inline int64_t num_panels(int64_t out_features, bool gated) {
 
 inline int64_t num_panels(const ProductArgs& args) { return num_panels(args.out_features, is_gated(args)); }
 
+// The units of a product: panel after panel for the first tokens, then for the next ones, so that the lines of tokens
+// stay in the third cache.
+constexpr int64_t kMaxTokens = 512;
+inline int64_t num_units(const ProductArgs& args) {
+  return (args.num_tokens + kMaxTokens - 1) / kMaxTokens * num_panels(args);
+}
+
 // The size of a unit of `shrink`: lines of an adapter's A, and tokens that have it.
 inline constexpr int64_t kLinesOfUnit = 16, kTokensOfUnit = 8;
 
@@ -126,7 +133,7 @@ struct IsaKernels {
   ByDtype<void (*)(const ShrinkArgs&, const int64_t* tokens, const ShrinkUnit* begin, const ShrinkUnit* end)> shrink;
   // n elements of `count` parts, at most kMaxRanks, summed to `to`, which may be one of the parts.
   ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
-  // Panels begin to end, for all tokens; `packed` holds the tokens where packed_bytes is not 0.
+  // Units begin to end; `packed` holds the tokens where packed_bytes is not 0.
   void (*product)(const ProductArgs&, const TokensBySlot&, int64_t begin, int64_t end, std::byte* scratch,
                   const std::byte* packed);
   int64_t (*product_scratch)(const ProductArgs&);  // bytes

@@ -254,7 +254,7 @@ Status Operations::add_product(ProductArgs args, const ShrinkArgs* next) {
     if (tokens->is_empty()) args.parts = nullptr;
   }
   const auto kernel = context_.kernels.product;
-  const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
+  const int64_t elements = args.in_features * kPanel * (1 + std::min(args.num_tokens, kMaxTokens) / 16);
   const int64_t packed_bytes = context_.kernels.packed_bytes(args);
   if (packed_bytes > 0) {
     const auto pack = context_.kernels.pack_tokens;
@@ -265,7 +265,7 @@ Status Operations::add_product(ProductArgs args, const ShrinkArgs* next) {
         packed_bytes);
   }
   return add(
-      args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
+      num_units(args), grain(kWorthReading, elements),
       [=](int64_t begin, int64_t end, const Scratch& scratch) {
         kernel(args, tokens->get(next), begin, end, scratch.own, scratch.shared);
       },

@@ -142,7 +142,9 @@ def test_a_tokens_bits_do_not_depend_on_other_tokens(isa: str) -> None:
                 table.put(slot, table.pack(make_parts(768, widths, ranks, dtype)))
             slots = torch.arange(67) % 4
             with torch_threads(2):
-                together = kernels.product(x, packed, None, activation, dtype, TokenAddends(table, slots))
+                addends = TokenAddends(table, slots.repeat(8))
+                together = kernels.product(x.repeat(8, 1), packed, None, activation, dtype, addends)
+            assert torch.equal(together, together[:67].repeat(8, 1))
             for token in range(67):
                 one = slice(token, token + 1)
                 alone = kernels.product(x[one], packed, None, activation, dtype, TokenAddends(table, slots[one]))

@@ -79,7 +79,7 @@ def test_any_shape_equals_the_sums_of_float64(
 
 
 def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
-    kernels, x = make_kernels(isa), torch.randn(67, 768).bfloat16()
+    kernels, x = make_kernels(isa), torch.randn(579, 768).bfloat16()
     packed = kernels.pack_weight(make_weight(1100, 768), False, Quantization.NONE)
     with torch_threads(1):
         alone = kernels.product(x, packed, None, "silu", torch.bfloat16)
@@ -88,11 +88,11 @@ def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
 
 
 @parametrize_pairwise("isa,quantization,dtype", ISAS, [Quantization.NONE, Quantization.INT8_WEIGHT_ONLY], DTYPES)
-def test_tokens_beyond_what_the_second_cache_holds(quantization: Quantization, dtype: torch.dtype, isa: str) -> None:
+def test_tokens_beyond_those_of_a_pass_and_of_a_unit(quantization: Quantization, dtype: torch.dtype, isa: str) -> None:
     kernels, x, weight = (
         products_of(isa, dtype, quantization),
-        torch.randn(300, 3072).to(dtype),
-        make_weight(70, 3072, dtype),
+        torch.randn(600, 6144).to(dtype),
+        make_weight(70, 6144, dtype),
     )
     actual = kernels.product(x, kernels.pack_weight(weight, False, quantization), None, "identity", torch.float32)
     weight = weight if quantization is Quantization.NONE else as_rounded(weight)
