@@ -214,8 +214,12 @@ class GgufFields:
         return self._typed(self._key(name), kind, expected)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 on."""
-        value = self.own(name, int, "a whole number", default)
+        """A whole number from 1 on, which may be a list of that number for each layer."""
+        given = self.own(name, (int, list), "a whole number", default)
+        value, *others = dict.fromkeys(given if isinstance(given, list) else [given]) or [None]
+        if others or type(value) is not int:
+            problem = "which differs by layer; such models are not read" if others else "not a whole number"
+            raise self.error(f"{self._key(name)} is {given!r:.80}, {problem}")
         if not 1 <= value <= _MAX_SIZE:
             raise self.error(f"{self._key(name)} is {value}; expected is a number from 1 to {_MAX_SIZE}")
         return value

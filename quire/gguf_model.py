@@ -344,6 +344,9 @@ _CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
     "mistral": _llama,
     "qwen2": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
     "qwen3": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
+    # Of models that read images, too: their rotation is the usual one in texts.
+    "qwen2vl": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
+    "qwen3vl": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": lambda fields: _qwen_with_experts(fields, "Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
     "gemma": _gemma,

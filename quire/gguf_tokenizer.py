@@ -45,9 +45,22 @@ _GPT_4O = (
 )
 _SEED = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}")
-_WORDS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _DIGIT = r"\p{N}"
+_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, _DIGIT)
+# Letters of two cases in scripts that DeepSeek's list of ranges has.
+_CASED = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua790-\ua7ff\uab30-\uab6f"
+    "\U00010570-\U000105bf\U00010d50-\U00010d8f\U00016e40-\U00016eff\U0001d400-\U0001dfff]]"
+)
+_MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
+_DEEPSEEK = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _CHINESE, _DIGIT)
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_WORDS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +89,20 @@ _AS_LLAMA_3 = _Split((_LLAMA_3,), whole=True, with_bos=True)
 _AS_QWEN_2 = _Split((_QWEN_2,), normalized=True)
 _SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum", "a.x-4.0"), _AS_GPT_2),
+    "granite-docling": _AS_GPT_2,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _AS_LLAMA_3),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _Split((_LLAMA_3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _AS_QWEN_2),
     **dict.fromkeys(("megrez", "kormo"), _Split((_QWEN_2,))),
     **dict.fromkeys(("viking", "poro-chat"), _Split((_WORDS, _DIGIT))),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Split((_GPT_4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), _Split((_GPT_4O,))),
     "tekken": _Split((_TEKKEN,), whole=True, with_bos=True),
     "seed-coder": _Split((_SEED,)),
     "deepseek-coder": _Split(_CODER),
+    "deepseek-llm": _Split(_DEEPSEEK),
+    "deepseek-v3": _Split(_DEEPSEEK_3),
+    "minicpm5": _Split((r"\p{N}{1,3}", _LLAMA_3), whole=True),
 }
 """By tokenizer.ggml.pre, the name of the tokenizer that llama.cpp knew first to split so."""
 SPLIT_NAMES = tuple(reversed({split: name for name, split in reversed(_SPLITS.items())}.values()))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kernels.packed_weight import CodedWeight, Coding
-from quire.gguf_header import GgufHeader, GgufTensor
+from quire.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.processors import num_processors
 from quire.settings import ConfigurationError
 
@@ -86,8 +86,7 @@ _OF_GPT2 = {
 _NAMES = {
     "llama": _OF_MIXTRAL,
     "mistral": _OF_MIXTRAL,
-    "qwen2": _OF_LLAMA,
-    "qwen3": _OF_LLAMA,
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2vl", "qwen3vl"), _OF_LLAMA),
     "qwen2moe": _OF_QWEN_WITH_EXPERTS,
     "qwen3moe": _OF_QWEN_WITH_EXPERTS,
     "gemma": _OF_LLAMA,
@@ -323,8 +322,8 @@ class _Layout:
         return (1,) * len(bases)
 
     def _heads(self, name: str) -> int:
-        metadata, section = self._header.metadata, f"{self._architecture}.attention"
-        return metadata.get(f"{section}.{name}") or metadata[f"{section}.head_count"]
+        fields = GgufFields(self._header)
+        return fields.size(f"attention.{name}", fields.size("attention.head_count"))
 
     def _arrangement(self, base: str, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         if _TRANSPOSED.search(name):

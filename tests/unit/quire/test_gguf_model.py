@@ -26,6 +26,7 @@ from quire.settings import ConfigurationError
 from tests.support.gguf_files import write_gguf
 from tests.support.models import Family, make_model
 from tests.support.tokenizers import byte_fallback
+from worker_svc.gguf_weights import gguf_weights
 
 TEXTS = ["the cat sat", " two  spaces", "naïve café 😀", "tabs\tand\n\nlines", "it's 12345 o'clock", "", "</s> x<s>"]
 
@@ -75,6 +76,9 @@ def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path,
         ("gpt-4o", ["a", "\u0120", "123", "4", "\u0120It'S", "\u010a", "\u0120b"]),
         ("viking", ["a", "\u0120", "1", "2", "3", "4", "\u0120It'S", "\u010a", "\u0120b"]),
         ("deepseek-coder", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
+        ("deepseek-llm", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
+        ("deepseek-v3", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("minicpm5", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
     ],
 )
 def test_how_byte_level_texts_are_split(directory: Path, tmp_path: Path, pre: str, pieces: list[str]) -> None:
@@ -175,6 +179,16 @@ def test_how_rotations_are_scaled(
     assert ModelDirectory.open(file).config["rope_scaling"] == expected
 
 
+def test_numbers_may_be_lists_that_have_the_same_one_for_each_layer(directory: Path, tmp_path: Path) -> None:
+    plain = write_gguf(tmp_path / "plain.gguf", directory)
+    names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    fields = GgufFields(GgufHeader.read(plain))
+    lists = {f"llama.{name}": [fields.size(name)] * 2 for name in names}
+    listed = write_gguf(tmp_path / "listed.gguf", directory, further=lists)
+    assert ModelDirectory.open(listed).config == ModelDirectory.open(plain).config
+    assert gguf_weights(listed).keys() == gguf_weights(plain).keys()
+
+
 def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -217,6 +231,9 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
         ({"llama.attention.key_length": 1 << 30}, "tensor blk.0.attn_q.weight is missing, or has not as many rows"),
         ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is 0.0; expected is a number above 0"),
         ({"llama.block_count": "two"}, "llama.block_count is 'two', not a whole number"),
+        ({"llama.block_count": True}, "llama.block_count is True, not a whole number"),
+        ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv is [1, 2], which differs by layer; such models are"),
+        ({"llama.feed_forward_length": [0.5, 0.5]}, "feed_forward_length is [0.5, 0.5], not a whole number"),
         ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; read are gpt-2, phi-2"),
         ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; read are gpt2 (byte-level BPE) and llama"),
