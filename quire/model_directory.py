@@ -12,22 +12,48 @@ from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_model import describe
 from quire.settings import ConfigurationError
 
-SUPPORTED_ARCHITECTURES = (
-    "GPT2LMHeadModel",
-    "OPTForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "GemmaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Phi3ForCausalLM",
-)
+_ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "opt": "OPTForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+"""By model_type of config.json."""
+SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())
 """The architectures that Quire implements itself."""
+
+_QWEN_2_VL = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+_QWEN_3_VL = {"hidden_size": 4096, "max_position_embeddings": 128000, "rope_theta": 5e5}
+# Language models within models that read images, too: the type that they equal on texts, whose three positions by which
+# they rotate are the same number; and what transformers' defaults differ in from those of that type.
+_TYPES_WITHIN = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN_2_VL)),
+    "qwen3_vl_text": ("qwen3", _QWEN_3_VL),
+}
+_WITH_MORE = "ForConditionalGeneration"
+_NOT_CAUSAL = "paligemma"
+"""Its prompts attend in both directions."""
+_OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+"""Fields that config.json may have for the whole model instead of its language model."""
 
 # How transformers names language models; the worker says which of them it can run through transformers' code.
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -62,13 +88,15 @@ class ModelDirectory:
 
     Attributes:
         path: The directory, or the GGUF file, of several parts any.
-        config: config.json, with its quantization_config in place where older tools wrote that elsewhere.
+        config: config.json, with its quantization_config in place where older tools wrote that elsewhere; or what that
+            says of the language model of `whole`.
         generation_config: generation_config.json, or what a GGUF file has in its place; empty where there is none.
         tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
             added_tokens.json say where transformers takes that from there.
         chat_template: The Jinja source that turns messages into a prompt, where the model has one.
         tool_chat_template: Another one for conversations with tools, where the model has that.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
+        whole: What the model is that reads images or sound, too, where only its language model is served; else None.
         eos_token_ids: The ids that end a text, those of generation_config.json first.
         gguf: The header of a GGUF file, which is read once; None of a directory.
     """
@@ -81,6 +109,7 @@ class ModelDirectory:
     chat_template: str | None = field(repr=False)
     tool_chat_template: str | None = field(repr=False)
     eos_token_ids: tuple[int, ...]
+    whole: str | None = None
     gguf: GgufHeader | None = field(default=None, repr=False)
     _own_tokenizer: Mapping[str, Any] | None = field(default=None, repr=False)
 
@@ -100,9 +129,13 @@ class ModelDirectory:
         generation_config = _read_json(path / "generation_config.json") or {}
         tokenizer_config = _tokenizer_config(path)
         templates = _chat_templates(path, tokenizer_config)
+        architecture, whole = _architecture(path, config)
+        if whole is not None:
+            config = _language_model(config, architecture)
         return cls(
             path=path,
-            architecture=_architecture(path, config),
+            architecture=architecture,
+            whole=whole,
             config=config,
             generation_config=generation_config,
             tokenizer_config=tokenizer_config,
@@ -116,7 +149,7 @@ class ModelDirectory:
         described = describe(path)
         return cls(
             path=path,
-            architecture=_architecture(path, described.config),
+            architecture=described.config["architectures"][0],
             config=described.config,
             generation_config=described.generation_config,
             tokenizer_config=described.tokenizer_config,
@@ -309,22 +342,53 @@ def _added_tokens(file: Path) -> dict[str, int]:
     return ids
 
 
-def _architecture(path: Path, config: dict[str, Any]) -> str:
+def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | None]:
+    """That of the language model, and the name of the whole model where that reads more than text. Raises
+    ConfigurationError."""
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise ConfigurationError(f"{path / 'config.json'} names no architecture; supported are {supported}")
-    names = [name for name in architectures if isinstance(name, str)]
-    for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
-            return name
-    for name in names:
-        if name.endswith(_LANGUAGE_MODEL_SUFFIXES):
-            return name
+    given = config.get("architectures")
+    names = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    for known in (SUPPORTED_ARCHITECTURES.__contains__, lambda name: name.endswith(_LANGUAGE_MODEL_SUFFIXES)):
+        if (found := next(filter(known, names), None)) is not None:
+            return found, None
+    text = _text_config(config)
+    kind, is_within = str(text.get("model_type")), text is not config or config.get("model_type") in _TYPES_WITHIN
+    usual, _ = _TYPES_WITHIN.get(kind, (kind, {}))
+    architecture = _ARCHITECTURES.get(usual)
+    if architecture is not None and not names and not is_within:
+        return architecture, None
+    is_causal = not config.get("is_encoder_decoder") and config.get("model_type") != _NOT_CAUSAL
+    if architecture is not None and is_within and is_causal and all(name.endswith(_WITH_MORE) for name in names):
+        return architecture, (names or [str(config.get("model_type"))])[0]
+    if not names:
+        raise ConfigurationError(
+            f"{path / 'config.json'} names no architecture, and its model_type is {kind:.80}; supported are {supported}"
+        )
     raise ConfigurationError(
-        f"architecture {architectures[0]} of {path} is not supported; supported are {supported}, "
-        "and decoder-only models that transformers implements (...ForCausalLM)"
+        f"architecture {names[0]} of {path} is not supported; supported are {supported}, language models of these "
+        f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"
     )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of the language model; older configurations have none."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """What config.json says of the language model of one that reads more than text."""
+    text = _text_config(config)
+    usual = next(kind for kind, name in _ARCHITECTURES.items() if name == architecture)
+    _, defaults = _TYPES_WITHIN.get(str(text.get("model_type")), (usual, {}))
+    of_whole = [*_OF_WHOLE] if text.get("tie_word_embeddings") else [*_OF_WHOLE, "tie_word_embeddings"]
+    further = {name: config[name] for name in of_whole if config.get(name) is not None}
+    found = {**defaults, **text, **further, "architectures": [architecture], "model_type": usual}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := found.get(name), dict):
+            plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+            found[name] = {key: "default" if value == "mrope" else value for key, value in plain.items()}
+    return found
 
 
 def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:

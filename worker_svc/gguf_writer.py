@@ -96,7 +96,7 @@ def _tensors(model: ModelDirectory, architecture: str, format: str) -> list[_Ten
     num_layers = model.config.get("num_hidden_layers") or model.config["n_layer"]
     (arch,) = (arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, num_layers)
-    stored = Checkpoint.open(model.path, base_prefix="", gguf=model.gguf).tensors
+    stored = Checkpoint.of_model(model).tensors
     sources: dict[str, list[StoredTensor]] = {}
     for name in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
         expert = _EXPERT.fullmatch(name)

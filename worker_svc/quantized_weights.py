@@ -80,8 +80,8 @@ def with_quantized_weights(
         owner, _, kind = name.rpartition(".")
         if kind not in ("qweight", "weight_packed") and (kind != "weight" or stored.dtype not in _OF_OCTETS):
             continue
-        module = _Module(owner, checkpoint.tensors, config)
-        if any(_is_meant(pattern, owner) for pattern in left_out):
+        module = _Module(owner, checkpoint.tensors, config, stored.name.rpartition(".")[0])
+        if any(map(module.is_meant, left_out)):
             raise module.error(f"is quantized, but {config.name} says that it is not")
         weight = read(module)
         for used in module.used:
@@ -154,14 +154,21 @@ class _Block:
 
 
 class _Module:
-    """A quantized module of the checkpoint, by its name there."""
+    """A quantized module of the checkpoint, by its name there; `name_in_file` may have the model around it, too."""
 
-    def __init__(self, name: str, tensors: Mapping[str, StoredTensor], config: _Configuration) -> None:
+    def __init__(
+        self, name: str, tensors: Mapping[str, StoredTensor], config: _Configuration, name_in_file: str
+    ) -> None:
         self.name = name
         self.config = config
+        self._name_in_file = name_in_file
         self._tensors = tensors
         self.used: list[str] = []
         """Names of the tensors that were asked for."""
+
+    def is_meant(self, pattern: str) -> bool:
+        """Whether a name in the configuration is that of this module, by either name."""
+        return any(_is_meant(pattern, name) for name in (self.name, self._name_in_file))
 
     def has(self, kind: str) -> bool:
         return f"{self.name}.{kind}" in self._tensors
@@ -428,7 +435,7 @@ def _scheme_of(module: _Module) -> _Configuration:
     schemes = [groups.part(name) for name in groups.fields]
     of_targets = {target: scheme for scheme in schemes for target in scheme.names("targets")}
     for target in sorted(of_targets, key=lambda each: (each == "Linear", each.startswith("re:"), each)):
-        if target == "Linear" or _is_meant(target, module.name):
+        if target == "Linear" or module.is_meant(target):
             return of_targets[target]
     raise module.error(f"is quantized, but is in no group of {groups.name}")
 

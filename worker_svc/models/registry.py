@@ -124,7 +124,7 @@ def _load_native(
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
-    checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix, gguf=described.gguf)
+    checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix)
     rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)
     quantized = with_quantized_weights(checkpoint, described, has_fp8_products=rounds_inputs)
     checkpoint = _with_embedding(model, quantized)

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Qwen2_5_VLTextConfig
 
 from quire import model_source
 from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, weight_files
@@ -82,6 +84,7 @@ def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: M
     [
         ({}, "names no architecture"),
         ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
+        ({"model_type": "mamba"}, "names no architecture, and its model_type is mamba; supported are GPT2LMHeadModel"),
         *(({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}, "eos_token_id") for eos in WRONG_EOS),
     ],
 )
@@ -89,6 +92,44 @@ def test_a_config_without_an_architecture_or_with_a_wrong_eos_is_refused(
     make: Make, config: dict[str, object], problem: str
 ) -> None:
     assert problem in error_of(make(config))
+
+
+def test_without_architectures_the_type_of_the_model_decides(make: Make) -> None:
+    model = ModelDirectory.open(make({"model_type": "qwen3_moe"}))
+    assert (model.architecture, model.whole) == ("Qwen3MoeForCausalLM", None)
+    text = {"model_type": "gemma3_text", "eos_token_id": 1, "sliding_window": 9, "tie_word_embeddings": True}
+    model = ModelDirectory.open(make({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}))
+    assert (model.architecture, model.whole, model.eos_token_ids) == ("Gemma3ForCausalLM", "gemma3", (1, 106))
+    assert model.config == text | {"architectures": ["Gemma3ForCausalLM"], "eos_token_id": [1, 106]}
+
+
+def test_what_is_said_of_the_whole_model_counts_for_its_language_model(make: Make) -> None:
+    text = {"model_type": "qwen2_5_vl_text", "num_hidden_layers": 3, "rope_parameters": {"mrope_section": [1, 1, 2]}}
+    whole = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
+    config = ModelDirectory.open(make(whole | {"tie_word_embeddings": True})).config
+    # The rest is what transformers assumes.
+    expected = Qwen2_5_VLTextConfig(**text).to_dict()
+    assert config["rope_parameters"] == {}
+    assert (config["torch_dtype"], config["tie_word_embeddings"], config["model_type"]) == ("bfloat16", True, "qwen2")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "num_hidden_layers",
+    )
+    assert {name: config[name] for name in names} == {name: expected[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model_type": "paligemma"}, {"is_encoder_decoder": True}, {"text_config": {"model_type": "mllama"}}]
+)
+def test_language_models_within_others_that_are_not_served_are_refused(make: Make, fields: dict[str, Any]) -> None:
+    config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}}
+    message = error_of(make(config | fields))
+    assert message.startswith("architecture XForConditionalGeneration of ")
+    assert "language models of these within others (...ForConditionalGeneration)" in message
 
 
 def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
         ConfigurationError: it is not a decoder alone, or needs code from the directory, which is never run.
     """
     with refusals(described):
-        if described.path.is_file():
+        if described.path.is_file() or described.whole is not None:
             config = AutoConfig.for_model(**described.config)
         else:
             config = AutoConfig.from_pretrained(described.path, local_files_only=True, trust_remote_code=False)
@@ -258,7 +258,7 @@ def load_pretrained(
         ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen, or would be
             ignored in a GGUF file.
     """
-    checkpoint = with_quantized_weights(Checkpoint.open(described.path, base_prefix="", gguf=described.gguf), described)
+    checkpoint = with_quantized_weights(Checkpoint.of_model(described), described)
     # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
     vars(config).pop("quantization_config", None)
     weights = _CountedWeights(checkpoint, progress)
