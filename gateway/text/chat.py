@@ -79,6 +79,11 @@ class ChatTemplate:
         self.arguments = undeclared - _OWN_NAMES - environment.globals.keys() - self._special_tokens.keys()
         self.knows_calls = "tool_calls" in source
         self._knows_developers = _DEVELOPER in source
+        # Templates of models that read images may leave out a text that is not a part of a message's content.
+        self._takes_parts = False
+        if "type" in source and not self._shows_text():
+            self._takes_parts = True
+            self._takes_parts = self._shows_text()
         # Most templates write the arguments of past calls as JSON themselves; some take them as text.
         self._takes_texts = self.knows_calls and not self._renders(_ASKED_CALL) and self._renders(_ASKED_CALL, True)
 
@@ -122,6 +127,12 @@ class ChatTemplate:
             return False
         return True
 
+    def _shows_text(self) -> bool:
+        try:
+            return _TEXT.messages[0].content in self._render(_TEXT, False)
+        except Exception:
+            return False
+
     def _render(self, prompt: ChatPrompt, takes_texts: bool) -> str:
         options = prompt.template_options or _NO_OPTIONS
         messages, continues = list(prompt.messages), options.continue_final_message
@@ -135,7 +146,7 @@ class ChatTemplate:
         text = self._template.render(
             **self._special_tokens,
             **arguments,
-            messages=[_fields(message, takes_texts) for message in messages],
+            messages=[_fields(message, takes_texts, self._takes_parts) for message in messages],
             tools=[_tool_fields(tool) for tool in prompt.tools] or None,
             add_generation_prompt=begins,
         )
@@ -313,9 +324,10 @@ def _size(prompt: ChatPrompt) -> int:
     return size
 
 
-def _fields(message: ChatMessage, takes_texts: bool) -> dict[str, Any]:
+def _fields(message: ChatMessage, takes_texts: bool, takes_parts: bool) -> dict[str, Any]:
     """The message for a template, without its empty fields: templates test whether a field is defined."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = [{"type": "text", "text": message.content}] if takes_parts else message.content
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:
@@ -377,6 +389,7 @@ def _refusal(field: str, description: str, *, reason: str) -> InvalidArgument:
 
 
 _NO_OPTIONS = TemplateOptions()
+_TEXT = ChatPrompt([ChatMessage("user", "aQ7")])
 _ASKED_CALL = ChatPrompt(
     [
         ChatMessage("user", "a"),
