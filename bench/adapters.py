@@ -156,7 +156,7 @@ def _write_adapter(directory: Path, model: CausalLM, rank: int, seed: int) -> Pa
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for linear in adapted_linears(model):
-        for name, (num_inputs, num_outputs) in linear.adapted_modules:
+        for name, (num_inputs, num_outputs, _) in (next(iter(layers.items())) for layers in linear.adapted_modules):
             tensors[f"base_model.model.{name}.lora_A.weight"] = (
                 torch.randn(rank, num_inputs, generator=generator) * 0.02
             )

@@ -1,23 +1,30 @@
-"""LoRA adapters as PEFT writes them to a directory: adapter_config.json and adapter_model.safetensors. Read without
-torch; the worker reads the tensors.
+"""LoRA adapters as PEFT writes them to a directory: adapter_config.json and adapter_model.safetensors, or the files of
+its index, or adapter_model.bin. Read without torch; the worker reads the tensors.
 
-An adapter is identified by the digest of its two files everywhere but in a gateway, which gives it a name.
+An adapter is identified by the digest of these files everywhere but in a gateway, which gives it a name.
 """
 
 import hashlib
 import json
 import math
+import pickle
 import re
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from quire.model_directory import name_within, shard_names
 from quire.settings import ConfigurationError
 
 DIGEST_BYTES = 32
-MAX_RANK = 256
+MAX_RANK, MAX_RANK_ON_GPU = 256, 64
+"""By default; `--max-adapter-rank` is at most the first."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PICKLED = ".bin"
+"""The suffix of weights that torch has written, as PEFT did before 0.7."""
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 16 << 20
@@ -28,6 +35,9 @@ _PATTERN = re.compile(r"\^?(?:\w|\\?\.)+", re.ASCII)
 _EMBEDDINGS = ("lora_embedding_", "embed_tokens", "embed_positions", "wte.", "wpe.", "lm_head")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element."""
+_STORAGES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
+_Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, type and shape."""
 _OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc"})
 """Layers whose inputs are the hidden state."""
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -64,7 +74,8 @@ class Adapter:
     """A LoRA adapter.
 
     Attributes:
-        digest: SHA-256 over both files, DIGEST_BYTES long.
+        digest: SHA-256 over the configuration and `files`, DIGEST_BYTES long.
+        files: Those of the weights.
         rank: The maximum rank of its modules.
         alpha: lora_alpha; `modules` have the scales that follow from it.
         target_modules: The last parts of the names of its modules, sorted: "down_proj", "q_proj".
@@ -75,6 +86,7 @@ class Adapter:
 
     digest: bytes
     directory: Path
+    files: tuple[Path, ...]
     rank: int
     alpha: float
     uses_rslora: bool
@@ -94,29 +106,26 @@ def read_adapter(directory: Path | str) -> Adapter:
         UnusableAdapterError: a file is missing or damaged, or it is not a LoRA that a worker can run.
     """
     directory = Path(directory)
-    weights = directory / WEIGHTS_FILE
     try:
         if not directory.is_dir():
             raise UnusableAdapterError(
                 f"{directory!s:.500} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
             )
-        for each in (directory / CONFIG_FILE, weights):
+        files = _weight_files(directory)
+        for each in (directory / CONFIG_FILE, *files):
             # A pipe or a device may have no end.
             if each.exists() and not each.is_file():
                 raise UnusableAdapterError(f"{each} is not a regular file")
     except OSError as error:
         raise UnusableAdapterError(f"cannot read {directory!s:.500}: {error.strerror}") from error
-    if not weights.exists() and (pickled := weights.with_suffix(".bin")).exists():
-        raise UnusableAdapterError(
-            f"{pickled} is a pickle, which is never loaded; save the adapter with PEFT's safe_serialization=True"
-        )
     raw = _read_config(directory / CONFIG_FILE)
     config = _Config.of(directory / CONFIG_FILE, raw)
-    shapes = _shapes(weights)
+    shapes = _shapes(files)
     modules = {name: config.module(name, *of_module) for name, of_module in sorted(shapes.items())}
     return Adapter(
-        digest=_digest([raw], weights),
+        digest=_digest([raw], files),
         directory=directory,
+        files=files,
         rank=max(each.rank for each in modules.values()),
         alpha=config.alpha,
         uses_rslora=config.uses_rslora,
@@ -224,6 +233,20 @@ class _Config:
         return self.alpha
 
 
+def _weight_files(directory: Path) -> tuple[Path, ...]:
+    """The single file, or else those of the index, or else what torch has written."""
+    single = directory / WEIGHTS_FILE
+    index, pickled = single.with_name(f"{WEIGHTS_FILE}.index.json"), single.with_suffix(PICKLED)
+    if single.exists() or not (index.is_file() or pickled.exists()):
+        return (single,)
+    if not index.is_file():
+        return (pickled,)
+    try:
+        return tuple(directory / name for name in shard_names(index)) or (single,)
+    except ConfigurationError as error:
+        raise UnusableAdapterError(str(error)) from error
+
+
 def _number(file: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UnusableAdapterError(f"{file}: {name} is {value!r:.80}; it must be a number")
@@ -245,26 +268,29 @@ def _read_config(file: Path) -> bytes:
     return raw
 
 
-def _shapes(file: Path) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """The shapes of A and B by the name of the module."""
+def _shapes(files: Iterable[Path]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """The shapes of A and B by the name of the module. Beside modules of a language model within another model, others
+    are left out: they read images, and texts do not pass them."""
     sides: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, dtype, shape in _tensors(file):
-        module, side = _module_of(file, name, dtype)
-        sides.setdefault(module, {})[side] = shape
-    if not sides:
-        raise UnusableAdapterError(f"{file} has no tensors")
+    for file in files:
+        for name, dtype, shape in _pickled_tensors(file) if file.suffix == PICKLED else _tensors(file):
+            module, side = _module_of(file, name, dtype)
+            sides.setdefault(module, {})[side] = shape
+        if not sides:
+            raise UnusableAdapterError(f"{file} has no tensors")
     shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
-    for module, found in sides.items():
+    within = {module: found for module, found in sides.items() if name_within(module) != module}
+    for module, found in (within or sides).items():
         match found:
             case {"A": (rank, inputs), "B": (outputs, columns)}:
                 shapes[module] = (rank, inputs), (outputs, columns)
             case _:
                 have = ", ".join(f"lora_{side} {list(shape)}" for side, shape in sorted(found.items()))
-                raise UnusableAdapterError(f"{file} has {have} of {module}; lora_A and lora_B must be matrices")
+                raise UnusableAdapterError(f"{file.parent} has {have} of {module}; lora_A and lora_B must be matrices")
     return shapes
 
 
-def _tensors(file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+def _tensors(file: Path) -> list[_Tensor]:
     """Name, type and shape of each tensor, from the header of a safetensors file: its length in 8 bytes, then JSON.
     The tensors must fill the rest of the file."""
     try:
@@ -278,7 +304,7 @@ def _tensors(file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
         raise _damaged(file, f"its header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise _damaged(file, "it has no header")
-    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    tensors: list[_Tensor] = []
     places: list[tuple[int, int]] = []
     for name, entry in header.items():
         if name == "__metadata__":
@@ -296,6 +322,77 @@ def _tensors(file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
     ends = [0, *(end for _, end in sorted(places))]
     if [start for start, _ in sorted(places)] != ends[:-1] or ends[-1] != num_bytes:
         raise _damaged(file, f"its tensors end at byte {ends[-1]:,} of {num_bytes:,}, or leave gaps")
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str
+    key: str
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def rebuilt(
+        cls, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
+    ) -> Self:
+        """What stands for torch._utils._rebuild_tensor_v2. ValueError unless it is all of the storage, row by row."""
+        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        is_plain = (offset, stride) == (0, strides) and all(type(size) is int and size > 0 for size in shape)
+        if not is_plain or math.prod(shape) != storage.num_elements:
+            raise ValueError(f"a tensor {shape} with strides {stride} of {storage.num_elements} numbers")
+        return cls(storage.dtype, shape)
+
+
+class _TensorsAlone(pickle._Unpickler):  # The one of Python, whose memory is that of the pickle.
+    """Unpickles a dictionary of tensors, and calls nothing: of names, it knows those that tensors are written with."""
+
+    def __init__(self, file: zipfile.ZipExtFile, sizes: Mapping[str, int]) -> None:
+        super().__init__(file)
+        self._sizes = sizes
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        known = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch._utils", "_rebuild_tensor_v2"): _StoredTensor.rebuilt,
+        }
+        if module_name == "torch" and global_name in _STORAGES:
+            return _STORAGES[global_name]
+        if (found := known.get((module_name, global_name))) is None:
+            raise ValueError(f"it names {module_name}.{global_name}".replace("\n", " ")[:200])
+        return found
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or dtype not in _DTYPES or self._sizes.get(key) != _DTYPES[dtype] * count:
+            raise ValueError(f"it has a storage {pid!r:.100}")
+        return _Storage(dtype, key, count)
+
+
+def _pickled_tensors(file: Path) -> list[_Tensor]:
+    """The same of a file of torch.save: a zip archive with a pickle of the names and shapes, and a file for each
+    storage. No class and no function that the pickle names is called."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
+            if any(each.compress_type != zipfile.ZIP_STORED for each in entries.values()):
+                raise ValueError("it is compressed")
+            if entries["data.pkl"].file_size > _MAX_HEADER_BYTES:
+                raise ValueError("its pickle is too long")
+            sizes = {name.removeprefix("data/"): each.file_size for name, each in entries.items()}
+            with archive.open(entries["data.pkl"]) as pickled:
+                found = _TensorsAlone(pickled, sizes).load()
+        tensors = [(name, tensor.dtype, tensor.shape) for name, tensor in found.items() if name.isprintable()]
+    except Exception as error:  # A pickle may do anything wrong.
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnusableAdapterError(
+            f"{file} is no dictionary of tensors alone, as torch.save writes it: {said:.300}"
+        ) from error
     return tensors
 
 
@@ -318,17 +415,18 @@ def _module_of(file: Path, name: str, dtype: str) -> tuple[str, str]:
     return found["module"], found["side"]
 
 
-def _digest(parts: Iterable[bytes], file: Path) -> bytes:
-    """Each part, and the file, with its length first."""
+def _digest(parts: Iterable[bytes], files: Iterable[Path]) -> bytes:
+    """Each part, and each file, with its length first."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    try:
-        with file.open("rb") as opened:
-            digest.update(file.stat().st_size.to_bytes(8, "little"))
-            while chunk := opened.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                digest.update(file.stat().st_size.to_bytes(8, "little"))
+                while chunk := opened.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+        except OSError as error:
+            raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
     return digest.digest()

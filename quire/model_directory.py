@@ -52,6 +52,7 @@ _TYPES_WITHIN = {
 _WITH_MORE = "ForConditionalGeneration"
 _NOT_CAUSAL = "paligemma"
 """Its prompts attend in both directions."""
+_WITHIN = re.compile(r"\b(?:language_model|text_model)\.")
 _OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 """Fields that config.json may have for the whole model instead of its language model."""
 
@@ -262,6 +263,11 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
         )
     raise ConfigurationError(f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
+
+
+def name_within(name: str) -> str:
+    """The name that a tensor or a module of the language model of a model that reads images, too, has outside of it."""
+    return _WITHIN.sub("", name, count=1)
 
 
 def check_no_pointer(file: Path) -> None:

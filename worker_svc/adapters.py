@@ -7,9 +7,9 @@ then they are put into the slot between two steps.
 import ctypes
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn import functional
 
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.low_rank import LowRank
 from quire import clock
-from quire.adapters import WEIGHTS_FILE, AdaptedModule, Adapter, UnusableAdapterError, check_digest, read_adapter
+from quire.adapters import PICKLED, AdaptedModule, Adapter, UnusableAdapterError, check_digest, read_adapter
+from quire.model_directory import name_within
 from worker_svc.layers.experts import Experts
 from worker_svc.layers.linear import Linear
 from worker_svc.models.base import CausalLM, NativeCausalLM
 
 _logger = logging.getLogger(__name__)
 
-_LANGUAGE_MODEL = "language_model."
 _MAX_READERS = 16
 """Loads at once. Schedulers have two underway; more are those that do not end, as of a network file system that is
 gone, or of sessions before."""
@@ -62,7 +63,8 @@ class AdapterSlots:
         self._linears = adapted_linears(model)
         for linear in self._linears:
             linear.accept_adapters(model.token_slots, max_adapters, max_rank)
-        self._parts = {name: shape for linear in self._linears for name, shape in linear.adapted_modules}
+        parts = (part for linear in self._linears for part in linear.adapted_modules)
+        self._shapes = {name: shape[:2] for part in parts for name, shape in part.items()}
         # Of each slot. Tables of torch have a copy of what was loaded.
         self._adapted: list[tuple[Linear, ...]] = [()] * max_adapters
         self._num_bytes = [0] * max_adapters
@@ -109,12 +111,11 @@ class AdapterSlots:
                 "see --max-adapter-rank"
             )
         modules = {self._name_of(name, module, adapter): name for name, module in adapter.modules.items()}
-        file = directory / WEIGHTS_FILE
         try:
-            with safe_open(file, framework="pt") as opened, torch.inference_mode():
-                packed = tuple(self._pack(linear, modules, adapter, opened) for linear in self._linears)
+            with _opened(adapter.files) as read, torch.inference_mode():
+                packed = tuple(self._pack(linear, modules, adapter, read) for linear in self._linears)
         except (SafetensorError, OSError) as error:
-            raise UnusableAdapterError(f"{file}: damaged or truncated safetensors file: {error}") from error
+            raise UnusableAdapterError(f"{directory}: damaged or truncated safetensors file: {error}") from error
         loaded = LoadedAdapter(adapter, tuple(each for each in packed if each is not None))
         _logger.info(
             "adapter %s of rank %d is loaded: %.1f MiB in %.2f s",
@@ -144,14 +145,15 @@ class AdapterSlots:
     def _name_of(self, name: str, module: AdaptedModule, adapter: Adapter) -> str:
         """The name of a module in the model. An adapter of the base model alone lacks the prefix; one of a model that
         reads images too, whose language model this is, has a part more."""
-        name = name.replace(_LANGUAGE_MODEL, "", 1)
+        name = name_within(name)
         prefixed = f"{self._base_prefix}{name}"
-        name = prefixed if prefixed in self._parts else name
-        shape = self._parts.get(name)
+        name = prefixed if prefixed in self._shapes else name
+        shape = self._shapes.get(name)
         if shape is None:
+            why = "routed experts take none" if ".experts." in name else "the adapter is of another one"
             raise UnusableAdapterError(
                 f"adapter {adapter.directory} adapts {name}, which is no linear layer of this model "
-                f"({self._architecture}) that takes adapters: routed experts do not, or it is of another model"
+                f"({self._architecture}) that takes adapters: {why}"
             )
         if shape != (module.num_inputs, module.num_outputs):
             raise UnusableAdapterError(
@@ -161,21 +163,38 @@ class AdapterSlots:
         return name
 
     def _pack(
-        self, linear: Linear, modules: Mapping[str, str], adapter: Adapter, opened: Any
+        self, linear: Linear, modules: Mapping[str, str], adapter: Adapter, read: Callable[[str], torch.Tensor]
     ) -> tuple[Linear, Any] | None:
         def tensor(name: str, side: str) -> torch.Tensor:
-            found = opened.get_tensor(f"base_model.model.{name}.lora_{side}.weight").float()
+            found = read(f"base_model.model.{name}.lora_{side}.weight").float()
             if not found.isfinite().all():
                 raise UnusableAdapterError(f"adapter {adapter.directory}: lora_{side} of {name} has numbers not finite")
             return found
 
-        def part(name: str) -> LowRank:
-            return LowRank(tensor(name, "A"), tensor(name, "B"), adapter.modules[name].scale)
+        def part(layers: Mapping[str, tuple[int, int, int]]) -> LowRank | None:
+            for layer, (_, _, first) in layers.items():
+                if (name := modules.get(layer)) is not None:
+                    # B of a layer that is a part of the checkpoint's begins where its outputs are there.
+                    b = functional.pad(tensor(name, "B"), (0, 0, first, 0))
+                    return LowRank(tensor(name, "A"), b, adapter.modules[name].scale)
+            return None
 
-        parts = [part(modules[name]) if name in modules else None for name, _ in linear.adapted_modules]
+        parts = [part(layers) for layers in linear.adapted_modules]
         if all(each is None for each in parts):
             return None
         return linear, linear.adapters.pack(linear.of_rank(parts))
+
+
+@contextmanager
+def _opened(files: Sequence[Path]) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Reads a tensor of one of the files by its name."""
+    if files[0].suffix == PICKLED:
+        yield torch.load(files[0], map_location="cpu", weights_only=True).__getitem__
+        return
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        places = {name: each for each in opened for name in each.keys()}  # noqa: SIM118 - not a mapping
+        yield lambda name: places[name].get_tensor(name)
 
 
 def takes_adapters(model: CausalLM) -> bool:

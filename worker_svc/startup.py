@@ -19,7 +19,7 @@ from kernels import ops
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.packed_weight import Quantization
 from quire import clock
-from quire.adapters import MAX_RANK
+from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
@@ -67,7 +67,6 @@ from worker_svc.thread_binding import OWN_BINDING, processors_for
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64
 _MAX_ADAPTERS = 8
-_MAX_ADAPTER_RANK_ON_GPU = 64
 _PROGRESS_INTERVAL_S = 2.0
 # One parameter of each kind, so that every path of the sampler has been taken.
 _SAMPLING = RowSampling(
@@ -114,6 +113,8 @@ def build_worker(
     directory = ModelDirectory.open(resolve_model(settings.model, report=report))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
+    if directory.whole is not None:
+        _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
     if device.type == "cpu":
         check_weights_fit(directory.path, settings)
     load = partial(
@@ -260,7 +261,7 @@ def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[Adapt
             f"--max-adapters is {number}, and {model.architecture} runs through transformers' code, which takes no "
             "adapters; use 0"
         )
-    max_rank = settings.max_adapter_rank or (MAX_RANK if on_host else _MAX_ADAPTER_RANK_ON_GPU)
+    max_rank = settings.max_adapter_rank or (MAX_RANK if on_host else MAX_RANK_ON_GPU)
     return AdapterSlots(model, number, max_rank), number
 
 

@@ -5,7 +5,6 @@ refused at once and with one clear line.
 """
 
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch import nn
 from kernels.packed_weight import CodedWeight, Quantization
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_header import GgufHeader
-from quire.model_directory import ModelDirectory, weight_files
+from quire.model_directory import ModelDirectory, name_within, weight_files
 from quire.settings import ConfigurationError
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.parallel.ranks import ALONE, Ranks
@@ -28,12 +27,6 @@ from worker_svc.parallel.ranks import ALONE, Ranks
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 # The same of parts of quantized weights. Of other dtypes there are few, and they are only counted.
 _PART_BYTES = {"I64": 8, "I32": 4}
-_WITHIN = re.compile(r"\b(?:language_model|text_model)\.")
-
-
-def name_within(name: str) -> str:
-    """The name that a tensor or a module of a language model has outside of a model that reads images, too."""
-    return _WITHIN.sub("", name, count=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +121,11 @@ class Checkpoint:
     def of_model(cls, described: ModelDirectory, *, base_prefix: str = "") -> "Checkpoint":
         """Those of the language model, by the names that they have in one that is all. Raises as `open`."""
         checkpoint = cls.open(described.path, base_prefix=base_prefix, gguf=described.gguf)
-        if described.whole is None or not any(map(_WITHIN.search, checkpoint.tensors)):
+        names = {name: new_name for name in checkpoint.tensors if (new_name := name_within(name)) != name}
+        if described.whole is None or not names:
             return checkpoint
-        of_text = {
-            name_within(name): stored
-            for name, stored in checkpoint.tensors.items()
-            if _WITHIN.search(name) or name.startswith("lm_head.")
-        }
-        return checkpoint.with_tensors(of_text)
+        names |= {name: name for name in checkpoint.tensors if name.startswith("lm_head.")}
+        return checkpoint.with_tensors({new_name: checkpoint.tensors[name] for name, new_name in names.items()})
 
     @classmethod
     def open(cls, directory: Path, *, base_prefix: str, gguf: GgufHeader | None = None) -> "Checkpoint":

@@ -39,7 +39,8 @@ class GatedMlp(nn.Module):
         gate, up, down = (f"{name}.{each}" for each in names)
         parts = [LinearPart(gate, inner), LinearPart(up, inner)]
         if gate == up:
-            parts = [LinearPart(gate, inner, first=first, of=2 * inner) for first in (0, inner)]
+            apart = ((0, f"{name}.{GATE_UP_DOWN[0]}"), (inner, f"{name}.{GATE_UP_DOWN[1]}"))
+            parts = [LinearPart(gate, inner, first=first, of=2 * inner, apart=other) for first, other in apart]
         self.gate_up = Linear(
             parts,
             hidden,

@@ -157,6 +157,7 @@ class LinearPart:
         num_shards: number of parts of the outputs, if it is smaller than the number of ranks.
         first: outputs of the checkpoint's layer before these.
         of: outputs of the checkpoint's layer; None if these are all.
+        apart: the name of a layer of these outputs alone, which adapters may have that were trained on such ones.
         rotated: the head size, and how many dimensions of each head a rotation turns, i with i + rotated / 2, if it
             does not turn all. Outputs are put so that these are i and i + head size / 2, as `ops.rotary` has them.
     """
@@ -168,6 +169,7 @@ class LinearPart:
     first: int = 0
     of: int | None = None
     rotated: tuple[int, int] | None = None
+    apart: str | None = None
 
 
 class TokenSlots:
@@ -317,9 +319,14 @@ class Linear(Loadable):
             self._product = self._adapted = MaskedAdapted(_without_activation(product), table, function)
 
     @property
-    def adapted_modules(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """For each part, the checkpoint's layer that it is (a part) of: the name, and the inputs and outputs."""
-        return tuple((part.name, (self._in_features, part.of or part.out_features)) for part in self._parts)
+    def adapted_modules(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
+        """For each part, the layers that it is (a part) of, by name: the inputs and outputs of the layer, and the
+        outputs of the checkpoint's layer before those."""
+        return tuple(
+            {part.name: (self._in_features, part.of or part.out_features, 0)}
+            | ({} if part.apart is None else {part.apart: (self._in_features, part.out_features, part.first)})
+            for part in self._parts
+        )
 
     @property
     def adapters(self) -> LowRankTable[Any]:

@@ -174,7 +174,7 @@ class LlamaLayer(nn.Module):
             return parts
         firsts = (0, query, query + key)
         return [
-            replace(part, name=f"{name}.qkv_proj", first=first, of=query + 2 * key)
+            replace(part, name=f"{name}.qkv_proj", first=first, of=query + 2 * key, apart=part.name)
             for part, first in zip(parts, firsts, strict=True)
         ]
 

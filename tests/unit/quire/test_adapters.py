@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import pickle
 import struct
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.adapters import CONFIG_FILE, WEIGHTS_FILE, UnusableAdapterError, check_digest, check_fits, read_adapter
 from tests.support.adapter_files import CONFIG, write_adapter, write_tensors
@@ -46,10 +49,46 @@ def test_a_pattern_is_a_regular_expression_as_in_peft(tmp_path: Path, pattern: s
     assert read_adapter(tmp_path).modules[Q].scale == 6 / 4
 
 
-def test_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("harm",)
+
+
+def strided() -> torch.Tensor:
+    return torch.zeros(1).expand(1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part"),
+    [
+        (Harmful(), "it names __builtin__.print"),
+        (torch.zeros(4, 16, dtype=torch.int8), "it names torch.CharStorage"),
+        (strided(), "a tensor (1048576, 1048576) with strides (0, 0) of 1 numbers"),
+        (torch.zeros(16, 4).t(), "with strides (1, 4)"),
+        (7, "has no attribute 'dtype'"),
+    ],
+)
+def test_of_a_pickle_tensors_alone_are_read(
+    tmp_path: Path, tensor: object, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_adapter(tmp_path)
-    (tmp_path / WEIGHTS_FILE).rename(tmp_path / "adapter_model.bin")
-    assert "adapter_model.bin is a pickle" in line_of(tmp_path)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    file = tmp_path / "adapter_model.bin"
+    names = [f"base_model.model.{Q}.lora_{side}.weight" for side in "AB"]
+    torch.save(OrderedDict(zip(names, (torch.zeros(4, 16), torch.zeros(16, 4)), strict=True)), file)
+    assert read_adapter(tmp_path).modules[Q].num_inputs == 16
+    torch.save(dict(zip(names, (tensor, torch.zeros(16, 4)), strict=True)), file)
+    assert part in line_of(tmp_path)
+    assert str(file) in line_of(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}q\x00.", pickle.dumps({"a": 1})])
+def test_what_torch_has_not_written_is_refused(tmp_path: Path, content: bytes) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(content)
+    assert "is no dictionary of tensors alone" in line_of(tmp_path)
 
 
 def test_the_digest_is_of_both_files_and_of_nothing_else(tmp_path: Path) -> None:
@@ -107,6 +146,14 @@ def test_tensors_that_are_no_lora_are_refused_by_name(tmp_path: Path, name: str,
     tensors = {f"base_model.model.{Q}.lora_A.weight": [4, 16], f"base_model.model.{Q}.lora_B.weight": [16, 4]}
     write_tensors(tmp_path / WEIGHTS_FILE, tensors | {name: shape})
     assert part in line_of(tmp_path)
+
+
+def test_what_adapts_the_reading_of_images_beside_a_language_model_is_left_out(tmp_path: Path) -> None:
+    of_text = Q.replace("model.", "model.language_model.", 1)
+    write_adapter(tmp_path, {of_text: (4, 16, 16), "model.vision_tower.encoder.layers.30.q_proj": (4, 8, 8)})
+    adapter = read_adapter(tmp_path)
+    assert adapter.modules.keys() == {of_text}
+    check_fits(adapter, {"num_hidden_layers": 1, "hidden_size": 16})
 
 
 def test_other_types_of_numbers_are_refused(tmp_path: Path) -> None:
