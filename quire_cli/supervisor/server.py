@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Self
 
 from gateway.settings import KILLABLE
-from quire.model_directory import ModelDirectory, is_gguf, weight_files
+from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU, read_adapter
+from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, is_gguf, weight_files
 from quire.model_source import resolve_model
 from quire.rpc.address import AddressInUse, ReservedPort
 from quire.settings import ConfigurationError
@@ -425,6 +426,24 @@ def _check_files(settings: ServeSettings) -> None:
             read_keys(path)
 
 
+def _check_adapters(settings: ServeSettings, is_native: bool) -> None:
+    """Raises ConfigurationError where the worker would take none of the adapters, or not one of them: it would say so
+    to the first request."""
+    on_gpu = settings.device == "cuda"
+    max_rank = settings.max_adapter_rank or (MAX_RANK_ON_GPU if on_gpu else MAX_RANK)
+    for each in settings.adapters:
+        if settings.max_adapters == 0 or (settings.max_adapters is None and on_gpu):
+            by_default = "" if settings.max_adapters == 0 else " by default on cuda"
+            problem = f"--max-adapters is 0{by_default}; give it a number above 0"
+        elif not is_native:
+            problem = "this model runs through transformers' code, which takes no adapters; leave --adapters out"
+        elif max_rank < MAX_RANK and (rank := read_adapter(each.partition("=")[2]).rank) > max_rank:
+            problem = f"its rank is {rank}, and --max-adapter-rank {max_rank}; raise that to at least the rank"
+        else:
+            continue
+        raise ConfigurationError(f"--adapters has {each}: {problem}")
+
+
 def check_servable(settings: ServeSettings) -> None:
     """Finds out before any process starts whether these settings can work here. ConfigurationError, one line."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
@@ -433,9 +452,13 @@ def check_servable(settings: ServeSettings) -> None:
     check_installed(settings.otlp_traces_endpoint)
     model = resolve_model(settings.model)
     weight_files(model)
+    is_native = settings.model_impl != "transformers"
     if not is_gguf(model):
         # Worker and gateway each read the whole vocabulary of a GGUF file; they say what is wrong with it.
-        ModelDirectory.open(model).tokenizer_json()
+        described = ModelDirectory.open(model)
+        described.tokenizer_json()
+        is_native = is_native and described.architecture in SUPPORTED_ARCHITECTURES
+    _check_adapters(settings, is_native)
     _check_files(settings)
     if settings.grpc_port and settings.grpc_port == settings.http_port:
         raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")

@@ -13,6 +13,7 @@ from quire_cli.supervisor.commands import Commands, Programs, child_environ
 from quire_cli.supervisor.server import check_servable
 from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
+from tests.support.adapter_files import write_adapter
 from tests.support.certificates import make_certificates
 from worker_svc.settings import WorkerSettings
 
@@ -164,6 +165,29 @@ def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_sta
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
         check_servable(settings)
     check_servable(ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "gateway.key"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"max_adapters": 0}, "--max-adapters is 0; give it a number above 0"),
+        ({"device": "cuda"}, "--max-adapters is 0 by default on cuda; give it a number above 0"),
+        (
+            {"device": "cuda", "max_adapters": 1},
+            "its rank is 65, and --max-adapter-rank 64; raise that to at least the rank",
+        ),
+        ({"max_adapter_rank": 16}, "its rank is 65, and --max-adapter-rank 16; raise that to at least the rank"),
+        ({"model_impl": "transformers"}, "this model runs through transformers' code, which takes no adapters; leave "),
+    ],
+)
+def test_adapters_that_the_worker_would_not_take_are_refused_before_anything_starts(
+    tmp_path: Path, flags: dict[str, Any], problem: str
+) -> None:
+    adapters = (f"sql={write_adapter(tmp_path, {'model.layers.0.self_attn.q_proj': (65, 64, 64)})}",)
+    with pytest.raises(ConfigurationError) as caught:
+        check_servable(ServeSettings(adapters=adapters, **flags))
+    assert str(caught.value).startswith(f"--adapters has {adapters[0]}: {problem}")
+    check_servable(ServeSettings(adapters=adapters))
 
 
 def test_keys_that_are_flags_are_in_no_command_line_of_a_gateway() -> None:
