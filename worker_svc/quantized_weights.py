@@ -338,6 +338,9 @@ def _block_of(config: _Configuration, field: str) -> _Block | None:
     block = config.get(field)
     if block is None:
         return None
+    if isinstance(block, str) and (sizes := re.fullmatch(r"(\d{1,9})x(\d{1,9})", block)):
+        # As older releases of compressed-tensors wrote it.
+        block = [int(size) for size in sizes.groups()]
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise config.error(field, block, "expected the outputs and the inputs of a block")
     return _Block(*block)

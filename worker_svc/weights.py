@@ -121,10 +121,12 @@ class Checkpoint:
     def of_model(cls, described: ModelDirectory, *, base_prefix: str = "") -> "Checkpoint":
         """Those of the language model, by the names that they have in one that is all. Raises as `open`."""
         checkpoint = cls.open(described.path, base_prefix=base_prefix, gguf=described.gguf)
-        names = {name: new_name for name in checkpoint.tensors if (new_name := name_within(name)) != name}
-        if described.whole is None or not names:
+        if described.whole is None:
             return checkpoint
-        names |= {name: name for name in checkpoint.tensors if name.startswith("lm_head.")}
+        names = {name: new_name for name in checkpoint.tensors if (new_name := name_within(name)) != name}
+        # Older files have the language model beside the rest, not within a part of its own.
+        beside = ("lm_head.",) if names else ("lm_head.", "model.")
+        names |= {name: name for name in checkpoint.tensors if name.startswith(beside)}
         return checkpoint.with_tensors({new_name: checkpoint.tensors[name] for name, new_name in names.items()})
 
     @classmethod
