@@ -11,10 +11,10 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from quire.model_directory import name_within, shard_names
 from quire.settings import ConfigurationError
@@ -268,7 +268,7 @@ def _read_config(file: Path) -> bytes:
     return raw
 
 
-def _shapes(files: Iterable[Path]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+def _shapes(files: Sequence[Path]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
     """The shapes of A and B by the name of the module. Beside modules of a language model within another model, others
     are left out: they read images, and texts do not pass them."""
     sides: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -286,7 +286,9 @@ def _shapes(files: Iterable[Path]) -> dict[str, tuple[tuple[int, int], tuple[int
                 shapes[module] = (rank, inputs), (outputs, columns)
             case _:
                 have = ", ".join(f"lora_{side} {list(shape)}" for side, shape in sorted(found.items()))
-                raise UnusableAdapterError(f"{file.parent} has {have} of {module}; lora_A and lora_B must be matrices")
+                raise UnusableAdapterError(
+                    f"{files[0].parent} has {have} of {module}; lora_A and lora_B must be matrices"
+                )
     return shapes
 
 
@@ -352,19 +354,19 @@ class _StoredTensor:
 class _TensorsAlone(pickle._Unpickler):  # The one of Python, whose memory is that of the pickle.
     """Unpickles a dictionary of tensors, and calls nothing: of names, it knows those that tensors are written with."""
 
-    def __init__(self, file: zipfile.ZipExtFile, sizes: Mapping[str, int]) -> None:
+    def __init__(self, file: IO[bytes], sizes: Mapping[str, int]) -> None:
         super().__init__(file)
         self._sizes = sizes
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         known = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch._utils", "_rebuild_tensor_v2"): _StoredTensor.rebuilt,
         }
-        if module_name == "torch" and global_name in _STORAGES:
-            return _STORAGES[global_name]
-        if (found := known.get((module_name, global_name))) is None:
-            raise ValueError(f"it names {module_name}.{global_name}".replace("\n", " ")[:200])
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (found := known.get((module, name))) is None:
+            raise ValueError(f"it names {module}.{name}".replace("\n", " ")[:200])
         return found
 
     def persistent_load(self, pid: Any) -> _Storage:

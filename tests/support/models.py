@@ -305,51 +305,29 @@ FOREIGN: dict[str, Family] = {
 
 FAMILIES = SHAPES | NATIVE | FOREIGN
 
-_QWEN_VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "intermediate_size": 32}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PATCHES = {**_VISION, "image_size": 28, "patch_size": 14}
+_QWEN_VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "intermediate_size": 32, "hidden_size": 32}
+_WIDER = {**_QWEN_VISION, "out_hidden_size": 64}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}, "head_dim": 16}
+_TIED = {"tie_word_embeddings": True}
 # Models that read images, too: their classes, and fields of the language model and of the part that reads images.
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gemma3": (
-        "Gemma3",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 2, **ALTERNATING},
-        {**_VISION, "patch_size": 14},
-    ),
+    "gemma3": ("Gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, **ALTERNATING, **_TIED}, _PATCHES),
     "qwen2-vl": ("Qwen2VL", _MROPE, {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64}),
-    "qwen2.5-vl": (
-        "Qwen2_5_VL",
-        {**_MROPE, "tie_word_embeddings": True},
-        {**_QWEN_VISION, "hidden_size": 32, "out_hidden_size": 64},
-    ),
-    "qwen3-vl": (
-        "Qwen3VL",
-        {**_MROPE, "head_dim": 16},
-        {**_QWEN_VISION, "hidden_size": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
-    ),
-    "mistral3": (
-        "Mistral3",
-        {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
-        {**_VISION, "model_type": "pixtral", "patch_size": 14},
-    ),
-    "llava": ("Llava", {"model_type": "llama"}, {**_VISION, "model_type": "clip_vision_model", "patch_size": 14}),
-    "idefics3": ("Idefics3", {"model_type": "llama"}, {**_VISION, "patch_size": 14}),
+    "qwen2.5-vl": ("Qwen2_5_VL", {**_MROPE, **_TIED}, _WIDER),
+    "qwen3-vl": ("Qwen3VL", _MROPE, {**_WIDER, "deepstack_visual_indexes": [0]}),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 32}, {**_PATCHES, "model_type": "pixtral"}),
+    "llava": ("Llava", {"model_type": "llama"}, {**_PATCHES, "model_type": "clip_vision_model"}),
+    "idefics3": ("Idefics3", {"model_type": "llama"}, _PATCHES),
 }
 
 
 def make_model_with_images(directory: Path, name: str, *, seed: int = 0) -> PreTrainedModel:
     """As `make_model`, of WITH_IMAGES."""
     family, text, vision = WITH_IMAGES[name]
-    config = getattr(transformers, f"{family}Config")(
-        text_config={**_COMMON, **text},
-        vision_config=vision,
-        tie_word_embeddings=text.get("tie_word_embeddings", name == "gemma3"),
-    )
+    fields = {"text_config": {**_COMMON, **text}, "vision_config": vision}
+    config = getattr(transformers, f"{family}Config")(**fields, tie_word_embeddings="tie_word_embeddings" in text)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(model, seed)
     model.save_pretrained(directory)

@@ -67,6 +67,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "float-tensor": compressed_format("float-quantized", type="float", strategy="tensor"),
     "float-tensor-float32": compressed_format("float-quantized", torch.float32, type="float", strategy="tensor"),
     "float-block": compressed_format("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
+    "block-as-text": compressed_format("float-quantized", type="float", strategy="block", block_structure="128x128"),
     "fp8-tensor": (partial(fp8, block=(512, 512), dtype=torch.float32), FP8),
     "fp8-block": (partial(fp8, dtype=torch.float32), FP8 | {"weight_block_size": [128, 128]}),
     "fp8-block-bfloat16": (partial(fp8, block=(64, 96), dtype=torch.bfloat16), FP8 | {"weight_block_size": [64, 96]}),
