@@ -370,8 +370,9 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         raise ConfigurationError(
             f"{path / 'config.json'} names no architecture, and its model_type is {kind:.80}; supported are {supported}"
         )
+    inner = f", whose language model is {kind:.80}," if is_within else ""
     raise ConfigurationError(
-        f"architecture {names[0]} of {path} is not supported; supported are {supported}, language models of these "
+        f"architecture {names[0]} of {path}{inner} is not supported; supported are {supported}, language models of these "
         f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"
     )
 
