@@ -372,8 +372,9 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         )
     inner = f", whose language model is {kind:.80}," if is_within else ""
     raise ConfigurationError(
-        f"architecture {names[0]} of {path}{inner} is not supported; supported are {supported}, language models of these "
-        f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"
+        f"architecture {names[0]} of {path}{inner} is not supported; supported are {supported}, the language models of "
+        f"these kinds within others (...{_WITH_MORE}), and decoder-only models that transformers implements "
+        "(...ForCausalLM)"
     )
 
 

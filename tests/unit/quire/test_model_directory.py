@@ -129,7 +129,7 @@ def test_language_models_within_others_that_are_not_served_are_refused(make: Mak
     config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}}
     message = error_of(make(config | fields))
     assert message.startswith("architecture XForConditionalGeneration of ")
-    assert "language models of these within others (...ForConditionalGeneration)" in message
+    assert "the language models of these kinds within others (...ForConditionalGeneration)" in message
 
 
 def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
-from tests.support.models import Family, make_model, make_tokenizer, randomize
+from tests.support.models import Family, edit_config, make_model, make_tokenizer, randomize
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.models.registry import load_model
@@ -112,6 +112,16 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
     if model_impl == "transformers":
         assert read[0] == (0, read[-1][1])
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_files_of_models_that_read_images_are_those_of_their_language_models(tmp_path: Path, family: str) -> None:
+    make(tmp_path, family)
+    plain = write_gguf(tmp_path / "plain.gguf", tmp_path)
+    edit_config(tmp_path, model_type=f"{family}vl")
+    file = write_gguf(tmp_path / "vl.gguf", tmp_path, further={f"{family}vl.rope.dimension_sections": [2, 3, 3, 0]})
+    assert ModelDirectory.open(file).config == ModelDirectory.open(plain).config
+    assert gguf_weights(file).keys() == gguf_weights(plain).keys()
 
 
 CODED_SIZES: dict[str, Any] = {
