@@ -118,7 +118,10 @@ def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], object],
     ("fields", "message"),
     [
         ({"architectures": ["BloomForCausalLM"]}, "architecture BloomForCausalLM of "),
-        ({"architectures": None}, "names no architecture; supported are GPT2LMHeadModel"),
+        (
+            {"architectures": None, "model_type": "bloom"},
+            "names no architecture, and its model_type is bloom; supported",
+        ),
         ({"hidden_act": "xielu"}, "activation 'xielu' is not supported; supported are gelu"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of num_attention_heads, 4"),
         ({"hidden_size": "128"}, "hidden_size is '128'; expected an integer of at least 1"),
