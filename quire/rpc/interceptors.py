@@ -180,7 +180,12 @@ def around(behavior: Behavior, prepare: Callable[[Any, grpc.aio.ServicerContext]
 
 
 async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method: str) -> NoReturn:
-    """Ends a call: a QuireError becomes its own status, any other error INTERNAL, with its traceback in the log."""
+    """Ends a call: a QuireError becomes its own status, any other error INTERNAL, with its traceback in the log.
+
+    Raises asyncio.CancelledError where the client has left, which gRPC reports as an error of the write.
+    """
+    if isinstance(error, grpc.aio.InternalError):
+        raise _left(error, method) from None
     if not isinstance(error, QuireError):
         _logger.error("%s failed unexpectedly", method, exc_info=error)
         error = Internal("an unexpected error; see the server's log", reason="UNEXPECTED")
@@ -192,7 +197,14 @@ async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method
     except grpc.aio.AbortError as aborted:
         aborted.__context__ = None
         raise
+    except grpc.aio.InternalError as failed:
+        raise _left(failed, method) from None
     raise AssertionError("context.abort returned")
+
+
+def _left(error: grpc.aio.InternalError, method: str) -> asyncio.CancelledError:
+    _logger.debug("%s: the client has left: %s", method, error)
+    return asyncio.CancelledError()
 
 
 def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -> Behavior:

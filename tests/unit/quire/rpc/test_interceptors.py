@@ -14,7 +14,7 @@ import pytest
 
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument
-from quire.rpc.interceptors import Arrivals
+from quire.rpc.interceptors import Arrivals, abort_with
 from quire.rpc.server import RpcServer
 from tests.support.processes import until_true
 
@@ -41,6 +41,17 @@ async def test_silence_begins_anew_with_each_call_and_is_as_long_as_asked_for():
     begin = loop.time()
     await Arrivals().wait_for_silence(0.1)
     assert loop.time() - begin >= 0.1
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("no"), grpc.aio.InternalError("a write failed")])
+async def test_a_client_that_leaves_while_its_error_is_written_is_no_fault_of_the_server(error, caplog):
+    async def abort(*_: object) -> None:
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    context: Any = SimpleNamespace(abort=abort)
+    with pytest.raises(asyncio.CancelledError):
+        await abort_with(error, context, "/x/Y")
+    assert not caplog.records
 
 
 async def _refuse_one(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
