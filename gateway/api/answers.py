@@ -215,7 +215,7 @@ def error_handlers(
 
 def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
     path: str = request.url.path
-    shown = f"{request.method} {path[:200]}"
+    shown = f"{shortened(request.method)} {path[:200]}"
     message = error.detail
     code = _CODES.get(error.status_code, "http_error")
     headers = dict(error.headers or {})

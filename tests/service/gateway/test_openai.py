@@ -142,6 +142,11 @@ async def test_a_wrong_path_or_method_is_told_the_right_one(client, method, path
     assert said in (await client.request(method, path)).json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("method", "path"), [("G" * 10_000, "/v1/models"), ("GET", "/" + "p" * 10_000)])
+async def test_a_long_method_or_path_is_not_repeated_whole(client, method, path):
+    assert len((await client.request(method, path)).content) < 1000
+
+
 @pytest.mark.parametrize(
     ("method", "path", "headers", "content", "status", "code"),
     [
