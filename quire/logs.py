@@ -34,7 +34,13 @@ def configure_logging(service: str, level: str = "info", log_format: str = "text
     Libraries that log every request stay at warnings, unless `level` is "debug".
     """
     logging.basicConfig(handlers=[ServiceHandler(service, level, log_format)], force=True)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_text_of_a_caller)
     _set_level(level)
+
+
+def _is_no_text_of_a_caller(record: logging.LogRecord) -> bool:
+    """gRPC logs names and metadata of calls that are not UTF-8, whole and with tracebacks: anybody could fill disks."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], UnicodeDecodeError)
 
 
 def set_request_id(request_id: str) -> None:

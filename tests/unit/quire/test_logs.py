@@ -45,6 +45,17 @@ def test_texts_of_callers_forge_no_record_and_no_colour(capsys: pytest.CaptureFi
     assert shown.endswith("request a\\r\\nb\\x1b[31m failed: \u00e9\t\\x9b\\x7f\\u2028\n")
 
 
+def test_names_and_metadata_of_calls_that_are_not_utf_8_fill_no_log(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("gateway")
+    logger, sent = logging.getLogger("grpc._cython.cygrpc"), b"\xff" * 60_000
+    try:
+        sent.decode()
+    except UnicodeDecodeError:
+        logger.exception("Invalid encoding on %s", sent)
+    logger.error("another error")
+    assert capsys.readouterr().err.splitlines()[0].endswith("grpc._cython.cygrpc another error")
+
+
 def records_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
