@@ -8,8 +8,8 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -38,9 +38,14 @@ _HANDLERS = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-# What a call takes that has begun, measured with 4,000 of them; and the part of all memory that it takes at most.
+# What a call takes that has begun, measured with 4,000 of them, and how much more for its metadata; and the part of all
+# memory that it takes at most.
 _CALL_BYTES = 32 << 10
+_METADATA_FACTOR = 1.35
 _CALL_SHARE = 1 / 64
+# Of an entry besides its name and its value, as HTTP/2 counts it.
+_ENTRY_BYTES = 32
+_Begun = Callable[[], AbstractContextManager[HeldBody]]
 _logger = logging.getLogger(__name__)
 
 
@@ -163,9 +168,10 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
     Where a client does not read, gRPC and the connection buffer some tens of kilobytes; then a write blocks, and tokens
     that come meanwhile are kept once, as ids. `HttpConnection` does the same over HTTP.
 
-    Clients of methods that take a stream of requests may send them at any time. A call without a request, and each
-    stream of them, takes memory in `bodies`; of calls without a request the oldest end where others need it. Handlers
-    that answer a stream are async generator functions, or write by themselves, without a limit.
+    Clients of methods that take a stream of requests may send them at any time. Each call takes memory in `bodies` for
+    itself and for its metadata until it ends; where others need it, the oldest calls end that have no request yet, or
+    that need no key, which anybody may hold. Handlers that answer a stream are async generator functions, or write by
+    themselves, without a limit.
     """
 
     def __init__(
@@ -182,61 +188,70 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
+        is_open = handler_call_details.method in OPEN_METHODS
         deserialize, serializer = handler.request_deserializer, handler.response_serializer
+        begun = functools.partial(self._begun, _metadata_bytes(handler_call_details.invocation_metadata or ()))
         if not handler.response_streaming:
             if handler.request_streaming:
                 return handler
-            behavior = self._reading(handler.unary_unary, deserialize)
+            behavior = self._reading(handler.unary_unary, deserialize, begun, is_open=is_open)
             return grpc.stream_unary_rpc_method_handler(behavior, response_serializer=serializer)
         behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
         if inspect.isasyncgenfunction(behavior):
             behavior = self._writing(behavior)
-        reading = self._reading_each if handler.request_streaming else self._reading
-        return grpc.stream_stream_rpc_method_handler(reading(behavior, deserialize), None, serializer)
+        if handler.request_streaming:
+            behavior = self._reading_each(behavior, deserialize, begun)
+        else:
+            behavior = self._reading(behavior, deserialize, begun, is_open=is_open)
+        return grpc.stream_stream_rpc_method_handler(behavior, None, serializer)
 
-    def _reading(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
+    def _reading(
+        self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None, begun: _Begun, *, is_open: bool
+    ) -> Behavior:
         """Takes the one request out of a stream of them, and decodes it."""
         decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> Any:
-            try:
-                async with asyncio.timeout(None) as limit:
-                    timer = PatientTimer(self._sender_timeout_s, _expire, limit)
-                    try:
-                        with self._begun():
-                            data: bytes | None = await anext(aiter(requests), None)
-                    finally:
-                        timer.cancel()
-            except TimeoutError:
-                message = f"the request did not come within {self._sender_timeout_s:g} s"
-                raise DeadlineExceeded(message, reason="SLOW_SENDER") from None
-            if data is None:
-                raise InvalidArgument("the call has no request", reason="MALFORMED_MESSAGE")
-            # A message arrives whole, so it is never given up for another one.
-            held = self._bodies.begin(lambda: None)
-            try:
-                held.add(len(data))
-                held.complete()
-                message_memory.set(held)
+            with begun() as call:
+                data = await self._first(requests)
+                if not is_open:
+                    # A message arrives whole, so it is never given up for another one.
+                    call.complete()
+                call.add(len(data))
+                message_memory.set(call)
                 return await behavior(await self._decoded(decode, data), context)
-            finally:
-                held.release()
 
         return handle
 
-    def _reading_each(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
+    async def _first(self, requests: Any) -> bytes:
+        """Raises DeadlineExceeded or InvalidArgument where there is none."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                timer = PatientTimer(self._sender_timeout_s, _expire, limit)
+                try:
+                    data: bytes | None = await anext(aiter(requests), None)
+                finally:
+                    timer.cancel()
+        except TimeoutError:
+            message = f"the request did not come within {self._sender_timeout_s:g} s"
+            raise DeadlineExceeded(message, reason="SLOW_SENDER") from None
+        if data is None:
+            raise InvalidArgument("the call has no request", reason="MALFORMED_MESSAGE")
+        return data
+
+    def _reading_each(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None, begun: _Begun) -> Behavior:
         """Decodes each request of a stream."""
         decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            with self._begun() as begun:
-                async with aclosing(self._decoded_each(decode, requests, begun)) as decoded:
+            with begun() as call:
+                async with aclosing(self._decoded_each(decode, requests, call)) as decoded:
                     await behavior(decoded, context)
 
         return handle
 
     @contextmanager
-    def _begun(self) -> Iterator[HeldBody]:
+    def _begun(self, num_metadata_bytes: int) -> Iterator[HeldBody]:
         """The memory of a call that has begun. Until it is complete, others may end the call with ResourceExhausted."""
         task, is_given_up = asyncio.current_task(), False
         assert task is not None, "a call runs in a task"
@@ -248,7 +263,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
 
         begun = self._bodies.begin(give_up)
         try:
-            begun.add(min(_CALL_BYTES, int(self._bodies.max_bytes * _CALL_SHARE)))
+            begun.add(min(_CALL_BYTES + num_metadata_bytes, int(self._bodies.max_bytes * _CALL_SHARE)))
             yield begun
         except asyncio.CancelledError:
             if is_given_up and task.uncancel() == 0:
@@ -303,6 +318,11 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
             raise DeadlineExceeded(message, reason="SLOW_READER")
 
         return handle
+
+
+def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    """The memory of metadata."""
+    return int(_METADATA_FACTOR * sum(len(name) + len(value) + _ENTRY_BYTES for name, value in metadata))
 
 
 def _expire(limit: asyncio.Timeout) -> None:

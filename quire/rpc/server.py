@@ -26,14 +26,17 @@ from quire.rpc.transport import TRANSPORT
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
 """Up to what protobuf can hold, 2 GiB."""
-_MAX_METADATA_BYTES = 64 * 1024
+DEFAULT_MAX_STREAMS = 256
+# Twice gRPC's own limits, which every client lives with. What a call takes, and its metadata 1.35 times, is held before
+# any of our code runs, so that only this, the calls of a connection and the connections bound it.
+_MAX_METADATA_BYTES = 16 * 1024
 _ADMIN_HOST = "127.0.0.1"
 _CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How much of a server its connections may take; None sets no limit.
+    """How much of a server its connections may take; None sets no limit. The services call each other by a few calls.
 
     Attributes:
         max_connections: Connections at once; further ones are closed.
@@ -44,7 +47,7 @@ class ConnectionLimits:
     """
 
     max_connections: int | None = None
-    max_streams: int | None = None
+    max_streams: int = DEFAULT_MAX_STREAMS
     handshake_timeout_s: float = 10.0
     max_age_s: float | None = None
 
@@ -52,14 +55,14 @@ class ConnectionLimits:
         """The same for a gRPC server, and the maximum metadata of a call."""
         limits = {
             "grpc.max_allowed_incoming_connections": self.max_connections,
-            "grpc.max_concurrent_streams": self.max_streams,
             "grpc.max_connection_age_ms": None if self.max_age_s is None else int(self.max_age_s * 1000),
         }
         return [
             *((name, limit) for name, limit in limits.items() if limit is not None),
+            ("grpc.max_concurrent_streams", self.max_streams),
             ("grpc.server_handshake_timeout_ms", int(self.handshake_timeout_s * 1000)),
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES * 5 // 4),
         ]
 
 

@@ -196,8 +196,8 @@ async def test_a_flood_of_pings_is_answered_and_nothing_else_is_written(schedule
 async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(scheduler):
     async with running_gateway(scheduler) as gateway:
         health = health_stub(gateway.channel)
-        assert await health.Check(CHECK, metadata=[("x", "y" * 60_000)], timeout=30)
-        error = await error_of(health.Check(CHECK, metadata=[("x", "y" * 131_072)], timeout=30))
+        assert await health.Check(CHECK, metadata=[("x", "y" * 15_000)], timeout=30)
+        error = await error_of(health.Check(CHECK, metadata=[("x", "y" * 21_000)], timeout=30))
         assert isinstance(error, ResourceExhausted)
         assert await health.Check(CHECK, timeout=30)
 

@@ -67,6 +67,28 @@ async def test_of_too_many_calls_without_a_request_the_oldest_end(scheduler, met
             call.cancel()
 
 
+async def test_of_too_many_calls_that_need_no_key_the_oldest_end_and_metadata_counts(scheduler):
+    """Anybody may watch the health of a gateway, by as many calls as there are streams, for ever."""
+    max_bytes = 4 << 20
+    num_calls, num_held = 200, max_bytes // ((32 << 10) + 20_000)
+    async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=max_bytes) as gateway:
+        watch = gateway.channel.unary_stream("/grpc.health.v1.Health/Watch")
+        calls = [watch(b"", metadata=[("x", "y" * 15_000)], timeout=60) for _ in range(num_calls)]
+        ends = [asyncio.create_task(error_of(call)) for call in calls]
+
+        async def have_ended() -> bool:
+            return sum(end.done() for end in ends) >= num_calls - num_held
+
+        await until(have_ended)
+        ended = [end.result() for end in ends if end.done()]
+        assert {error.reason for error in ended} == {"BODIES_FULL"}
+        assert len(ended) < num_calls - num_held // 2
+        assert await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=2)))
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
 async def test_a_call_that_ends_without_a_request_is_malformed(gateway):
     call = gateway.channel.stream_unary("/quire.gateway.v1.GenerationService/Cancel")(iter([]), timeout=30)
     error = await error_of(call)
