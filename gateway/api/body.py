@@ -39,6 +39,7 @@ _EXPECTED = {
     "float_type": "a number",
     "int_type": "an integer",
     "int_parsing": "a token id",
+    "int_parsing_size": "a token id",
     "list_type": "a list",
     "model_type": "an object",
     "string_type": "a string",

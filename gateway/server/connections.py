@@ -354,7 +354,14 @@ class TlsListener:
 
 
 class _Received(ReceiveBuffer):
-    """What h11 has received. It refuses very many lines of headers or trailers before h11 parses them."""
+    """What h11 has received. It refuses very many lines of headers or trailers before h11 parses them, and a carriage
+    return within the extensions of a chunk, which another program may take for the end of the line."""
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        line = super().maybe_extract_next_line()
+        if line is not None and b"\r" in line[:-2]:
+            raise h11.RemoteProtocolError("a line has a carriage return within it")
+        return line
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         lines = super().maybe_extract_lines()

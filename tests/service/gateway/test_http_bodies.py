@@ -116,6 +116,8 @@ SMUGGLED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
         ("1.1", CHUNKED, b"0x1\r\nx\r\n0\r\n\r\n"),
         ("1.1", CHUNKED, b"1\r\nxyz0\r\n\r\n"),
         ("1.1", CHUNKED, b"1" * 30 + b"\r\n"),
+        ("1.1", CHUNKED, b"2;a\rb\r\n{}\r\n0\r\n\r\n"),
+        ("1.1", CHUNKED, b"2;a\nb\r\n{}\r\n0\r\n\r\n"),
         ("1.1", (" folded: first",), b""),
         ("1.1", ("no colon",), b""),
         ("1.1", ("nul: \0",), b""),

@@ -55,6 +55,7 @@ def test_what_is_not_json_is_refused(data):
         ("stream_options", [], "stream_options", "must be an object"),
         ("stream_options", {"include_usage": 1}, "stream_options.include_usage", "must be true or false"),
         ("logit_bias", {"a": 1}, "logit_bias[a]", "must be a token id"),
+        ("logit_bias", {"9" * 5000: 1}, f"logit_bias[{'9' * 77}...]", "must be a token id"),
         ("logit_bias", {"5": "much"}, "logit_bias[5]", "must be a number"),
         ("early_stopping", "soon", "early_stopping", 'must be true, false or "never"'),
     ],
