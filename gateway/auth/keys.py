@@ -19,7 +19,6 @@ import stat
 import tempfile
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -314,14 +313,16 @@ class NoAuthenticator:
         await asyncio.get_running_loop().create_future()
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    entry: KeyEntry
-    caller: Caller
+class _Entries:
+    """The entries of all files, which may be very many."""
+
+    def __init__(self, entries: Sequence[KeyEntry]) -> None:
+        self.by_hash = {entry.hash: entry for entry in entries}
+        self.by_id = {entry.id: entry for entry in entries}
 
 
 class KeyRing:
-    """The keys of some files. The account of a key persists when the files are read again."""
+    """The keys of some files. A key gets its account when it is used, which persists when the files are read again."""
 
     def __init__(
         self,
@@ -345,82 +346,104 @@ class KeyRing:
         self._now = now
         self._on_reload_failure = on_reload_failure
         self._on_refusal = on_refusal
-        self._by_hash: dict[KeyHash, _Known] = {}
+        self._callers: dict[KeyHash, Caller] = {}
+        # Of used keys that expire.
+        self._expiring: list[tuple[KeyEntry, Account]] = []
         self._signatures = [_signature(path) for path in self._paths]
-        self._take(self._read())
+        self._entries = self._read()
         for path in self._paths:
             if path.stat().st_mode & stat.S_IWOTH:
                 _logger.warning("every user of this machine may write %s, and so add keys to it", path)
 
     def __len__(self) -> int:
-        return len(self._by_hash)
+        return len(self._entries.by_hash)
 
     def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
         """The caller, from the authorization headers of a call. Raises Unauthenticated."""
-        known = self._by_hash.get(hash_of(shown_key(authorizations)))
-        if known is None:
+        entry = self._entries.by_hash.get(hash_of(shown_key(authorizations)))
+        if entry is None:
             message = "the API key is not valid; operators list and make keys with `quire keys`"
             raise Unauthenticated(message, reason="INVALID_API_KEY")
-        if self._is_expired(known.entry):
+        if self._is_expired(entry):
             raise Unauthenticated("the API key has expired", reason="EXPIRED_API_KEY")
-        return known.caller
+        return self._caller_of(entry)
 
     def find(self, key_id: str, tenant: str) -> Caller | None:
         """The caller with a key's id, for work that goes on without a call; None if the key is not valid any more, or
         is of another tenant."""
-        for known in self._by_hash.values():
-            if known.entry.id == key_id and known.entry.tenant == tenant and not self._is_expired(known.entry):
-                return known.caller
-        return None
+        entry = self._entries.by_id.get(key_id)
+        if entry is None or entry.tenant != tenant or self._is_expired(entry):
+            return None
+        return self._caller_of(entry)
 
     async def watch(self) -> None:
-        """Calls `refresh` every second, until it is cancelled."""
+        """Does what `refresh` does, every second until it is cancelled. Files are read in a thread: 100,000 keys take
+        more than a second."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
-            self.refresh()
+            if self._have_changed():
+                self._take_read(await asyncio.to_thread(self._read_again))
+            self._close_expired()
 
     def refresh(self) -> None:
-        """Reads changed files again. If one is invalid, all keys stay as they were. Closes accounts of expired keys,
-        and opens those whose `expires_at` was moved."""
-        self._read_changes()
-        for known in self._by_hash.values():
-            known.caller.account.is_closed = self._is_expired(known.entry)
+        """Reads changed files again. If one is invalid, all keys stay as they were. Closes accounts of expired keys."""
+        if self._have_changed():
+            self._take_read(self._read_again())
+        self._close_expired()
 
-    def _read_changes(self) -> None:
-        signatures = [_signature(path) for path in self._paths]
-        if signatures == self._signatures:
-            return
-        self._signatures = signatures
+    def _close_expired(self) -> None:
+        for entry, account in self._expiring:
+            account.is_closed = self._is_expired(entry)
+
+    def _have_changed(self) -> bool:
+        before, self._signatures = self._signatures, [_signature(path) for path in self._paths]
+        return self._signatures != before
+
+    def _read_again(self) -> _Entries | None:
+        """None where a file is invalid, of which the log says why."""
         try:
-            entries = self._read()
+            return self._read()
         except ConfigurationError as error:
             _logger.error("%s; the keys that were read before remain valid", error)
+            return None
+
+    def _take_read(self, entries: _Entries | None) -> None:
+        if entries is None:
             self._on_reload_failure()
             return
         self._take(entries)
-        _logger.info("read %d keys again", len(entries))
+        _logger.info("read %d keys again", len(self))
 
-    def _read(self) -> list[KeyEntry]:
+    def _read(self) -> _Entries:
         entries = [*self._own, *(entry for path in self._paths for entry in read_keys(path))]
         try:
             check_distinct(entries)
         except ValueError as error:
             raise ConfigurationError(f"the keys files {', '.join(map(str, self._paths))}: {error}") from error
-        return entries
+        return _Entries(entries)
 
-    def _take(self, entries: Sequence[KeyEntry]) -> None:
+    def _take(self, entries: _Entries) -> None:
         """Replaces all entries. Accounts of remaining keys are kept, accounts of revoked keys are closed."""
-        before, self._by_hash = self._by_hash, {}
-        for entry in entries:
-            old = before.pop(entry.hash, None)
-            if old is None:
-                account = Account(entry.limits, self._clock, self._on_refusal)
+        before, self._callers = self._callers, {}
+        self._entries, self._expiring = entries, []
+        for key_hash, caller in before.items():
+            entry, account = entries.by_hash.get(key_hash), caller.account
+            if entry is None:
+                account.is_closed = True
             else:
-                account = old.caller.account
                 account.change_limits(entry.limits)
-            self._by_hash[entry.hash] = _Known(entry, Caller(entry.tenant, entry.access, account, entry.id))
-        for removed in before.values():
-            removed.caller.account.is_closed = True
+                account.is_closed = False
+                self._caller_of(entry, account)
+
+    def _caller_of(self, entry: KeyEntry, account: Account | None = None) -> Caller:
+        """The caller with a key, which gets this account, or a new one, if it has none."""
+        caller = self._callers.get(entry.hash)
+        if caller is None:
+            account = account or Account(entry.limits, self._clock, self._on_refusal)
+            caller = self._callers[entry.hash] = Caller(entry.tenant, entry.access, account, entry.id)
+            if entry.expires_at is not None:
+                self._expiring.append((entry, account))
+        return caller
 
     def _is_expired(self, entry: KeyEntry) -> bool:
         return entry.expires_at is not None and self._now() >= entry.expires_at

@@ -455,7 +455,7 @@ class Cluster:
             yield from (f"{host} keeps {what}" for what, count in _kept_by(gateway).items() if count)
             keys = gateway.authenticator
             assert isinstance(keys, KeyRing)
-            if count := sum(len(known.caller.account._running) for known in keys._by_hash.values()):
+            if count := sum(len(caller.account._running) for caller in keys._callers.values()):
                 yield f"{host} counts {count} requests of keys"
         for rival in self._rivals:
             if not rival.is_dead:
@@ -561,7 +561,7 @@ class Cluster:
         for gateway in self.gateways.values():
             keys = gateway.authenticator
             assert isinstance(keys, KeyRing)
-            yield from (known.caller.account for known in keys._by_hash.values() if known.caller.tenant == tenant)
+            yield from (caller.account for caller in keys._callers.values() if caller.tenant == tenant)
 
     def check_rates(self, seconds: float) -> None:
         """Raises FalseAnswerError where all gateways together served more than the rates of a key allow."""

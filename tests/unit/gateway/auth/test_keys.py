@@ -1,7 +1,9 @@
 """Keys: how they are made and shown, the file of keys, and the callers that they stand for while the file changes."""
 
+import asyncio
 import json
 import stat
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -22,6 +24,7 @@ from gateway.auth.quota import Limits
 from quire.rpc.errors import ResourceExhausted, Unauthenticated
 from quire.settings import ConfigurationError
 from tests.support.keys import make_entry
+from tests.support.processes import until_true
 
 
 def test_keys_are_long_and_all_different():
@@ -209,6 +212,29 @@ def test_added_changed_and_revoked_keys_are_seen_at_the_next_look(path):
     assert reason_of(ring, "b") == "INVALID_API_KEY"
     with pytest.raises(Unauthenticated):
         revoked.account.check()
+
+
+async def test_changed_files_are_read_beside_the_event_loop(path, monkeypatch):
+    ring = KeyRing([path])
+    begun, may_end = threading.Event(), threading.Event()
+
+    def read_slowly(path):
+        begun.set()
+        assert may_end.wait(30)
+        return read_keys(path)
+
+    monkeypatch.setattr("gateway.auth.keys.read_keys", read_slowly)
+    monkeypatch.setattr("gateway.auth.keys._POLL_INTERVAL_S", 0)
+    write_keys(path, [make_entry("k-3", "c", "new")])
+    watching = asyncio.create_task(ring.watch())
+    try:
+        await until_true(begun.is_set)
+        assert ring.authenticate(bearer("a")).tenant == "acme"
+        may_end.set()
+        await until_true(lambda: ring.find("k-3", "new") is not None)
+        assert reason_of(ring, "a") == "INVALID_API_KEY"
+    finally:
+        watching.cancel()
 
 
 def test_what_was_used_outlives_a_reload(path):
