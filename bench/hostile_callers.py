@@ -7,10 +7,11 @@ against the server. The last line on stdout is a JSON object: for each kind, how
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -285,6 +286,101 @@ async def _call(target: Target, method: str, data: bytes) -> str:
     return "answered"
 
 
+# HTTP/2 by bytes: types of frames, and what a connection begins with.
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 8, 9
+_END_STREAM, _END_HEADERS = 1, 4
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_WATCH = b"/grpc.health.v1.Health/Watch"
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
+
+
+def _headers(stream: int, path: bytes, others: Mapping[bytes, bytes] | None = None) -> bytes:
+    """The headers of a call, whose names and values are below 16 kB together: literals without Huffman's code."""
+    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost"}
+    fields |= {b"content-type": b"application/grpc", b"te": b"trailers", **(others or {})}
+    return _frame(
+        _HEADERS, _END_HEADERS, stream, b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+    )
+
+
+def _text(data: bytes) -> bytes:
+    """A literal of HPACK."""
+    size = len(data)
+    if size < 127:
+        return bytes((size,)) + data
+    size, head = size - 127, bytearray(b"\x7f")
+    while size >= 128:
+        head.append(size & 127 | 128)
+        size >>= 7
+    return bytes((*head, size)) + data
+
+
+async def _speak(target: Target, pieces: Iterable[bytes], *, held_s: float) -> str:
+    """Sends pieces on a new connection of HTTP/2, as long as the server takes them, and reads what comes."""
+    host, _, port = target.grpc.rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return "not connected"
+
+    async def read() -> None:
+        while await reader.read(1 << 16):
+            pass
+
+    reading = asyncio.create_task(read())
+    try:
+        async with asyncio.timeout(held_s):
+            writer.write(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_SETTINGS, 1, 0))
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            await reading
+    except TimeoutError:
+        return f"held for {held_s:.0f} s"
+    except OSError:
+        return "reset"
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        writer.transport.abort()
+    return "closed"
+
+
+async def many_watches(target: Target, rng: random.Random) -> str:
+    """Watches of health with 15 kB of metadata each, as many as a connection may have, held: no key is needed."""
+    metadata = {b"x-a": rng.randbytes(7500).hex().encode()}
+    pieces = (
+        _headers(stream, _WATCH, metadata) + _frame(_DATA, _END_STREAM, stream, bytes(5))
+        for stream in range(1, 8000, 2)
+    )
+    return await _speak(target, pieces, held_s=_HELD_S)
+
+
+async def flood_of_frames(target: Target, rng: random.Random) -> str:
+    """Frames of one kind, as fast as the server takes them: settings, empty data, windows, calls that are reset."""
+    frames = {
+        "settings": itertools.repeat(_frame(_SETTINGS, 0, 0) * 1000),
+        "data": itertools.chain([_headers(1, _WATCH)], itertools.repeat(_frame(_DATA, 0, 1) * 1000)),
+        "windows": itertools.repeat(_frame(_WINDOW_UPDATE, 0, 0, (1).to_bytes(4)) * 1000),
+        "continuation": itertools.chain([_frame(_HEADERS, 0, 1)], itertools.repeat(_frame(_CONTINUATION, 0, 1) * 1000)),
+        "resets": (
+            _headers(stream, _WATCH) + _frame(_RST_STREAM, 0, stream, (8).to_bytes(4))
+            for stream in range(1, 1 << 31, 2)
+        ),
+    }
+    return await _speak(target, frames[rng.choice(sorted(frames))], held_s=_HELD_S / 4)
+
+
+async def odd_texts_over_grpc(target: Target, rng: random.Random) -> str:
+    """Names of methods and metadata that are not UTF-8, which gRPC would log whole."""
+    noise = rng.randbytes(5000).replace(b"\0", b"\xff")
+    paths = (_headers(1, b"/" + noise), _headers(1, _WATCH, {b"x-a": noise}))
+    return await _speak(target, [rng.choice(paths) + _frame(_DATA, _END_STREAM, 1, bytes(5))], held_s=1.0)
+
+
 Kind = Callable[[Target, random.Random], Awaitable[str]]
 KINDS: tuple[Kind, ...] = (
     wide_completion,
@@ -308,6 +404,9 @@ KINDS: tuple[Kind, ...] = (
     many_choices,
     wide_unread_stream,
     many_resumptions,
+    many_watches,
+    flood_of_frames,
+    odd_texts_over_grpc,
 )
 
 
