@@ -238,8 +238,8 @@ class ConnectionLimits(ServiceFlags):
         4096, "maximum connections to each port of a gateway; further ones are closed", minimum=1, maximum=1 << 20
     )
     max_streams_per_connection: int = setting(
-        1024,
-        "maximum calls at once in one gRPC connection; further ones wait in the client",
+        2048,
+        "maximum calls at once in one gRPC connection; further ones wait in the client, or are refused",
         minimum=1,
         maximum=1 << 20,
     )

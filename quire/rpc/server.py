@@ -26,7 +26,7 @@ from quire.rpc.transport import TRANSPORT
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
 """Up to what protobuf can hold, 2 GiB."""
-DEFAULT_MAX_STREAMS = 256
+DEFAULT_MAX_STREAMS = 4096
 # Twice gRPC's own limits, which every client lives with. What a call takes, and its metadata 1.35 times, is held before
 # any of our code runs, so that only this, the calls of a connection and the connections bound it.
 _MAX_METADATA_BYTES = 16 * 1024
@@ -36,11 +36,13 @@ _CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_na
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How much of a server its connections may take; None sets no limit. The services call each other by a few calls.
+    """How much of a server its connections may take; None sets no limit.
 
     Attributes:
         max_connections: Connections at once; further ones are closed.
-        max_streams: Calls at once in one connection; a client keeps further ones back until one ends.
+        max_streams: Calls at once in one connection; a client keeps further ones back until one ends. A call counts
+            until our code is done with it, too, which bounds what a client can open and reset: of those that come at
+            that moment some are refused, which clients see as UNAVAILABLE.
         handshake_timeout_s: A connection that is not set up by then is closed.
         max_age_s: A client is told to open a new connection for its next calls when its connection is that old, 10%
             more or less. Calls that run in the old one continue, and none is lost.
