@@ -146,7 +146,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 async def _run(arguments: argparse.Namespace) -> tuple[Findings, dict[str, dict[str, int]], int]:
-    settings = ServeSettings(grpc_port=0, http_port=0, dtype="float32")
+    # As docs/security.md advises where callers are not trusted.
+    settings = ServeSettings(grpc_port=0, http_port=0, dtype="float32", max_streams_per_connection=256)
     async with LocalServer(settings) as server:
         await server.wait_ready()
         processes = [server.process(name) for name in ("gateway", "scheduler", "worker")]

@@ -34,13 +34,15 @@ def configure_logging(service: str, level: str = "info", log_format: str = "text
     Libraries that log every request stay at warnings, unless `level` is "debug".
     """
     logging.basicConfig(handlers=[ServiceHandler(service, level, log_format)], force=True)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_text_of_a_caller)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_fault_of_a_caller)
     _set_level(level)
 
 
-def _is_no_text_of_a_caller(record: logging.LogRecord) -> bool:
-    """gRPC logs names and metadata of calls that are not UTF-8, whole and with tracebacks: anybody could fill disks."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], UnicodeDecodeError)
+def _is_no_fault_of_a_caller(record: logging.LogRecord) -> bool:
+    """gRPC logs, with tracebacks, names and metadata of calls that are not UTF-8, whole, and answers to clients that
+    have left: anybody could fill disks."""
+    kind = None if record.exc_info is None else record.exc_info[0]
+    return kind is None or kind.__name__ not in ("UnicodeDecodeError", "ExecuteBatchError")
 
 
 def set_request_id(request_id: str) -> None:
