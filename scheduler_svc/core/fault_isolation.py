@@ -208,8 +208,9 @@ class Trials:
         return None
 
     def ended(self, key: RequestKey) -> None:
-        """A request is over: forgets its losses."""
+        """A request is over: forgets what was counted of it."""
         self._losses.pop(key, None)
+        self._num_answered.pop(key, None)
 
     def answered(self, keys: Iterable[RequestKey]) -> None:
         """The oldest step in flight was answered. These requests sampled in it, which counts in their favour."""

@@ -34,6 +34,7 @@ K = TypeVar("K")
 class _Leased:
     blocks: list[BlockId]
     expires_at: float
+    num_done: int = 0
 
 
 @dataclass(slots=True)
@@ -72,6 +73,13 @@ class Leases(Generic[K]):
         """Blocks of it are being fetched. No effect where it is over."""
         if (leased := self._leases.get(lease)) is not None:
             leased.expires_at = expires_at
+
+    def count_done(self, lease: K) -> int:
+        """One more rank has sent its part of the blocks. Returns how many have; 0 where the lease is over."""
+        if (leased := self._leases.get(lease)) is None:
+            return 0
+        leased.num_done += 1
+        return leased.num_done
 
     def end(self, lease: K, pool: BlockPool) -> None:
         """The blocks stay cached until they are evicted. Idempotent."""

@@ -78,14 +78,15 @@ class Pins:
     What is done with one pin costs O(its blocks + log of the number of pins).
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, num_made: int = 0) -> None:
+        """So many were made before; no other pin gets their handles."""
         self._block_size = config.block_size
         self._quota = int(config.pin_quota * config.num_blocks)
         self._max_pinned = int(config.max_pinned * config.num_blocks)
         self._pins: dict[str, Pin] = {}
         self._by_key: dict[RequestKey, Pin] = {}
         self._holders: Counter[BlockId] = Counter()
-        self._num_made = 0
+        self._num_made = num_made
         self._num_blocks = 0
         self._of_tenant: dict[str, Counter[BlockHash]] = {}
         """The blocks of each tenant's pins, held or not yet, with the number of its pins that have each; tenants have
@@ -99,6 +100,10 @@ class Pins:
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
+
+    def of_other_pool(self, config: SchedulerConfig) -> "Pins":
+        """No pins, of a pool with these limits, for those that are made after these."""
+        return Pins(config, self._num_made)
 
     @property
     def num_pinned(self) -> int:

@@ -627,8 +627,12 @@ class Scheduler:
     ) -> dict[ClientId, ClientEvents]:
         """The workers have prepared what `preparations` had for them. If they could not load an adapter, `failure` says
         why. Returns the failures of the requests that waited for it then. Of blocks, those with the indices `failed`
-        did not come, and are computed. Raises ValueError for another number."""
-        if (arriving := self.preparations.arriving(number)) is not None:
+        did not come, and are computed. Raises ValueError for another number, or another index."""
+        arriving = self.preparations.arriving(number)
+        num_arriving = 0 if arriving is None else len(arriving.blocks)
+        if failed and not 0 <= min(failed) <= max(failed) < num_arriving:
+            raise ValueError(f"preparation {number} fetches {num_arriving} blocks, and number {max(failed)} failed")
+        if arriving is not None:
             blocks = self.batch.blocks
             blocks.seal_moved(arriving.came(failed))
             blocks.pool.free(arriving.blocks)
@@ -842,29 +846,27 @@ class Scheduler:
             if block < self.config.num_blocks:
                 self.batch.blocks.pool.restore(block, content)
 
-    def take_over(self, old: "Scheduler", now: float) -> list[RequestFailure]:
-        """Takes over the requests and pins of a scheduler whose pool is gone and that has nothing in flight. Returns
-        the requests that do not fit any more; a pin that does not is removed."""
+    def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
+        """Workers were attached that have another pool or other limits. To be called while nothing is in flight and no
+        block is held, as after `void_in_flight`. Requests and pins stay. Returns the requests that do not fit any more;
+        a pin that does not is removed."""
+        assert not self.in_flight, "the worker was lost, and its steps with it"
+        pins = list(self.pins)
+        for pin in pins:
+            self._unpin(pin)
+        self.config, self.pins = config, self.pins.of_other_pool(config)
+        self._make_pools()
         failures: list[RequestFailure] = []
-        self.num_steps, self._num_arrivals = old.num_steps, old._num_arrivals
-        self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
-        self.num_prompt_tokens, self.num_cached_tokens = old.num_prompt_tokens, old.num_cached_tokens
-        self.trials = self.preparations.trials = old.trials
-        self.draft_counts = old.draft_counts
-        self.move_counts = self.batch.blocks.host.counts = old.move_counts
-        for group in old.waiting:
-            if group.request.key.client == PIN_CLIENT:
-                continue
+        for group in self.waiting:
+            group.move_to_blocks_of(config.block_size)
             try:
-                check_request(group.request, self.config)
+                check_request(group.request, config)
             except RefusedError as error:
-                self.trials.ended(group.request.key)
                 message = f"the worker came back smaller: {error}"
                 failures.append(RequestFailure(group.request.key, "POOL_SHRANK", message))
-            else:
-                group.move_to_blocks_of(self.config.block_size)
-                self._enqueue(group)
-        for pin in old.pins:
+        for failure in failures:
+            self.abort(failure.key)
+        for pin in pins:
             with suppress(RefusedError):
                 self.pin(pin.tenant, pin.token_ids, now, pin.expires_at - now, pin.adapter)
         return failures

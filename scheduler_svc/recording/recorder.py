@@ -359,14 +359,21 @@ class _RecordedScheduler(Scheduler):
                 for sequence in group.unfinished:
                     assert isinstance(sequence.prefix_hashes, _ObservedHashes)
                     sequence.prefix_hashes.report(0, sequence.token_ids)
+            self._restored.keep_some(self._has, len(self.tier) + self.config.num_blocks + self.config.num_host_blocks)
 
-    def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
+    def _has(self, content: BlockHash) -> bool:
+        """Whether a block with this name is anywhere."""
+        pools = self.batch.blocks.pool, self.swap_space.pool
+        return content in self.tier or any(pool.hits([content]) for pool in pools)
+
+    def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
+        # Recordings have it as the start of another core, which takes over from this one.
+        self._put(partial(messages.start_message, config))
         failures = self._tell(
-            lambda: super(_RecordedScheduler, self).take_over(old, now), lambda _: messages.take_over_message(now)
+            lambda: super(_RecordedScheduler, self).refit(config, now), lambda _: messages.take_over_message(now)
         )
         for group in self.groups():
             self._observe(group)
-            self._stops.add(group.request.stop_token_ids)
         return failures
 
     def _arrive(self, request: Request, now: float) -> SequenceGroup:
@@ -467,6 +474,11 @@ class _Restored:
         self.hashes: set[BlockHash] = set()
         self._put = put
         self._hider = hider
+
+    def keep_some(self, has: Callable[[BlockHash], bool], max_blocks: int) -> None:
+        """Forgets blocks that are gone, where they may be as many as those that are there: at most `max_blocks`."""
+        if len(self.hashes) > 2 * max_blocks + 64:
+            self.hashes = set(filter(has, self.hashes))
 
     def found(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
         """The block is the one with this index of a sequence with these hashes."""

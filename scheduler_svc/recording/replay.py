@@ -86,7 +86,7 @@ class Replayer:
 
     Attributes:
         scheduler: The core; None before its start.
-        before: The core whose requests it takes over next; None where there is none.
+        before: The core that goes on next with the limits of `scheduler`; None where there is none.
 
     Args:
         checks: Whether the core's invariants are checked after each operation.
@@ -208,8 +208,8 @@ class Replayer:
             case "take_over":
                 if self.before is None:
                     raise _CannotGoOnError("there is no core to take requests over from")
-                scheduler.take_over(self.before, now)
-                self.before = None
+                self.before.refit(scheduler.config, now)
+                self.before, self.scheduler = None, self.before
             case _:
                 raise AssertionError(name)
 

@@ -518,7 +518,9 @@ class StepLoop:
                 self.cache.tell()
                 continue
             if isinstance(answer, Fetched):
-                scheduler.renew_lease(answer.lease, now, 0 if answer.is_done else LEASE_S)
+                num_done = scheduler.leases.count_done(answer.lease) if answer.is_done else 0
+                is_over = num_done == len(self.worker_addresses)
+                scheduler.renew_lease(answer.lease, now, 0 if is_over else LEASE_S)
                 self._wake_after_lease()
                 self._note_idle()
                 continue
@@ -638,7 +640,7 @@ class StepLoop:
             # What a step costs is measured at each start, and differs a little: that is no other pool.
             before_start = self.scheduler.config
             if replace(config, fixed_tokens=before_start.fixed_tokens) != before_start:
-                self._rebuild(self.scheduler, config)
+                self._refit(self.scheduler, config)
         scheduler = self.scheduler
         failpoint("scheduler.attach.before_inventory")
         scheduler.restore_sealed(link.sealed)
@@ -720,11 +722,10 @@ class StepLoop:
         failures = [RequestFailure(key, MODEL_CHANGED, message, self.epoch) for key in keys]
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
-    def _rebuild(self, old: Scheduler, config: SchedulerConfig) -> None:
-        """The worker came back with another pool: live requests move over, in order of arrival."""
+    def _refit(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
+        """The worker came back with another pool."""
         _logger.warning("the worker came back with another geometry: %s", config)
-        self.scheduler = self._make_core(config)
-        failures = self.scheduler.take_over(old, clock.monotonic())
+        failures = scheduler.refit(config, clock.monotonic())
         self.pins.wake_waiters()
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 

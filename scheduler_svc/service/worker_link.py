@@ -1,7 +1,7 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -276,8 +276,6 @@ class WorkerGroup:
         # What ranks answered that have prepared something, by its number.
         self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
         self._tier = CommonTier(len(links))
-        # How many ranks are done with a lease.
-        self._num_fetched = Counter[Lease]()
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
     async def send(self, plan: StepPlan) -> None:
@@ -293,7 +291,8 @@ class WorkerGroup:
         await self._write(message)
 
     async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
-        """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0.
+        """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0. What others
+        fetched is told for each rank.
 
         Raises:
             WorkerLostError: a rank was lost, or sampled other tokens than rank 0.
@@ -316,11 +315,7 @@ class WorkerGroup:
                     continue
                 return TierChanged(slots, hashes)
             if isinstance(answer, Fetched):
-                self._num_fetched[answer.lease] += answer.is_done
-                is_done = self._num_fetched[answer.lease] == len(self._links)
-                if is_done:
-                    del self._num_fetched[answer.lease]
-                return Fetched(answer.lease, is_done)
+                return answer
             if answer is not None:
                 self._unmatched[rank].append(answer)
             elif rank == 0:

@@ -306,7 +306,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Another replica has fetched blocks of a lease, and no more if that `is_done`."""
+    """Another replica has fetched a rank's part of the blocks of a lease, and no more of it if that `is_done`."""
 
     lease: Lease
     is_done: bool

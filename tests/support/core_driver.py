@@ -687,9 +687,8 @@ class Driver:
         self.check()
 
     def _move_to(self, config: SchedulerConfig) -> None:
-        old, self.scheduler = self.scheduler, Scheduler(config)
         self.device = FakeDevice(config.block_size)
-        self.failed |= {failure.key.handle for failure in self.scheduler.take_over(old, self.clock)}
+        self.failed |= {failure.key.handle for failure in self.scheduler.refit(config, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:
         deadly = self._deadly_rows(plan)

@@ -68,14 +68,7 @@ class CheckedScheduler(Scheduler):
         self._num_checks = 0
         self.forgotten = set[BlockHash]()
         """What it no longer wants from the disks, until they say that they have it again."""
-        pins_give_way = self.pins.give_way
-
-        def give_way(pool: BlockPool) -> bool:
-            if len(self.leases) or len(self.promises):
-                self._report(AssertionError("a pin ends before leases and promises do"))
-            return pins_give_way(pool)
-
-        self.pins.give_way = give_way
+        self._watch_pins()
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
             charge = self.policy.charge
@@ -93,6 +86,17 @@ class CheckedScheduler(Scheduler):
                         self._report(AssertionError(f"{tenant} is not charged for what a step computes"))
 
             self.policy.charge = count
+
+    def _watch_pins(self) -> None:
+        """No pin ends while others give way."""
+        pins_give_way = self.pins.give_way
+
+        def give_way(pool: BlockPool) -> bool:
+            if len(self.leases) or len(self.promises):
+                self._report(AssertionError("a pin ends before leases and promises do"))
+            return pins_give_way(pool)
+
+        self.pins.give_way = give_way
 
     def _make_pools(self) -> None:
         super()._make_pools()
@@ -560,14 +564,13 @@ class CheckedScheduler(Scheduler):
         if early := [pin.pin_id for pin in before if self.pins.of_key(pin.key) is None and pin.expires_at > now]:
             self._report(AssertionError(f"pins {early} end before their time"))
 
-    def take_over(self, old: Scheduler, now: float) -> list[RequestFailure]:
-        before = [group.request.key for group in old.waiting if group.request.key.client != PIN_CLIENT]
-        ends = {pin.pin_id: pin.expires_at for pin in old.pins}
-        if isinstance(old, CheckedScheduler):
-            self._own_losses, self._times_of = old._own_losses, old._times_of
-        failures = super().take_over(old, now)
+    def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
+        before = [group.request.key for group in self.waiting if group.request.key.client != PIN_CLIENT]
+        ends = [pin.expires_at for pin in self.pins]
+        failures = super().refit(config, now)
+        self._watch_pins()
         # Blocks of another size give other ids.
-        if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
+        if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends) + 1e-6]:
             self._report(AssertionError(f"pins {longer} last longer than they were to"))
         failed = {failure.key for failure in failures}
         if lost := [key for key in before if key not in failed and self.group(key) is None]:

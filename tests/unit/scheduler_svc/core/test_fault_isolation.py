@@ -52,6 +52,19 @@ def test_a_pin_that_steps_fail_for_is_removed(monkeypatch, fault, num_refusals, 
     assert pin.key.client == PIN_CLIENT
 
 
+def test_a_pin_in_another_pool_has_no_losses_of_an_earlier_one():
+    driver = Driver(make_config())
+    core = driver.scheduler
+    pins = [core.pin("", [number] * 8, 0.0, 100.0) for number in range(2)]
+    kill_after(driver, 0)
+    core.unpin("", pins[0].pin_id)
+    assert core.trials._losses.keys() == {pins[1].key}
+    assert driver.plan() is not None
+    driver.crash(config=make_config(num_blocks=13))
+    assert [pin.pin_id for pin in core.pins] == [pins[1].pin_id]
+    assert not core.trials._losses
+
+
 @pytest.mark.parametrize(
     ("fault", "num_refusals", "num_deaths"),
     [("poisoned", 4, 0), ("deadly", 0, LOSSES_BEFORE_TRIALS + 3 * LOSSES_ON_TRIAL)],
@@ -199,10 +212,8 @@ def test_what_is_counted_since_the_start_goes_on_with_another_pool():
     for handle in range(6):
         driver.submit(make_request(handle, prompt_len=8, max_tokens=20))
     driver.run_steps(12)
-    before = driver.scheduler
-    counts = (before.num_steps, before.num_preemptions, before.num_swap_outs)
+    core = driver.scheduler
+    counts = (core.num_steps, core.num_preemptions, core.num_swap_outs)
     assert min(counts[:2]) > 0
     driver.crash(config=make_config(num_blocks=13))
-    after = driver.scheduler
-    assert after is not before
-    assert (after.num_steps, after.num_preemptions, after.num_swap_outs) == counts
+    assert (core.num_steps, core.num_preemptions, core.num_swap_outs) == counts

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Tier
+from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Leases, Tier
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
@@ -97,6 +97,34 @@ def test_requests_that_never_ran_wait_for_others_to_take_them() -> None:
     driver.clock += 100.0
     driver.run_what_can()
     assert [driver.outputs[each] for each in (1, 2)] == list(map(expected_output, (first, new)))
+
+
+def test_requests_that_never_ran_are_held_in_another_pool_too() -> None:
+    driver = Driver(make_config(num_blocks=16))
+    running(driver, make_request(1, prompt_len=9, max_tokens=20))
+    driver.scheduler.hold_new(driver.clock, 100.0)
+    driver.submit(make_request(2))
+    driver.crash(config=make_config(num_blocks=17))
+    driver.run_what_can()
+    assert driver.finished == {1}
+
+
+def test_only_blocks_that_are_fetched_can_fail() -> None:
+    driver = Driver(make_config())
+    driver.submit(moved(1))
+    (preparation,) = told(driver)
+    with pytest.raises(ValueError, match="fetches 3 blocks, and number 3 failed"):
+        driver.scheduler.prepared(preparation.number, failed=frozenset({0, 3}))
+    driver.check()
+    assert driver.scheduler.num_arriving == 3
+
+
+def test_ranks_that_sent_their_parts_are_counted_as_long_as_their_lease_lasts() -> None:
+    leases, pool = Leases[Lease](), BlockPool(8)
+    leases.add(LEASE, [], 1.0)
+    assert [leases.count_done(LEASE), leases.count_done(LEASE), leases.count_done(Lease(b"other"))] == [1, 2, 0]
+    leases.expire(1.0, pool)
+    assert leases.count_done(LEASE) == 0
 
 
 def test_blocks_that_came_are_not_computed() -> None:

@@ -125,6 +125,19 @@ def test_a_tenant_that_fills_the_pool_does_not_keep_another_out():
     driver.finish(small)
 
 
+def test_what_tenants_got_counts_in_another_pool():
+    driver = make_driver(PolicyKind.FAIR, max_num_seqs=1, max_model_len=400, num_blocks=200)
+    driver.submit(make_request(0, max_tokens=300, tenant="wide"))
+    driver.run_steps(TURN // 2)
+    driver.submit(make_request(1, max_tokens=300, tenant="wide"))
+    driver.submit(make_request(2, max_tokens=8, tenant="small"))
+    driver.run_steps(4)
+    assert running(driver) == {0}
+    driver.crash(config=make_config(policy=PolicyKind.FAIR, max_num_seqs=1, max_model_len=400, num_blocks=201))
+    driver.run_steps(1)
+    assert running(driver) == {2}
+
+
 def test_tenants_that_are_gone_are_forgotten_and_one_that_waits_is_not():
     policy = FairPolicy()
     waiting = GroupQueue(policy.new_first)

@@ -18,7 +18,7 @@ import pytest
 from quire.settings import ConfigurationError
 from quire_cli.main import main
 from scheduler_svc.core.beam_search import BeamParameters
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
 from scheduler_svc.recording.messages import TokenHider
@@ -275,10 +275,9 @@ def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapsh
 
 def test_a_snapshot_between_the_start_of_a_core_and_its_takeover_has_both_cores(tmp_path: Path) -> None:
     told: list[Callable[[], Any]] = []
-    old = _RecordedScheduler(make_config(), told.append, None)
-    old.submit(make_request(1), 0.0)
-    core = _RecordedScheduler(make_config(num_blocks=32), told.append, None)
-    core.take_over(old, 1.0)
+    core = _RecordedScheduler(make_config(), told.append, None)
+    core.submit(make_request(1), 0.0)
+    core.refit(make_config(num_blocks=32), 1.0)
     assert core.schedule(1.0) is not None
     path, header = tmp_path / "recording", files.new_header(has_token_ids=True)
     for segment, part in enumerate((told[:3], told[3:])):
@@ -289,6 +288,17 @@ def test_a_snapshot_between_the_start_of_a_core_and_its_takeover_has_both_cores(
     report = replay(path)
     assert report.is_equal, report.differences or report.ended_early
     assert (report.num_operations, report.num_steps) == (2, 1)
+
+
+def test_names_of_blocks_that_are_nowhere_any_more_are_not_kept() -> None:
+    core = _RecordedScheduler(make_config(num_blocks=4), lambda make: None, TokenHider(bytes(TokenHider.KEY_BYTES)))
+    assert core._restored is not None
+    for number in range(1000):
+        core.tier_changed([number % 8], [BlockHash(number.to_bytes(32, "big"))])
+        assert {
+            BlockHash(each.to_bytes(32, "big")) for each in range(max(0, number - 7), number)
+        } <= core._restored.hashes
+    assert len(core._restored.hashes) < 100
 
 
 def test_a_snapshot_that_names_other_code_is_refused(
