@@ -11,6 +11,7 @@ from quire.settings import load_settings
 from worker_svc.settings import WorkerSettings
 
 PROGRAM = "quire worker"
+_LOADED_LATER = "--load=when-attached"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         interpreter = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
-        os.execv(sys.executable, [*interpreter, "-m", "worker_svc", *flags, "--load=when-attached"])
+        # The last one of a kind holds; each sleep adds none.
+        own = [flag for flag in flags if flag != _LOADED_LATER]
+        os.execv(sys.executable, [*interpreter, "-m", "worker_svc", *own, _LOADED_LATER])
     return status
 
 

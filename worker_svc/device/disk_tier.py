@@ -231,13 +231,17 @@ Tell = Callable[[Sequence[tuple[int, bytes | None]]], object]
 """Is told, in any thread, which block each of these slots holds now; None for one that holds none any more."""
 
 
+def _to_nobody(changes: Sequence[tuple[int, bytes | None]]) -> None:
+    """No scheduler is attached."""
+
+
 class DiskTier:
     """Keeps a file filled with what a pool seals, beside its steps, and reads blocks of it."""
 
     def __init__(self, file: BlockFile, store: BlockStore, num_blocks: int) -> None:
         """`num_blocks` are those of the pool that sequences may have."""
         self._count: Count = lambda what, num_bytes: None
-        self._tell: Tell = lambda changes: None
+        self._tell: Tell = _to_nobody
         self._num_restored = 0
         self._file, self._store, self._num_blocks = file, store, num_blocks
         self._saved = np.full(num_blocks, -1, np.int64)
@@ -290,15 +294,21 @@ class DiskTier:
             self._file.close()
 
     def follow(self, tell: Tell) -> None:
-        """Has `tell` told of all slots that hold a block, and then of those that change; others are told no more."""
+        """Has `tell` told of all slots that hold a block, and of those that change; others are told no more."""
+        self._tell = tell
 
         def begin() -> None:
             with self._lock:
-                self._tell = tell
-                self._file.take_changes()
-                tell(self._file.entries())
+                if self._tell == tell:
+                    self._file.take_changes()
+                    tell(self._file.entries())
 
         self.submit(begin)
+
+    def unfollow(self, tell: Tell) -> None:
+        """Has `tell` told no more. No effect where another one follows."""
+        if self._tell == tell:
+            self._tell = _to_nobody
 
     def hit(self, blocks: NDArray[np.int32]) -> None:
         """Sequences begin with these blocks of the pool: on disk they are as if read, at the thread's next look."""

@@ -139,6 +139,7 @@ class Worker:
         self._prepare = prepare
         self._ledger = RowLedger(info.pool, info.model, info.limits)
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
+        self._session: Session | None = None
         self._supersede: Callable[[QuireError], None] | None = None
         # That of the last `release_memory` with which this process ends.
         self._releasing: Session | None = None
@@ -167,13 +168,26 @@ class Worker:
         session = self._sessions.attach(epoch, clock.monotonic())
         if self._supersede is not None:
             self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
-        self._supersede = on_superseded
+        self._session, self._supersede = session, on_superseded
         self._ledger.reset()
         if self.transfers is not None:
             self.transfers.attached(on_fetched)
+        self._end_reads()
+        return session
+
+    def leave(self, session: Session) -> None:
+        """Ends a session: whoever had it is told nothing any more. Idempotent, also where another one has begun."""
+        session.end()
+        if self._session is session:
+            self._session = self._supersede = None
+            if self.transfers is not None:
+                self.transfers.left()
+            self._end_reads()
+
+    def _end_reads(self) -> None:
+        """Nobody waits any more for adapters that are read."""
         for slot in list(self._reads):
             self._reads.pop(slot).cancel()
-        return session
 
     async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = _RANKS_TIMEOUT_S) -> SealedBlocks:
         """Waits until all steps of earlier sessions are finished; returns the blocks whose content is final then.
@@ -247,7 +261,7 @@ class Worker:
                 stopping.clear()
             raise
         finally:
-            session.end()
+            self.leave(session)
 
     def prepare(self, row_sampling: bytes, on_done: Callable[[], object]) -> None:
         """Compiles the constraint of a row to come; then calls `on_done`, in any thread, whether it could or not."""
@@ -369,6 +383,9 @@ class StepStream:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._worker.disk is not None:
+                self._worker.disk.unfollow(self._tell_tier)
+            self._worker.leave(session)
             _logger.info("epoch %d ended after step %d", session.epoch, session.last_finished_step_id)
 
     async def _read(self, requests: AsyncIterator[RunRequest]) -> None:

@@ -79,6 +79,10 @@ Tell = Callable[[bytes, bool], object]
 """Is told that blocks of a lease were fetched, and whether that call is over and no other one fetches some."""
 
 
+def _to_nobody(lease: bytes, is_done: bool) -> None:
+    """No scheduler is attached."""
+
+
 class Transfers:
     """The blocks of one worker that come and go. Used by the event loop."""
 
@@ -99,7 +103,7 @@ class Transfers:
         self._tier = tier
         self._offers: dict[bytes, _Offer] = {}
         self._news = asyncio.Event()
-        self._tell: Tell = lambda lease, is_done: None
+        self._tell: Tell = _to_nobody
         # Held while blocks are written, which only these moves may do.
         self._lock = threading.Lock()
         self._moving = set[Move]()
@@ -110,6 +114,10 @@ class Transfers:
             self._moving.clear()
         self._offers.clear()
         self._tell = tell
+
+    def left(self) -> None:
+        """The scheduler is gone. What it offers can be fetched until another one is attached."""
+        self._tell = _to_nobody
 
     # Blocks that others fetch
 
@@ -143,7 +151,7 @@ class Transfers:
                 failpoint("worker.fetch.before_write")
                 yield response
                 self._count("sent", len(response.content))
-                if (now := clock.monotonic()) - told_at >= _TOLD_EVERY_S:
+                if (now := clock.monotonic()) - told_at >= _TOLD_EVERY_S and self._offers.get(request.lease) is offer:
                     told_at, offer.expires_at = now, now + offer.lease_s
                     self._tell(request.lease, False)
         finally:

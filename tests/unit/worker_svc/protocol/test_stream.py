@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from quire.adapters import UnusableAdapterError
+from quire.compatibility import WORKER_PROTOCOL, ModelFingerprint
 from quire.rpc.errors import FailedPrecondition, Unavailable
 from quire.worker.v1 import worker_pb2
 from tests.support.fake_runner import FakeRunner
-from tests.support.fake_worker import FakeWorkerConfig
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.stream import Worker, WorkerServicer
+from worker_svc.protocol.stream import StepStream, Worker, WorkerServicer
 from worker_svc.step import AdapterLoaded, LoadAdapter, SupersededError
 
 TIMEOUT_S = 30.0
@@ -127,6 +128,29 @@ async def test_a_release_that_a_scheduler_ends_does_not_stop_the_worker(device_l
     with pytest.raises(SupersededError):
         await release
     assert not stopping.is_set()
+
+
+async def test_nothing_holds_a_session_that_is_over(tmp_path: Path) -> None:
+    fingerprint = ModelFingerprint("a", "b", "c")
+    worker = FakeWorker(FakeWorkerConfig(fingerprint=fingerprint, disk=tmp_path / "blocks.kv"))
+    await worker.start()
+
+    async def requests() -> AsyncIterator[worker_pb2.RunRequest]:
+        attach = worker_pb2.Attach(scheduler_epoch=1, protocol=WORKER_PROTOCOL.message())
+        yield worker_pb2.RunRequest(attach=attach)
+        await asyncio.get_running_loop().create_future()
+
+    responses = worker._servicer.Run(requests(), cast(Any, None))
+    assert (await anext(aiter(responses))).HasField("attached")
+    loaded = worker._servicer._loaded
+    assert loaded is not None
+    assert loaded.disk is not None
+    await cast(Any, responses).aclose()
+    await asyncio.wrap_future(loaded.disk.submit(lambda: None))
+    del responses
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, StepStream)]
+    await worker.stop()
 
 
 class FakeAdapters:
