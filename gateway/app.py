@@ -22,7 +22,7 @@ from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.calls import ResponseCall
-from gateway.api.responses.store import open_store, sqlite_path
+from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
 from gateway.api.ui.history import LoadHistory
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
@@ -99,6 +99,7 @@ class Gateway:
         idle_calls: IdleCalls,
         tracer: Tracer | None,
         history: LoadHistory,
+        responses: ResponseStore,
         background: BackgroundResponses,
         batches: Batches | None,
     ) -> None:
@@ -112,6 +113,7 @@ class Gateway:
         self._http = http
         self._idle_calls = idle_calls
         self._tracer = tracer
+        self._responses = responses
         self._background_responses = background
         self._batches = batches
         self._hands_over = settings.hand_over
@@ -207,7 +209,18 @@ class Gateway:
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
         return cls(
-            settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer, history, background, batches
+            settings,
+            generator,
+            ledger,
+            authenticator,
+            rpc,
+            http,
+            idle_calls,
+            tracer,
+            history,
+            responses,
+            background,
+            batches,
         )
 
     async def run(self) -> None:
@@ -254,6 +267,7 @@ class Gateway:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._responses.close()
         self._background_responses.close()
         if self._batches is not None:
             self._batches.store.close()

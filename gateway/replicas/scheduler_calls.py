@@ -87,7 +87,7 @@ class SchedulerCalls:
 
         Raises:
             NotFound: no replica has it.
-            Unavailable: no replica that answered has it, and one did not answer.
+            Unavailable: no replica that answered has it, and one did not answer, or none is known yet.
         """
         asking = self._ask_all("FindDurable", scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id))
         try:
@@ -209,7 +209,10 @@ class SchedulerCalls:
         return [outcome for outcome in outcomes if not isinstance(outcome, QuireError)], errors
 
     def _ask_all(self, method: str, request: Message) -> dict[asyncio.Task[Any], str]:
-        """The calls to all replicas, each with the replica's address."""
+        """The calls to all replicas, each with the replica's address. Raises Unavailable where none is known, as before
+        the first answer about a name."""
+        if not self._links:
+            raise Unavailable("no scheduler is known yet", reason="NO_SCHEDULER")
         outcomes = {address: _outcome(link, method, request, _TIMEOUT_S) for address, link in self._links.items()}
         return {asyncio.create_task(outcome): address for address, outcome in outcomes.items()}
 

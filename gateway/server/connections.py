@@ -503,6 +503,8 @@ class HttpConnection(H11Protocol):
         self._reading = _stopped(self._reading)
         self._places.give_back(self)
         super().connection_lost(exc)
+        # uvicorn leaves its timer be where the client reset the connection; it holds all of it for `_KEEP_ALIVE_S`.
+        self._unset_keepalive_if_required()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application for one request. Where the server stops before the answer, the client gets a 503."""

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sqlite3
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -495,18 +496,42 @@ class BatchStore:
             Unavailable: the directory cannot be used.
         """
         good, bad = _Results(*self.new_path(), "output"), _Results(*self.new_path(), "error")
+        is_over = threading.Event()
         try:
-            await asyncio.to_thread(self._write_results, batch_id, good, bad, unanswered)
+            await asyncio.to_thread(self._write_results, batch_id, good, bad, unanswered, is_over)
             await self.run(self._enter_results, batch_id, status, good, bad)
         except (OSError, sqlite3.Error) as error:
             raise _unusable(error) from error
         finally:
             # Of a run that failed, for example since the disk is full, nothing stays: it may be tried many times. One
-            # that is cancelled may be entered all the same, by the work before this.
-            await self.run(_remove_unknown, self._database, (good.path, bad.path))
+            # that is cancelled may be entered all the same, by the work before this; a thread that still writes removes
+            # what it has written.
+            is_over.set()
+            await asyncio.shield(self.run(_remove_unknown, self._database, (good.path, bad.path)))
 
     def _write_results(
-        self, batch_id: str, good: "_Results", bad: "_Results", unanswered: Callable[[str], bytes] | None
+        self,
+        batch_id: str,
+        good: "_Results",
+        bad: "_Results",
+        unanswered: Callable[[str], bytes] | None,
+        is_over: threading.Event,
+    ) -> None:
+        """Once `is_over`, nobody waits for the results: what is written of them is removed."""
+        try:
+            self._write_until(is_over, batch_id, good, bad, unanswered)
+        finally:
+            if is_over.is_set():
+                for each in (good, bad):
+                    each.path.unlink(missing_ok=True)
+
+    def _write_until(
+        self,
+        is_over: threading.Event,
+        batch_id: str,
+        good: "_Results",
+        bad: "_Results",
+        unanswered: Callable[[str], bytes] | None,
     ) -> None:
         with (
             closing(sqlite3.connect(self._directory / _DATABASE, timeout=_LOCK_TIMEOUT_S)) as database,
@@ -518,6 +543,8 @@ class BatchStore:
             for custom_id, is_good, answer in database.execute(
                 "SELECT custom_id, is_good, answer FROM lines WHERE batch = ? ORDER BY line", (batch_id,)
             ):
+                if is_over.is_set():
+                    return
                 if is_good:
                     good.count += 1
                     good_file.write(answer + b"\n")

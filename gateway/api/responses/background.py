@@ -134,7 +134,7 @@ class BackgroundResponses:
         if row is None:
             return None
         if row.is_running:
-            await self._end(row, CANCELLED)
+            await self._end(row, CANCELLED, from_json(row.response))
             self._stop(tenant, response_id)
             row = await self.get(tenant, response_id)
         return None if row is None else row.response
@@ -280,7 +280,7 @@ class BackgroundResponses:
             if run.began is not None and not run.began.done():
                 run.began.set_exception(known)
             else:
-                await self._end(row, FAILED, known)
+                await self._fail(row, known)
         finally:
             self._runs.pop((row.tenant, row.id), None)
             self._tell((row.tenant, row.id))
@@ -351,11 +351,19 @@ class BackgroundResponses:
                     return
                 log.add(shaper.event(0, event), event.token_ids if isinstance(event, Chunk) else ())
 
-    async def _end(self, row: Background, status: str, error: QuireError | None = None) -> None:
-        """Ends a response with the state and the output that it has, and a last event."""
-        response: dict[str, Any] = from_json(row.response) | {"status": status}
-        if error is not None:
-            response["error"] = {"code": error.reason.lower(), "message": error.message}
+    async def _fail(self, row: Background, error: QuireError) -> None:
+        """Ends a response that failed here, unless another gateway runs it by now."""
+        problem = {"code": error.reason.lower(), "message": error.message}
+        try:
+            await self._end(row, FAILED, from_json(row.response) | {"error": problem}, owner=self._store.owner)
+        except QuireError as failed:
+            # It is taken over once its lease is over.
+            _logger.warning("response %s failed, which cannot be noted: %s", row.id, failed)
+
+    async def _end(self, row: Background, status: str, response: dict[str, Any], owner: str | None = None) -> None:
+        """Ends a response with the state and the output that it has, and a last event; only where `owner` runs it, if
+        that is given."""
+        response = response | {"status": status}
 
         def last(events: bytes, number: int) -> tuple[bytes, bytes]:
             response["output"] = output_so_far(_values(events))
@@ -364,7 +372,7 @@ class BackgroundResponses:
             value = {"type": kind, "sequence_number": number, "response": response}
             return as_json(response), f"id: {EventId(row.id, number)}\n".encode() + _EVENTS.event(value)
 
-        await self._store.run(self._store.end, row.tenant, row.id, status, last)
+        await self._store.run(self._store.end, row.tenant, row.id, status, last, owner)
 
 
 @dataclass(frozen=True, slots=True)

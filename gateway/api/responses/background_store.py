@@ -16,6 +16,7 @@ from pathlib import Path
 from gateway.sqlite import Arguments, Found, StoreThread, changing
 from quire import clock
 from quire.arrays import decode_int32, encode_int32
+from quire.progress import shown_bytes
 from quire.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from quire.settings import ConfigurationError
 
@@ -35,6 +36,7 @@ CREATE TABLE IF NOT EXISTS background (
 );
 CREATE INDEX IF NOT EXISTS background_by_status ON background (status, leased_until);
 CREATE INDEX IF NOT EXISTS background_by_age ON background (created, status, bytes);
+CREATE INDEX IF NOT EXISTS background_by_tenant ON background (status, tenant, bytes);
 CREATE TABLE IF NOT EXISTS background_events (
     tenant TEXT NOT NULL, id TEXT NOT NULL, first INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
     tokens BLOB NOT NULL, PRIMARY KEY (tenant, id, first)
@@ -83,7 +85,9 @@ class Piece:
 class BackgroundStore:
     """See the module. All methods but `run` belong into the store's own thread, which `run` calls them in.
 
-    Where all rows with their events take more than `max_bytes`, ended responses are forgotten, the oldest first.
+    Where all rows with their events take more than `max_bytes`, ended responses are forgotten, the oldest first. So
+    that some are left, no response begins where those that run would take more than half of it, unless its tenant's
+    take less than an equal share of that half.
     """
 
     def __init__(self, path: Path | None, owner: str, max_bytes: int) -> None:
@@ -130,24 +134,36 @@ class BackgroundStore:
             self._thread.close(self._database.close)
 
     def add(self, row: Background) -> None:
-        """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many."""
+        """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many, or they
+        take too much."""
+        now, size = clock.unix_s(), _ROW_BYTES + len(row.request) + len(row.response)
         with changing(self._database) as database:
-            (running,) = database.execute(
-                f"SELECT count(*) FROM background WHERE tenant = ? AND status IN {RUNNING}", (row.tenant,)
-            ).fetchone()
-            if running >= MAX_RUNNING:
-                raise ResourceExhausted(
-                    f"{running:,} responses of this tenant run in the background, as many as may; wait for some",
-                    reason="BACKGROUND_LIMIT",
-                    retry_after_ms=1000,
-                )
-            now, size = clock.unix_s(), _ROW_BYTES + len(row.request) + len(row.response)
+            self._check_running(database, row.tenant, size)
             database.execute(
                 "INSERT INTO background VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (row.tenant, row.id, now, row.key_id, row.request, str(row.seed), row.status, self.owner,
                  now + LEASE_S, row.response, size),
             )  # fmt: skip
             self._make_room(database)
+
+    def _check_running(self, database: sqlite3.Connection, tenant: str, size: int) -> None:
+        """Whether the tenant may run one more response, of this size. Raises ResourceExhausted."""
+        rows = database.execute(
+            f"SELECT tenant, count(*), sum(bytes) FROM background WHERE status IN {RUNNING} GROUP BY tenant"
+        ).fetchall()
+        sizes = {tenant: 0, **{each: num_bytes for each, _, num_bytes in rows}}
+        running = next((number for each, number, _ in rows if each == tenant), 0)
+        own, total, limit = sizes[tenant], sum(sizes.values()), self._max_bytes // 2
+        if running >= MAX_RUNNING:
+            problem = f"{running:,} responses of this tenant run in the background, as many as may"
+        elif own and total + size > limit and own + size > limit // len(sizes):
+            problem = (
+                f"the responses that run in the background take {shown_bytes(total)}, {shown_bytes(own)} of them this "
+                f"tenant's, and with {shown_bytes(size)} more they exceed half of --max-stored-response-bytes"
+            )
+        else:
+            return
+        raise ResourceExhausted(f"{problem}; wait for some", reason="BACKGROUND_LIMIT", retry_after_ms=1000)
 
     def get(self, tenant: str, response_id: str) -> Background | None:
         found = self._database.execute(
@@ -213,15 +229,21 @@ class BackgroundStore:
         return number
 
     def end(
-        self, tenant: str, response_id: str, status: str, last: Callable[[bytes, int], tuple[bytes, bytes]]
+        self,
+        tenant: str,
+        response_id: str,
+        status: str,
+        last: Callable[[bytes, int], tuple[bytes, bytes]],
+        owner: str | None = None,
     ) -> bool:
-        """Ends a running response, whoever runs it; returns whether it ran. `last` takes its events, written out, and
-        their number, and returns the response and the last event."""
+        """Ends a running response, whoever runs it, or only where `owner` does; returns whether it ended. `last` takes
+        its events, written out, and their number, and returns the response and the last event."""
         name = tenant, response_id
         with changing(self._database) as database:
             changed = database.execute(
-                f"UPDATE background SET status = ?, owner = NULL WHERE tenant = ? AND id = ? AND status IN {RUNNING}",
-                (status, *name),
+                "UPDATE background SET status = ?, owner = NULL WHERE tenant = ? AND id = ? AND coalesce(?, owner) = "
+                f"owner AND status IN {RUNNING}",
+                (status, *name, owner),
             )
             if not changed.rowcount:
                 return False

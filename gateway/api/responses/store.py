@@ -100,6 +100,10 @@ class ResponseStore(ABC):
         return work(*arguments, **named)
 
     @abstractmethod
+    def close(self) -> None:
+        """Closes the store, when nobody needs it any more."""
+
+    @abstractmethod
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
         """Keeps a response, unless it alone is too large."""
 
@@ -215,6 +219,9 @@ class MemoryStore(ResponseStore):
     def _whose(self) -> str:
         return "its own responses alone (--response-store shares them)"
 
+    def close(self) -> None:
+        self._tenants.clear()
+
     def _drop(self, tenant: str, response_id: str) -> None:
         responses = self._tenants[tenant]
         _, num_bytes = responses.by_id.pop(response_id)
@@ -259,6 +266,9 @@ class SqliteStore(ResponseStore):
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
         return await self._thread.run(work, *arguments, **named)
+
+    def close(self) -> None:
+        self._thread.close(self._database.close)
 
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
         messages = json.dumps([plain_message(each) for each in response.messages])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 import time
 
 import grpc.aio
@@ -14,6 +15,7 @@ from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
 from tests.support.grpc_types import health_stub
+from tests.support.processes import until_true
 from tests.support.raw_http import connection_to, read_answer, read_to_end, request
 
 CHECK = health_pb2.HealthCheckRequest()
@@ -75,6 +77,18 @@ async def test_an_http_connection_too_many_is_closed_and_counted_until_another_o
         assert "quire_gateway_refused_http_connections_total 0.0" not in metrics
         surplus.close()
         held[0].close()
+
+
+async def test_no_timer_holds_a_connection_that_its_client_has_reset(gateway):
+    client = await connection_to(gateway)
+    client.sendall(request("GET /health"))
+    assert (await read_answer(client)).status == 200
+    (connection,) = gateway.gateway._http.server_state.connections
+    await until_true(lambda: connection.timeout_keep_alive_task)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    await until_true(lambda: not gateway.gateway._http.server_state.connections)
+    assert connection.timeout_keep_alive_task is None
 
 
 async def answered(client: httpx.AsyncClient, path: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import os
 import sqlite3
 import threading
@@ -84,6 +85,40 @@ async def test_results_that_are_entered_as_their_run_is_stopped_stay(store, tmp_
     row = await store.run(store.batch, TENANT, batch_id)
     assert row.status == batches.COMPLETED
     assert names(tmp_path) == {file_id, row.facts["output_file_id"]}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_results_that_are_written_as_their_run_is_stopped_leave_no_file(store, tmp_path, monkeypatch, number):
+    batch_id, file_id = begun_batch(store)
+    sync, begins, goes_on, syncs = os.fsync, threading.Event(), threading.Event(), itertools.count(1)
+
+    def slow(file: int) -> None:
+        if next(syncs) == number:
+            begins.set()
+            assert goes_on.wait(10)
+        sync(file)
+
+    def written(*arguments: object) -> None:
+        try:
+            write(*arguments)
+        finally:
+            ended.set()
+
+    write, ended = store._write_results, threading.Event()
+    monkeypatch.setattr(store, "_write_results", written)
+    monkeypatch.setattr(os, "fsync", slow)
+    run = asyncio.create_task(store.finish(batch_id, batches.COMPLETED))
+    assert await asyncio.to_thread(begins.wait, 10)
+    # Again, as where the lease is found to be another gateway's while the gateway stops.
+    for _ in range(2):
+        run.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    goes_on.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert names(tmp_path) == {file_id}
+    assert store.batch(TENANT, batch_id).status == batches.IN_PROGRESS
 
 
 def test_a_file_that_another_gateway_removes_as_this_one_starts_is_passed_over(tmp_path):
