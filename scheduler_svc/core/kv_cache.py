@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart, OutOfBlocksError
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_memory import HostMemory
@@ -218,15 +218,18 @@ class BlockManager:
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
     ) -> tuple[list[BlockId], list[BlockHash]]:
-        """The cached blocks at the start of sequences that wait, and the names of those behind them that they may take
-        from others and that neither pool nor host have, each once; with a tier as far as it has them."""
+        """The cached blocks of sequences that wait, and the names of those that they may take from others and that
+        neither pool nor host have, each once. With a tier, up to the first that it does not have, either."""
         cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
         for sequence in sequences:
             start = self.cached_start(sequence).blocks
             cached.update(dict.fromkeys(start))
             for index in range(len(start), self.num_shareable(sequence)):
                 (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
-                if self.pool.hits([content]) or content in self.host:
+                if hits := self.pool.hits([content]):
+                    cached.update(dict.fromkeys(hits))
+                    continue
+                if content in self.host:
                     continue
                 if tier is not None and content not in tier:
                     break
@@ -234,13 +237,14 @@ class BlockManager:
         return list(cached), list(missing)
 
     def allocate_beside(self, cached: list[BlockId], count: int) -> list[BlockId]:
-        """Takes so many free blocks, which workers may write before the next step, and evicts none of the cached ones
-        for them. What could be hit in them is lost. Raises OutOfBlocksError."""
+        """Takes so many free blocks, which workers may write before the next step, and holds the cached ones beside
+        them. What could be hit in the free ones is lost. Raises OutOfBlocksError."""
         self.pool.touch(cached)
         try:
             return self.pool.allocate(count)
-        finally:
+        except OutOfBlocksError:
             self.pool.free(cached)
+            raise
 
     def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
         """Names held blocks whose content came from elsewhere."""

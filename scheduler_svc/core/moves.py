@@ -221,11 +221,13 @@ class CommonTier:
 @dataclass(frozen=True, slots=True)
 class Arriving:
     """Blocks of this pool that get their content from another replica, or without a `source` from the tier, with the
-    names of what they will hold."""
+    names of what they will hold. `kept` are the cached blocks of the request that waits for them: without those it
+    could not use what comes, or would have them fetched next and lose these meanwhile."""
 
     source: KvSource | None
     blocks: tuple[BlockId, ...]
     hashes: tuple[BlockHash, ...]
+    kept: tuple[BlockId, ...] = ()
 
     def came(self, failed: frozenset[int]) -> Iterator[tuple[BlockId, BlockHash]]:
         """Those whose content is there."""

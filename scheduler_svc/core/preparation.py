@@ -6,7 +6,7 @@ So a group enters the batch only after the workers have said that they have what
 those behind it pass.
 
 Blocks of a request are fetched once, from its arrival on, or when it is next and there is room for them: it waits for
-those that are underway, and for no others.
+those that are underway, and for no others. Those of its blocks that are cached are kept meanwhile.
 
 Workers keep at least the `NUM_KEPT` constraints that were prepared last. What is older is prepared again, should a
 group with it come, or come back after a preemption. `adapter_slots` says which adapters workers have.
@@ -17,7 +17,7 @@ alone, while no step is in flight and nothing else is prepared.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.block_pool import BlockHash, BlockId
@@ -156,9 +156,18 @@ class Preparations:
         return None
 
     def held_tables(self) -> list[tuple[BlockId, ...]]:
-        """The blocks that are being fetched, of each preparation."""
+        """The blocks that are held for each preparation."""
+        return [table for arriving in self._all_arriving for table in (arriving.blocks, arriving.kept)]
+
+    @property
+    def num_arriving(self) -> int:
+        """Blocks that are being fetched."""
+        return sum(len(arriving.blocks) for arriving in self._all_arriving)
+
+    @property
+    def _all_arriving(self) -> Iterator[Arriving]:
         known = (*self._underway.values(), *self._given_up.values())
-        return [each.arriving.blocks for each in known if each.arriving is not None]
+        return (each.arriving for each in known if each.arriving is not None)
 
     def awaited_slots(self) -> list[int]:
         """The slots of the adapters that the workers load now, and are not late with."""
@@ -299,9 +308,12 @@ class Preparations:
 
     def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
         """The workers take too long for it: others take its turn. Returns what it is, and the requests that waited for
-        it, which have to end, unless it is blocks: these are computed. The slot of an adapter is free: its next load
-        replaces this one. KeyError if nothing of this number is underway."""
-        late = self._given_up[number] = self._underway.pop(number)
+        it, which have to end, unless it is blocks: these are computed, and nothing is kept beside them. The slot of an
+        adapter is free: its next load replaces this one. KeyError if nothing of this number is underway."""
+        late = self._underway.pop(number)
+        if late.arriving is not None:
+            late = replace(late, arriving=replace(late.arriving, kept=()))
+        self._given_up[number] = late
         if late.slot is not None:
             self._adapters.loaded(late.slot, None)
         if isinstance(late.need, MovedBlocks):

@@ -29,7 +29,7 @@ from scheduler_svc.core.drafts import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
-from scheduler_svc.core.moves import Arriving, Lease, Leases, MoveCounts, Tier
+from scheduler_svc.core.moves import Arriving, KvSource, Lease, Leases, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.placement import Placement
@@ -165,7 +165,7 @@ class Scheduler:
     @property
     def num_arriving(self) -> int:
         """Blocks that workers fetch."""
-        return sum(map(len, self.preparations.held_tables()))
+        return self.preparations.num_arriving
 
     def num_computed_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values are in a pool once all steps in flight are done, whatever drafts are right."""
@@ -423,7 +423,7 @@ class Scheduler:
         if hashes and not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=self._room.is_empty):
             return None
         group.source = None
-        return Arriving(source, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))
+        return self._arriving(source, cached if hashes else [], hashes)
 
     def _make_room_from_tier(self, group: SequenceGroup) -> Arriving | MovedBlocks | None:
         blocks = self.batch.blocks
@@ -434,7 +434,12 @@ class Scheduler:
             return others
         if not self._room.fits(group, self._room.to_grow()):
             return None
-        return Arriving(None, tuple(blocks.allocate_beside(cached, len(hashes))), tuple(hashes))
+        return self._arriving(None, cached, hashes)
+
+    def _arriving(self, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]) -> Arriving:
+        """Takes blocks for these hashes, and holds the cached ones with them."""
+        taken = self.batch.blocks.allocate_beside(cached, len(hashes))
+        return Arriving(source, tuple(taken), tuple(hashes), tuple(cached))
 
     def _give_way(self) -> bool:
         """Frees blocks that are kept for others than requests that run, the least important first. Returns whether
@@ -635,7 +640,7 @@ class Scheduler:
         if arriving is not None:
             blocks = self.batch.blocks
             blocks.seal_moved(arriving.came(failed))
-            blocks.pool.free(arriving.blocks)
+            blocks.pool.free(arriving.blocks, arriving.kept)
             self._forget_failed(arriving, failed)
             self.move_counts.fetched(arriving, len(failed))
         keys = self.preparations.done(number, failure)
@@ -662,6 +667,7 @@ class Scheduler:
         waited for it; others that need it have it prepared again when they are next."""
         if (arriving := self.preparations.arriving(number)) is not None:
             self._forget_failed(arriving, range(len(arriving.hashes)))
+            self.batch.blocks.pool.free(arriving.kept)
         need, keys = self.preparations.give_up(number)
         if isinstance(need, MovedBlocks):
             self._release(keys)

@@ -141,8 +141,13 @@ def _draw_plan(seed: int) -> Plan:
     return plan
 
 
-def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) -> Outcome:
-    """Runs a cluster and its requests under the faults of a plan. `on_world` gets the world before it begins.
+def run_world(
+    plan: Plan,
+    on_world: Callable[[World], object] = lambda _: None,
+    on_quiet: Callable[[Cluster], object] = lambda _: None,
+) -> Outcome:
+    """Runs a cluster and its requests under the faults of a plan. `on_world` gets the world before it begins, and
+    `on_quiet` the cluster when all is over.
 
     Raises:
         FalseAnswerError: an answer says what it must not.
@@ -176,6 +181,7 @@ def run_world(plan: Plan, on_world: Callable[[World], object] = lambda _: None) 
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
             cluster.check_charges(charges)
+            on_quiet(cluster)
             for disk in cluster.disks.values():
                 disk.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)

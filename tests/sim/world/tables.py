@@ -1,7 +1,8 @@
 """What the tables of a process hold: dicts, lists, sets and queues that the objects of our packages have.
 
 Whatever outlives a request, a link or a session belongs to somebody who takes it out again, on every path. So when all
-is quiet, a table is empty, or it is one of `KEPT`, which says why it is not.
+is quiet, a table is empty, or it is one of `KEPT`, which says why it is not. Whoever makes a new one that is not empty
+then says who takes entries out, or what their bound is.
 """
 
 import asyncio
@@ -12,7 +13,54 @@ from typing import Any
 _PACKAGES = ("gateway.", "scheduler_svc.", "worker_svc.", "quire.")
 _TABLES = (dict, list, set, deque)
 
-KEPT: dict[str, str] = {}
+KEPT: dict[str, str] = {
+    "what a process has for its life, or for the life of its model": """
+        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses
+        FreeQueue._next FreeQueue._previous Gateway._background HttpServer.servers KeyEntry.__dict__
+        KeyEntry.__pydantic_fields_set__ KeyRing._by_hash KeyRing._signatures RowTable._free RowTable.sequences
+        ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
+    "one entry for each replica or gateway that is known": """
+        CacheFeed._watchers Members._fixed Members.links Offers._links ReplicaRecords._places ReplicaRecords._records
+        Replicas._hinted Replicas._placed Replicas._unended Replicas._work Replicas.links Requests._connections
+        SchedulerCalls._links""",
+    "a counter for each of few kinds": """
+        CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished""",
+    "one entry for each block, and what is cached in it": """
+        BlockFile._free BlockFile._slots BlockPool._by_hash BlockPool._changes BlockPool._found BlockPool._hashes
+        BlockPool._ref_counts CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk CachedTokens.token_ids
+        Tier._by_slot Tier._slots
+        _Restored.hashes""",
+    "as many as a bound says, the oldest go; or they go with the next that comes": """
+        ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
+        FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Pins._changes Pins._held_ends
+        Preparations._compiled PromptLogprobsRouter._reporting Requests._cancelled RetryAdvisor._ends
+        Served._first_tokens StepDraft._release Trials._need_losses _StopTable._known""",
+    "responses that a client has stored": """
+        MemoryStore._tenants _TenantResponses.by_id""",
+    "until the other side has taken it, or is gone": """
+        Outbox._sent SchedulerLink._outbox""",
+    "clients of HTTP keep their connections": """
+        HttpConnection.connections HttpConnection.headers HttpConnection.scope Places._holders""",
+    "durable requests, until their time is over; pins likewise": """
+        Connection.reads Pins._by_key Pins._holders Pins._of_tenant Pins._pins Requests._by_handle Requests._by_id
+        Requests._readers""",
+    "what a worker is late with": """
+        Awaited._sent_at Preparations._given_up Preparations._underway Worker._reads""",
+    "parts of what the other tables hold": """
+        BeamGroup.logprobs BeamSearch._finished ClientEvents.completed ClientEvents.failed ClientEvents.finished
+        ClientEvents.handles ClientEvents.offsets ClientEvents.sequence_indices ClientEvents.token_ids
+        ClientEvents.with_logprobs EmittedSequence.token_ids HiddenHashes._token_ids Outgoing.aborted Outgoing.batches
+        Outgoing.has_room Outgoing.moved Outgoing.refusals Pin.blocks Pin.hashes Pin.token_ids PrefixHashes._hashes
+        Request.emitted Request.prompt Sequence.token_ids SequenceGroup.sequences Timeline.milestones""",
+    "of classes of these tests, which have more attributes": """
+        BlockManager._names Scheduler._compiled Scheduler._names Scheduler._own_losses Scheduler._place_of
+        Scheduler._times_of Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names
+        _ObservedHashes._hashes _RecordedScheduler._compiled _RecordedScheduler._names _RecordedScheduler._own_losses
+        _RecordedScheduler._place_of _RecordedScheduler._times_of _RecordedScheduler.asked
+        _RecordedScheduler.forgotten""",
+}
+"""Tables that may hold something when all is quiet, by the reason."""
+_KEPT = frozenset(name for names in KEPT.values() for name in names.split())
 
 
 def held_by(*roots: object) -> dict[str, int]:
@@ -24,15 +72,16 @@ def held_by(*roots: object) -> dict[str, int]:
         if id(each) in seen:
             continue
         seen.add(id(each))
+        if isinstance(each, (*_TABLES, tuple)):
+            waiting += each.values() if isinstance(each, dict) else each
+            continue
         for name, value in _attributes(each):
             if isinstance(value, asyncio.Queue):
                 counts[name] += value.qsize()
             elif isinstance(value, _TABLES):
                 counts[name] += len(value)
-                waiting += value.values() if isinstance(value, dict) else value
-            else:
-                waiting.append(value)
-    return {name: count for name, count in sorted(counts.items()) if count and name not in KEPT}
+            waiting.append(value)
+    return {name: count for name, count in sorted(counts.items()) if count and name not in _KEPT}
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:

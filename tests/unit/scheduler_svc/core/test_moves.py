@@ -247,6 +247,46 @@ def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -
     assert driver.usage[3].cached_tokens == 12
 
 
+@pytest.mark.parametrize("failed", [{2, 3}, {0, 1}])
+def test_what_is_cached_of_a_request_is_kept_while_the_rest_is_fetched(failed: set[int]) -> None:
+    """Otherwise one that was displaced for it would come back and evict that, and so on for ever."""
+    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
+    on_disk(driver, first)
+    driver.submit(once := of_prefix(3))
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    driver.device.fetch(preparation.arriving)
+    driver.scheduler.prepared(preparation.number, failed=frozenset(failed))
+    assert driver.scheduler.abort(once.key)
+    driver.tell_disk([*driver.device.disk])
+    driver.submit(again)
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    assert (len(preparation.arriving.blocks), driver.scheduler.num_arriving, used(driver)) == (2, 2, 4)
+    pool = driver.scheduler.batch.blocks.pool
+    pool.free(pool.allocate(pool.num_free))
+    driver._answer(preparation)
+    driver.check()
+    assert driver.next_plan().num_computed_tokens.tolist() == [16]
+    driver.finish(again)
+
+
+def test_nothing_is_kept_beside_blocks_that_take_too_long() -> None:
+    driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
+    on_disk(driver, first)
+    driver.submit(other := make_request(3, prompt=[*range(9)], max_tokens=1))
+    driver.finish(other)
+    driver.submit(again)
+    (preparation,) = told(driver)
+    assert used(driver) == 4
+    driver.scheduler.give_up_preparation(preparation.number, 5.0)
+    driver.check()
+    assert used(driver) == 2
+    driver.scheduler.prepared(preparation.number)
+    driver.check()
+    assert used(driver) == 0
+
+
 def test_a_block_is_on_disk_once_all_ranks_have_their_part() -> None:
     common, (a, b, c) = CommonTier(2), (BlockHash(bytes([each]) * 32) for each in range(3))
     assert common.change(0, [0, 1], [a, b]) == ([], [])
