@@ -37,12 +37,19 @@ LookUp = Callable[[str], Sequence[str]]
 
 _API_KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-_IDEMPOTENT: tuple[ServiceDescriptor | MethodDescriptor, ...] = (
-    model_pb2.DESCRIPTOR.services_by_name["ModelService"],
-    prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
-    *(_GENERATION.methods_by_name[name] for name in ("Cancel", "Tokenize", "Detokenize")),
+_MODELS: ServiceDescriptor = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
+_PREFIXES: ServiceDescriptor = prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]
+_IDEMPOTENT: tuple[MethodDescriptor, ...] = tuple(
+    service.methods_by_name[name]
+    for service, names in (
+        # Each by its name: a method that is added to a service may be none.
+        (_MODELS, ("ListModels", "GetModel", "GetServerInfo", "ListAdapters")),
+        (_PREFIXES, ("PinPrefix", "UnpinPrefix")),
+        (_GENERATION, ("Cancel", "Tokenize", "Detokenize")),
+    )
+    for name in names
 )
-"""Services and methods that may be called twice, as the protos say."""
+"""Methods that may be called twice, as the protos say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +319,5 @@ def service_config(*, spread: bool) -> dict[str, Any]:
     }
 
 
-def _name(each: ServiceDescriptor | MethodDescriptor) -> dict[str, str]:
-    if isinstance(each, ServiceDescriptor):
-        return {"service": each.full_name}
-    return {"service": each.containing_service.full_name, "method": each.name}
+def _name(method: MethodDescriptor) -> dict[str, str]:
+    return {"service": method.containing_service.full_name, "method": method.name}
