@@ -17,15 +17,19 @@ from quire.rpc.errors import invalid_field
 
 TOOL_TYPES = ("function", "custom")
 _KNOWN_TYPES = " or ".join(TOOL_TYPES)
+_ASSISTANT = "assistant"
 # An answer may have nothing but calls, or nothing at all, and so may the result of a tool.
-_MAY_BE_EMPTY = frozenset({"assistant", "tool", "function"})
+_MAY_BE_EMPTY = frozenset({_ASSISTANT, "tool", "function"})
 
 
 class ContentPart(Part):
+    """`type` is text, or in an assistant's message refusal, each with the field of that name."""
+
     unread: ClassVar[Unread] = field_rule.CHAT_PART
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(Part):
@@ -211,7 +215,7 @@ def chat_message(message: Message) -> ChatMessage:
 def message_text(message: Message) -> str:
     """A message's content as one text for the template; each part begins a new line."""
     if isinstance(message.content, list):
-        return "\n".join(part.text or "" for part in message.content)
+        return "\n".join(part.text or part.refusal or "" for part in message.content)
     return message.content or message.refusal or ""
 
 
@@ -272,7 +276,7 @@ def _check_message(violations: Violations, path: str, message: Message) -> None:
         for number, part in enumerate(message.content):
             if violations.are_enough:
                 return
-            _check_part(violations, f"{path}.content[{number}]", part)
+            _check_part(violations, f"{path}.content[{number}]", part, message.role)
     elif message.content is None and message.role not in _MAY_BE_EMPTY:
         violations.add(f"{path}.content", "is missing; it must be a string or a list of text parts")
     for number, call in enumerate(message.tool_calls or ()):
@@ -285,11 +289,11 @@ def _check_message(violations: Violations, path: str, message: Message) -> None:
             violations.add(f"{place}.{call.type}", "is missing")
 
 
-def _check_part(violations: Violations, path: str, part: ContentPart) -> None:
-    if part.type != "text":
+def _check_part(violations: Violations, path: str, part: ContentPart, role: str) -> None:
+    if part.type != "text" and (part.type, role) != ("refusal", _ASSISTANT):
         violations.add(f"{path}.type", f'is "{shortened(part.type)}"; only "text" is supported')
-    elif part.text is None:
-        violations.add(f"{path}.text", "is missing")
+    elif getattr(part, part.type) is None:
+        violations.add(f"{path}.{part.type}", "is missing")
 
 
 def _check_tool(violations: Violations, path: str, tool: ToolDefinition) -> None:

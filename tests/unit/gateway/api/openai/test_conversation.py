@@ -33,6 +33,7 @@ def test_messages_keep_what_agents_send_back():
             {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
             {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "r", "refusal": None},
             {"role": "assistant", "reasoning": "s"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
             {"role": "tool", "content": "7", "tool_call_id": "c"},
         ]
     )
@@ -40,6 +41,7 @@ def test_messages_keep_what_agents_send_back():
         ChatMessage("system", "a\nb", "n"),
         ChatMessage("assistant", "", tool_calls=(ToolCall(id="c", name="f", arguments='{"a": 1}'),), reasoning="r"),
         ChatMessage("assistant", "", reasoning="s"),
+        ChatMessage("assistant", "No."),
         ChatMessage("tool", "7", tool_call_id="c"),
     ]
 

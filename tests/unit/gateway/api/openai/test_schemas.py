@@ -83,6 +83,8 @@ def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
         ([*HELLO, {"role": "user", "content": "x", "name": 7}], "messages[1].name"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}], "messages[0].content[0].type"),
+        ([{"role": "assistant", "content": [{"type": "refusal"}]}], "messages[0].content[0].refusal"),
     ],
 )
 def test_a_message_that_is_no_text_is_refused(messages, path):
