@@ -142,9 +142,7 @@ TEXT_BLOCK = BLOCK.plus(citations=([],))
 THINKING_BLOCK = BLOCK.plus("signature")
 CALL_BLOCK = BLOCK.plus("caller")
 RESULT_BLOCK = BLOCK.plus("is_error")
-MESSAGES_TOOL = BLOCK.plus(
-    "eager_input_streaming", allowed_callers=(["direct"],), defer_loading=(False,), input_examples=([],)
-)
+MESSAGES_TOOL = BLOCK.plus("eager_input_streaming", allowed_callers=(["direct"],), input_examples=([],))
 
 
 class Strict(BaseModel):

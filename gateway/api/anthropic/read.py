@@ -88,6 +88,25 @@ class ToolUseBlock(Part):
     input: dict[str, Any]
 
 
+class ToolReferenceBlock(Part):
+    """A deferred tool that a client's search has found: the model sees it from then on. Its text is the tool's name."""
+
+    unread: ClassVar[Unread] = field_rule.BLOCK
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+ResultPart = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    Discriminator(tag_of),
+]
+
+
 class ToolResultBlock(Part):
     """The result of a call. `is_error` has no effect, because chat templates have no such field."""
 
@@ -95,26 +114,14 @@ class ToolResultBlock(Part):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
-
-
-Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    Discriminator(tag_of),
-]
-
-
-class Message(Part):
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
+    content: (
+        Annotated[list[ResultPart], BeforeValidator(_blocks, json_schema_input_type=str | list[ResultPart])] | None
+    ) = None
 
 
 class ToolDefinition(Part):
-    """`input_schema` is a JSON schema that calls match; with `strict: false` only required calls do."""
+    """`input_schema` is a JSON schema that calls match; with `strict: false` only required calls do. With
+    `defer_loading` the model sees the tool only after a block has named it."""
 
     unread: ClassVar[Unread] = field_rule.MESSAGES_TOOL
 
@@ -123,6 +130,7 @@ class ToolDefinition(Part):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class ServerTool(Part):
@@ -141,6 +149,61 @@ Tool = Annotated[
 ]
 
 
+class ToolName(Part):
+    type: Literal["tool_reference"]
+    name: str
+
+
+class NewTool(Part):
+    type: Literal["tool_definition"]
+    definition: Tool
+
+
+class ToolAdditionBlock(Part):
+    """Adds a deferred or removed tool by its name, or a new one, in a message of the system."""
+
+    unread: ClassVar[Unread] = field_rule.BLOCK
+
+    type: Literal["tool_addition"]
+    tool: Annotated[
+        Annotated[ToolName, Tag("<tool_reference>")] | Annotated[NewTool, Tag("<tool_definition>")],
+        Discriminator(tag_of),
+    ]
+
+
+class ToolRemovalBlock(Part):
+    unread: ClassVar[Unread] = field_rule.BLOCK
+
+    type: Literal["tool_removal"]
+    tool: ToolName
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ToolAdditionBlock, Tag("<tool_addition>")]
+    | Annotated[ToolRemovalBlock, Tag("<tool_removal>")],
+    Discriminator(tag_of),
+]
+# The only role that has these; text is in all.
+_ROLES: dict[type[Part], str] = {
+    ThinkingBlock: "assistant",
+    RedactedThinkingBlock: "assistant",
+    ToolUseBlock: "assistant",
+    ToolResultBlock: "user",
+    ToolAdditionBlock: "system",
+    ToolRemovalBlock: "system",
+}
+
+
+class Message(Part):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
+
+
 class ToolChoiceFields(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -152,7 +215,7 @@ class ThinkingConfig(Part):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(Part):
@@ -219,12 +282,10 @@ def _check(violations: Violations, body: TokensBody) -> None:
         for number, block in enumerate(message.content):
             if violations.are_enough:
                 return
-            is_of_answer = isinstance(block, ThinkingBlock | RedactedThinkingBlock | ToolUseBlock)
-            if message.role != "user" and isinstance(block, ToolResultBlock):
-                _add_misplaced(violations, position, number, block, "user")
-            elif message.role != "assistant" and is_of_answer:
-                _add_misplaced(violations, position, number, block, "assistant")
-    choice, names = body.tool_choice, [tool.name for tool in _kept_tools(body)]
+            role = _ROLES.get(type(block), message.role)
+            if message.role != role:
+                _add_misplaced(violations, position, number, block, role)
+    choice, names = body.tool_choice, [tool.name for tool in _shown_tools(body)]
     if choice is None:
         return
     if choice.type in ("any", "tool") and not names:
@@ -234,8 +295,23 @@ def _check(violations: Violations, body: TokensBody) -> None:
         violations.add("tool_choice.name", shown)
 
 
-def _kept_tools(body: TokensBody) -> list[ToolDefinition]:
-    return [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
+def _shown_tools(body: TokensBody) -> list[ToolDefinition]:
+    """The tools that the model sees: a chat template has one list of them, so it is that of the conversation's end."""
+    known = {tool.name: tool for tool in body.tools or () if isinstance(tool, ToolDefinition)}
+    shown = {name: True for name, tool in known.items() if not tool.defer_loading}
+    for block in (block for message in body.messages for block in message.content):
+        match block:
+            case ToolResultBlock(content=list(parts)):
+                shown |= {part.tool_name: True for part in parts if isinstance(part, ToolReferenceBlock)}
+            case ToolAdditionBlock(tool=ToolName(name=name)):
+                shown[name] = True
+            case ToolAdditionBlock(tool=NewTool(definition=ToolDefinition() as tool)):
+                known[tool.name], shown[tool.name] = tool, True
+            case ToolRemovalBlock():
+                shown[block.tool.name] = False
+            case _:
+                """It changes no tools."""
+    return [tool for name, tool in known.items() if shown.get(name)]
 
 
 def _add_misplaced(violations: Violations, position: int, number: int, block: Part, role: str) -> None:
@@ -250,8 +326,8 @@ def conversation_of(body: TokensBody) -> Conversation:
         conversation.add_system("system", _texts(body.system))
     for position, message in enumerate(body.messages):
         path = f"messages[{position}]"
-        if message.role == "system":
-            conversation.add_system(path, _texts(message.content))
+        if message.role == "system" and (texts := _texts(message.content)):
+            conversation.add_system(path, texts)
         for block in () if message.role == "system" else message.content:
             match block:
                 case TextBlock() if message.role == "assistant":
@@ -271,7 +347,7 @@ def conversation_of(body: TokensBody) -> Conversation:
 
 
 def _texts(blocks: Sequence[Part]) -> list[str]:
-    return [block.text for block in blocks if isinstance(block, TextBlock)]
+    return [block.text for block in blocks if isinstance(block, TextBlock | ToolReferenceBlock)]
 
 
 def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think: bool) -> ChatPrompt:
@@ -280,7 +356,7 @@ def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think:
     choice = body.tool_choice
     return ChatPrompt(
         conversation.prompt,
-        tools=[make_tool(each.name, each.description, each.input_schema, each.strict) for each in _kept_tools(body)],
+        tools=[make_tool(each.name, each.description, each.input_schema, each.strict) for each in _shown_tools(body)],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         response_format=_constraint(body.output_config),

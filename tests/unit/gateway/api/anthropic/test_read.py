@@ -76,6 +76,26 @@ async def test_parameters_become_those_of_the_contract():
     assert dict(prompt.template_options.arguments) == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
+async def test_the_model_sees_the_tools_of_the_end_of_the_conversation():
+    deferred = [TOOL | {"name": name, "defer_loading": True} for name in ("found", "added", "hidden")]
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": [
+        {"type": "text", "text": "Found:"}, {"type": "tool_reference", "tool_name": "found"},
+        {"type": "tool_reference", "tool_name": "unknown"}]}]  # fmt: skip
+    changes = [
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "added"}},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "look"}},
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL | {"name": "new"}}},
+    ]
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
+    messages = [*HELLO, called, {"role": "user", "content": results}, {"role": "system", "content": changes}]
+    prompt = chat_of(await options(tools=[TOOL, *deferred], messages=messages))
+    assert [tool.name for tool in prompt.tools] == ["found", "added", "new"]
+    assert [(each.role, each.content) for each in prompt.messages] == [
+        ("user", "hello"), ("assistant", ""), ("tool", "Found:\nfound\nunknown"),
+    ]  # fmt: skip
+    assert [tool.name for tool in chat_of(await options(tools=[TOOL, *deferred])).tools] == ["look"]
+
+
 async def test_a_last_message_of_the_assistant_is_continued():
     made = await options(messages=[*HELLO, {"role": "assistant", "content": "The answer is"}])
     assert chat_of(made).template_options.continue_final_message
@@ -126,6 +146,10 @@ async def test_a_model_is_told_to_think_where_its_template_hears_it(thinking, is
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
          "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "a"}}]}]},
+         "messages[0].content[0].type"),
+        ({"tools": [TOOL | {"defer_loading": True}], "tool_choice": {"type": "any"}}, "tool_choice"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_refused_by_its_name(fields, param):
@@ -156,6 +180,7 @@ async def test_names_of_the_validator_are_those_of_the_body():
 async def test_hints_are_accepted():
     await options(context_management={"edits": []}, invented=1, tools=[{"type": "web_search_20250305", "name": "w"}])
     await options(
-        metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"}, mcp_servers=[],
+        metadata={"user_id": "me"}, service_tier="auto", mcp_servers=[],
+        thinking={"type": "adaptive", "display": "updates"},
         cache_control={"type": "ephemeral"}, tools=[TOOL | {"eager_input_streaming": True, "type": "custom"}],
     )  # fmt: skip
