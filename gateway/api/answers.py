@@ -195,10 +195,10 @@ def error_response(answer: ErrorAnswer, dialect: Dialect = OPENAI) -> Response:
 
 
 def error_handlers(
-    dialect_of: Callable[[str], Dialect],
+    dialect_of: Callable[[Scope], Dialect],
 ) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
     """Starlette's error handlers by type, including wrong paths and methods. `dialect_of` returns the dialect of a
-    path."""
+    call."""
 
     async def answer(request: Request, error: Exception) -> Response:
         match error:
@@ -208,7 +208,7 @@ def error_handlers(
                 found = _of_http_exception(request, error)
             case _:
                 found = error_answer(error, str)
-        return error_response(found, dialect_of(request.url.path))
+        return error_response(found, dialect_of(request.scope))
 
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
 

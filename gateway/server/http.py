@@ -215,7 +215,7 @@ class EnvelopeMiddleware:
         except Exception as error:
             answer = error_answer(error, str)
             if not has_started:
-                await send_answer(send_with_headers, answer, dialect=_dialect_of(scope["path"]))
+                await send_answer(send_with_headers, answer, dialect=_dialect_of(scope))
         finally:
             if kind is not None:
                 self._answers.end(kind, clock.monotonic() - came_at)
@@ -257,9 +257,7 @@ class HostMiddleware:
             f'host is "{shown}"; this gateway answers to names of loopback, and to those that --allowed-hosts names, '
             f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
         )
-        return await send_answer(
-            send, ErrorAnswer(403, message, "host_not_allowed"), dialect=_dialect_of(scope["path"])
-        )
+        return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"), dialect=_dialect_of(scope))
 
 
 def _host_name(host: str) -> str:
@@ -303,7 +301,7 @@ class AuthMiddleware:
                 if access.shows_page(scope):
                     return await access.refusal(error)(scope, receive, send)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
-                return await send_answer(send, error_answer(error, str), extra, _dialect_of(scope["path"]))
+                return await send_answer(send, error_answer(error, str), extra, _dialect_of(scope))
         return await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller:
@@ -453,11 +451,12 @@ class _ProbeRoutes:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _dialect_of(path: str) -> Dialect:
-    """The dialect of errors at a path, including errors before a route is found."""
+def _dialect_of(scope: Scope) -> Dialect:
+    """The dialect of the errors of a call, including errors before a route is found."""
+    path = scope["path"]
     if path == kserve_rest.ROOT or path.startswith(f"{kserve_rest.ROOT}/"):
         return kserve_rest.DIALECT
-    return anthropic.dialect_of(path)
+    return anthropic.dialect_of(scope)
 
 
 def _check_values(request: Request, name: str, known: Set[str], why: str) -> None:

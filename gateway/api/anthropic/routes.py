@@ -1,5 +1,5 @@
-"""The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: what becomes
-of a field does not depend on them."""
+"""The paths of Anthropic's Messages API. What becomes of a field does not depend on the headers anthropic-version and
+anthropic-beta; the former says whose errors and models a caller reads."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Self
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from gateway.api.answers import OPENAI, Dialect
 from gateway.api.anthropic.read import (
@@ -38,9 +39,12 @@ _PATH = "/v1/messages"
 _API = "messages"
 
 
-def dialect_of(path: str) -> Dialect:
-    """The dialect of errors at a path, including errors before a route is found."""
-    return ANTHROPIC if path == _PATH or path.startswith(f"{_PATH}/") else OPENAI
+def dialect_of(scope: Scope) -> Dialect:
+    """The dialect of the errors of a call, including errors before a route is found: Anthropic's at its paths, and at
+    those that its clients share with OpenAI's or miss here."""
+    path = scope["path"]
+    is_own = path == _PATH or path.startswith(f"{_PATH}/")
+    return ANTHROPIC if is_own or any(name == b"anthropic-version" for name, _ in scope["headers"]) else OPENAI
 
 
 def _is_told_to_think(generator: Generator, rule: FieldRule, body: TokensBody) -> bool:

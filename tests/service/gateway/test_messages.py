@@ -103,3 +103,7 @@ async def test_models_are_listed_in_the_shape_of_whoever_asks(rig):
     assert datetime.fromisoformat(model["created_at"]).year >= 2024
     assert (await rig.http.get("/v1/models/quire-tiny", headers=headers)).json() == model
     assert (await rig.http.get("/v1/models/quire-tiny")).json()["object"] == "model"
+    for path in ("/v1/models/other", "/v1/complete"):
+        missing = await rig.http.get(path, headers=headers)
+        assert (missing.status_code, missing.json()["type"]) == (404, "error")
+        assert missing.json()["error"]["type"] == "not_found_error"
