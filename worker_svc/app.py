@@ -4,7 +4,9 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from quire.failpoint import failpoint
 from quire.logs import configure_logging
@@ -61,22 +63,18 @@ async def serve(settings: WorkerSettings) -> None:
             failpoint("worker.load.begun")
             return build_worker(settings, device_loop, stopping, servicer.report_loading)
 
-        if settings.load == "when-attached":
-            servicer.report_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS))
-            _logger.info("the model is loaded when a scheduler attaches this worker")
-            await servicer.wanted.wait()
-            servicer.report_loading(LoadProgress(STARTING))
-        worker = await asyncio.wrap_future(device_loop.call(load))
-        metrics.describe(worker.info, worker.busy_ms, worker.adapter_bytes)
-        servicer.open(worker)
-        server.set_serving(True)
-        _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
-        watching = asyncio.create_task(end_when_hung(worker.busy_ms, settings.step_timeout))
-        try:
-            await servicer.discarded.wait()
-        finally:
-            watching.cancel()
-        _logger.info("the weights are discarded; this process begins anew, without them")
+        async def load_in_device_thread() -> Worker:
+            worker = await asyncio.wrap_future(device_loop.call(load))
+            metrics.describe(worker.info, worker.busy_ms, worker.adapter_bytes)
+            return worker
+
+        await serve_until_discarded(
+            servicer,
+            server,
+            load_in_device_thread,
+            lambda worker: end_when_hung(worker.busy_ms, settings.step_timeout),
+            when_attached=settings.load == "when-attached",
+        )
     finally:
         stopping.set()
         await servicer.wait_until_fetched(_FETCH_S)
@@ -92,6 +90,37 @@ async def serve(settings: WorkerSettings) -> None:
             # An interpreter that ends under a thread in torch's code crashes now and then.
             logging.shutdown()
             os._exit(0)
+
+
+async def serve_until_discarded(
+    servicer: WorkerServicer,
+    server: RpcServer,
+    load: Callable[[], Awaitable[Worker]],
+    guard: Callable[[Worker], Coroutine[Any, Any, object]],
+    *,
+    when_attached: bool,
+) -> None:
+    """Loads the model, and serves it until a sleep discards its weights.
+
+    Args:
+        guard: runs beside, and ends the process where its device hangs.
+        when_attached: loads the model when a scheduler attaches this worker, and not before.
+    """
+    if when_attached:
+        servicer.report_loading(LoadProgress(ASLEEP_WITHOUT_WEIGHTS))
+        _logger.info("the model is loaded when a scheduler attaches this worker")
+        await servicer.wanted.wait()
+        servicer.report_loading(LoadProgress(STARTING))
+    worker = await load()
+    servicer.open(worker)
+    server.set_serving(True)
+    _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
+    watching = asyncio.create_task(guard(worker))
+    try:
+        await servicer.discarded.wait()
+    finally:
+        watching.cancel()
+    _logger.info("the weights are discarded; this process begins anew, without them")
 
 
 async def _start_server(

@@ -365,7 +365,8 @@ class StepLoop:
         Idempotent; a second call may discard what the first one kept.
 
         Raises:
-            QuireError: no worker is attached, one cannot do it, or this scheduler drains; then requests go on.
+            QuireError: no worker is attached, one cannot do it, or this scheduler drains; then requests go on, unless
+                an earlier call had them wait.
         """
         async with self._sleep.lock:
             self.check_not_draining()
@@ -379,6 +380,7 @@ class StepLoop:
                     "level 2",
                     reason="POOL_STAYS",
                 )
+            was_asleep = self.is_asleep
             self._sleep.begin()
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
@@ -388,7 +390,8 @@ class StepLoop:
                     self.worker_addresses, self.epoch, _RELEASE_TIMEOUT_S, self._tls, discard_weights=discard_weights
                 )
             except BaseException:
-                self._sleep.end()
+                if not was_asleep:
+                    self._sleep.end()
                 raise
             # A drain has ended the sleep meanwhile.
             self.check_not_draining()

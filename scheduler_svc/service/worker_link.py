@@ -390,7 +390,7 @@ async def release_memory(
     addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None, *, discard_weights: bool
 ) -> None:
     """Has all ranks of a replica, to none of which a link is open, give the memory of their KV pools back, or also that
-    of the weights.
+    of the weights. Where one of them fails, those that wait for it are told.
 
     Raises:
         QuireError: one of them cannot, or did not answer.
@@ -408,7 +408,13 @@ async def release_memory(
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
 
-    await asyncio.gather(*map(of, addresses))
+    releasing = [asyncio.create_task(of(address)) for address in addresses]
+    try:
+        await asyncio.gather(*releasing)
+    finally:
+        for each in releasing:
+            each.cancel()
+        await asyncio.gather(*releasing, return_exceptions=True)
 
 
 def _kind_of_refusal(error: Exception) -> type[WorkerLostError]:

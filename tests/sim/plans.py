@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Layout, draw_layout
 from tests.sim.world.disk import draw_recording
-from tests.sim.world.faults import Fault, ForgetCached, draw_bad_disks, draw_faults, draw_other_model
+from tests.sim.world.faults import Fault, ForgetCached, Nap, draw_bad_disks, draw_faults, draw_other_model
 from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import REPLAYS, draw_low_limits
 from tests.sim.world.reference import answer_of
@@ -40,6 +40,8 @@ _DRAFTING = 0.4
 """The share of worlds whose workers draft tokens."""
 _PASSING = 0.3
 """The share of worlds whose workers run the model several times in a step of decodes."""
+_LONG_LOAD_S = 33.0
+"""Of a model that takes longer than a scheduler waits for the end of a sleep with weights."""
 KEEPING = 0.5
 """The share of worlds in which the pools of workers outlive them."""
 
@@ -172,6 +174,19 @@ def with_forgetting(draw: Random, plan: Plan) -> Plan:
         for _ in range(draw.choice((1, 3, 10)))
     ]
     return replace(plan, faults=(*plan.faults, *forgets))
+
+
+def with_naps(draw: Random, plan: Plan) -> Plan:
+    """Operators put replicas to sleep and wake them, mostly soon after a request or a fault begins."""
+    times = [each.at for each in (*plan.requests, *plan.faults)] or [START_S]
+    load_s, faults = draw.choice((0.1, 0.1, 3.0, _LONG_LOAD_S)), list(plan.faults)
+    is_long = load_s == _LONG_LOAD_S
+    for _ in range(1 if is_long else draw.choice((1, 1, 2, 4))):
+        at = max(START_S, draw.choice(times) + draw.uniform(-0.1, draw.choice((0.2, 1.0))))
+        levels = draw.choice(((1,), (2,), (2,), (1, 2), (1, 1), (2, 2), (2, 1)))
+        sleeps_s = draw.random() * draw.choice((0.0, 0.3, 2.0, *(() if is_long else (10.0,))))
+        faults.append(Nap(at, draw.randrange(plan.layout.num_gateways), levels, sleeps_s))
+    return replace(plan, layout=replace(plan.layout, load_s=load_s), faults=tuple(faults))
 
 
 def fresh(draw: Random, count: int) -> tuple[int, ...]:

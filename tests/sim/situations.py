@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any, cast
 
-from quire.client import BeamSearch, GenerationOptions
+from quire.client import BeamSearch, Constraint, GenerationOptions
 from tests.sim.plans import (
     KEEPING,
     START_S,
@@ -14,6 +14,7 @@ from tests.sim.plans import (
     fresh,
     plan_of,
     with_long_recomputations,
+    with_naps,
     with_passes,
     with_ranks,
     with_stops,
@@ -241,6 +242,37 @@ def _slow_preparations(seed: int, draw: Random) -> Plan:
     faults = draw_faults(draw, Kind.MIXED, layout.hosts, [each.at for each in requests], over_s, layout.worker)
     layout = replace(layout, preparations_are_slow=True, worker=replace(layout.worker, max_adapters=2))
     return plan_of(seed, layout, requests, faults if draw.random() < 0.5 else (), low)
+
+
+def draw_endless_preparations(seed: int, draw: Random) -> Plan:
+    """Requests come all at once, each with a constraint of its own, and soon nothing is left that runs or that workers
+    prepare but constraints that never end. The others can be prepared only when those are given up."""
+    layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, preparations_are_slow=True)
+    worker = replace(layout.worker, max_num_rows=64, num_blocks=1600 // layout.worker.block_size)
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
+    requests: list[Request] = []
+    for first, last in zip("abcdefabcdefabcdef", "ppppppqqqqqqrrrrrr", strict=True):
+        options = GenerationOptions(max_tokens=4, constraint=Constraint(regex=f"[{first}-{last}]+"))
+        at, prompt = draw.uniform(0, 0.1), fresh(draw, draw.randint(1, 9))
+        requests.append(Generate(len(requests), at, "client-0", "ann", prompt, options))
+    return plan_of(seed, replace(layout, worker=worker, settings=settings), requests)
+
+
+def _restarts_of_ranks(seed: int, draw: Random) -> Plan:
+    """Workers of two ranks, of which now and then one ends, or is not heard."""
+    layout = draw_layout(draw, Kind.RESTARTS)
+    layout = replace(layout, worker=replace(layout.worker, world_size=2), keeps_pools=draw.random() < KEEPING)
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests = draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 3.0)
+    times = [each.at for each in requests]
+    faults = draw_faults(draw, Kind.RESTARTS, layout.hosts, times, 3.0, layout.worker)
+    return plan_of(seed, layout, requests, faults if draw.random() < 0.7 else ())
+
+
+def draw_naps(seed: int, draw: Random) -> Plan:
+    """Replicas are put to sleep while ranks restart, requests move, or blocks come from disks or go to the host."""
+    base = draw.choice((_restarts_of_ranks, _restarts_of_ranks, draw_moving, draw_on_disk, draw_on_host))
+    return with_naps(draw, base(seed, draw))
 
 
 def _adapters_that_swap(seed: int, draw: Random) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.sim.plans import RARE, START_S, Plan, draw_usual, with_bounded_queues, with_forgetting
+from tests.sim.plans import RARE, START_S, Plan, draw_usual, with_bounded_queues, with_forgetting, with_naps
 from tests.sim.situations import (
     COINCIDENCES,
     DISK_BLOCKS,
@@ -16,7 +16,9 @@ from tests.sim.situations import (
     RARITIES,
     SHORTAGES,
     draw_adapters_in_turn,
+    draw_endless_preparations,
     draw_moving,
+    draw_naps,
     draw_on_disk,
     draw_on_host,
     with_host_cache,
@@ -32,6 +34,7 @@ from tests.sim.world.faults import (
     HalfOpen,
     Kill,
     KillAt,
+    Nap,
     OtherModel,
     OtherPool,
     Reset,
@@ -72,10 +75,14 @@ _BOUNDED = 0.06
 """The share of worlds in which queues have room for few tokens."""
 _FORGETTING = 0.05
 """The share of worlds in which schedulers forget what is cached."""
+_NAPPING = 0.05
+"""The share of worlds in which operators put replicas to sleep."""
 _TO_THEIR_PLACE = 0.02
 """The share of worlds in which blocks come from disk to the place of others that host memory gets."""
 _IN_TURN = 0.01
 """The share of worlds in which adapters are wanted one after the other."""
+_ENDLESS = 0.01
+"""The share of worlds in which soon nothing is prepared but what never ends."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -96,9 +103,14 @@ def draw_plan(seed: int) -> Plan:
     plan = _draw_plan(seed)
     # Their names are such that few seeds of known faults are among the changed ones.
     queues, caches = Random(f"how long queues are {seed}"), Random(f"fresh caches {seed}")
+    naps = Random(f"all asleep {seed}")
     if queues.random() < _BOUNDED:
         plan = with_bounded_queues(queues, plan)
-    return with_forgetting(caches, plan) if caches.random() < _FORGETTING else plan
+    if caches.random() < _FORGETTING:
+        plan = with_forgetting(caches, plan)
+    if naps.random() < _NAPPING:
+        plan = with_naps(naps, plan) if naps.random() < 0.5 else draw_naps(seed, naps)
+    return plan
 
 
 def _draw_plan(seed: int) -> Plan:
@@ -108,6 +120,9 @@ def _draw_plan(seed: int) -> Plan:
     slots = Random(f"adapter slots {seed}")
     if slots.random() < _IN_TURN:
         return draw_adapters_in_turn(seed, slots)
+    waits = Random(f"given up {seed}")
+    if waits.random() < _ENDLESS:
+        return draw_endless_preparations(seed, waits)
     coincidences = Random(f"coincidences {seed}")
     if coincidences.random() < _COINCIDING:
         return coincidences.choice(COINCIDENCES)(seed, coincidences)
@@ -190,8 +205,9 @@ def run_world(
 
 
 def _circumstances(plan: Plan) -> Circumstances:
-    plan = replace(plan, faults=tuple(each for each in plan.faults if not isinstance(each, BadDisk | ForgetCached)))
-    trouble_s = sum(fault.seconds for fault in plan.faults)
+    faults, naps_s = [each for each in plan.faults if not isinstance(each, BadDisk | ForgetCached | Nap)], _naps_s(plan)
+    plan = replace(plan, faults=tuple(faults))
+    trouble_s = sum(fault.seconds for fault in faults) + (naps_s if faults else 0.0)
     settings = plan.layout.settings
     changes = [fault for fault in plan.faults if isinstance(fault, OtherModel)]
     deadly = [each for each in plan.requests if isinstance(each, Generate) and each.deadly_at is not None]
@@ -206,8 +222,9 @@ def _circumstances(plan: Plan) -> Circumstances:
         any(isinstance(fault, Glitch) for fault in plan.faults),
         models=tuple(sorted({0} | {int(fault.model.weights) for fault in changes})),
         # Where another replica has it, and nothing else is wrong, requests go on there.
-        may_lose_model=bool(changes) and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or is_deadly),
-        may_mix_models=bool(changes) and len(plan.faults) > 1,
+        may_lose_model=bool(changes)
+        and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or is_deadly or bool(naps_s)),
+        may_mix_models=bool(changes) and (len(plan.faults) > 1 or bool(naps_s)),
         deadly={each.options.seed or 0: each.deadly_at or 0 for each in deadly},
         deadly_need=plan.layout.deadly,
         # The next scheduler is there soon, and ends what the one before began.
@@ -216,6 +233,12 @@ def _circumstances(plan: Plan) -> Circumstances:
         may_fail_loads=plan.layout.loads_fail,
         may_be_slow=plan.layout.preparations_are_slow,
     )
+
+
+def _naps_s(plan: Plan) -> float:
+    """How long replicas sleep, in all, or load what they had before."""
+    naps = [fault for fault in plan.faults if isinstance(fault, Nap)]
+    return sum(each.seconds + (1 + len(each.levels)) * plan.layout.load_s for each in naps)
 
 
 def _may_cut(fault: Fault) -> bool:
@@ -231,7 +254,8 @@ def _limit_s(plan: Plan) -> float:
     is_limited = any(set(TENANT[each.tenant].limits.values()) != {None} for each in plan.requests)
     needy = [each for each in generates if plan.layout.deadly in each.needs] if plan.layout.deadly else []
     deadly_s = len(_circumstances(plan).deadly) * _DEADLY_S + bool(needy) * _DEADLY_S + len(needy) * _LATER_S
-    return last_s + _circumstances(plan).trouble_s + deadly_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
+    trouble_s = _circumstances(plan).trouble_s + _naps_s(plan)
+    return last_s + trouble_s + deadly_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 
 def main(first: int, count: int) -> int:

@@ -2,6 +2,7 @@
 gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Account
 from quire.clock import CLOCK
 from quire.prefix_hashes import short
+from quire.progress import READING, LoadProgress
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -35,18 +37,21 @@ from tests.sim.world.checked_core import STEP_TIMEOUT_S, CheckedScheduler, Recor
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
+from tests.sim.world.faults import Nap
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
 from tests.sim.world.leaving import ordered
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
+from tests.sim.world.sleeps import CheckedLoop, Operator
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, watched_errors
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
+from worker_svc.app import serve_until_discarded
 from worker_svc.device.device_loop import end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
@@ -86,6 +91,7 @@ class Layout:
         keeps_pools: Whether the pool of a worker outlives its process, if the machine has power.
         disk_blocks: For how many blocks the disk of each worker has room, where it has one.
         first_role: Of the first replica; with another one than "both", the others decode.
+        load_s: What a worker that begins anew takes to load its model.
     """
 
     num_replicas: int
@@ -103,6 +109,7 @@ class Layout:
     keeps_pools: bool = False
     disk_blocks: int | None = None
     first_role: str = "both"
+    load_s: float = 0.0
 
     @property
     def replicas(self) -> list[str]:
@@ -161,6 +168,8 @@ class Cluster:
     asked: dict[str, Generate] = field(default_factory=dict[str, Generate])
     workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
     """That of each host which is loaded."""
+    servicers: dict[str, WorkerServicer] = field(default_factory=dict[str, WorkerServicer])
+    """The service of each worker's host, the last one."""
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self.layout.weather)
@@ -171,6 +180,8 @@ class Cluster:
         self._pools: dict[str, HeldPool] = {}
         self.devices.are_slow = self.layout.preparations_are_slow
         self._started_ns: dict[str, int] = {}
+        self._started_s: dict[str, float] = {}
+        self._num_operators = self._num_napping = 0
         self._rivals: list[Node] = []
         self.hosts: dict[str, Supervised] = {}
         self.names: Names = {}
@@ -210,7 +221,7 @@ class Cluster:
     def _start(self, host: str, main: _Main) -> None:
         def started(node: Node) -> None:
             self.running[host] = node
-            self._started_ns[host] = node.unix_ns()
+            self._started_ns[host], self._started_s[host] = node.unix_ns(), self.world.now
             node.on_end.append(lambda: self._forget(host))
 
         self.hosts[host] = Supervised(self.world, self.network, host, main, started)
@@ -272,26 +283,98 @@ class Cluster:
         task.add_done_callback(ended)
         node.on_end.append(lambda: self._forget(node.host))
 
+    def nap(self, nap: Nap) -> None:
+        """An operator begins to put all replicas to sleep."""
+        node = self.world.node(f"operator-{self._num_operators}")
+        self._num_operators += 1
+        self._num_napping += 1
+        SimTransport.install(self.network, node)
+        operator = Operator(
+            HttpClient(self.network, node, self.layout.gateways, self.circumstances),
+            self.circumstances,
+            self.layout.worker.device != "cpu",
+            lambda: self._num_napping == 1,
+            lambda: [host for host, loop in self.loops.items() if host in self.requests and loop.is_asleep],
+        )
+        task = node.start(lambda: operator.nap(nap))
+
+        def over(_: object) -> None:
+            self._num_napping -= 1
+            if isinstance(error := task.exception(), FalseAnswerError):
+                self.false_answers.append(error)
+            elif error is not None:
+                node.fail(error)
+
+        task.add_done_callback(over)
+
+    # What a scheduler that sleeps is asked about
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    def kept(self, scheduler: str, since_s: float, *, is_without_weights: bool) -> str | None:
+        """What a worker has that it gave back for a sleep which began then. Those that a supervisor has started since
+        do not count, and a rival has them load."""
+        if self._rivals:
+            return None
+        for host in self.layout.ranks(scheduler.replace("scheduler", "worker")):
+            worker, is_new = self.workers.get(host), self._started_s[host] > since_s and not self.hosts[host].is_anew
+            if worker is None or is_new or self.servicers[host].discarded.is_set():
+                continue
+            if is_without_weights:
+                return f"{host} has its weights"
+            if self.runners[self.running[host].name].has_contents or len(worker.runner.sealed_blocks().block_ids):
+                return f"{host} holds keys and values, or says so"
+        return None
+
+    def leaving(self, scheduler: str) -> str | None:
+        """A worker that is about to begin anew."""
+        hosts = self.layout.ranks(scheduler.replace("scheduler", "worker"))
+        return next((host for host in hosts if host in self.workers and self.servicers[host].discarded.is_set()), None)
+
     async def _run_worker(self, node: Node) -> None:
-        server = await start_server(servicer := WorkerServicer(WorkerMetrics()), f"{node.host}:{_WORKER_PORT}")
-        name, group = worker_of(node.host), None
-        try:
+        name, stopping, host = worker_of(node.host), threading.Event(), self.hosts[node.host]
+        servicer = self.servicers[node.host] = WorkerServicer(WorkerMetrics(), stopping=stopping)
+        server = await start_server(servicer, f"{node.host}:{_WORKER_PORT}")
+        group: Group | None = None
+
+        async def load() -> Worker:
+            nonlocal group
+            if host.is_anew:
+                await self._load_anew(node, servicer)
             rank = self.layout.ranks(name).index(node.host)
             if self.layout.worker.world_size > 1:
                 group = await self._rendezvous[name].meet(rank, node)
-            worker = self._make_worker(node, rank, group)
-            servicer.open(worker)
-            server.set_serving(True)
-            guard = end_when_hung(worker.busy_ms, STEP_TIMEOUT_S, leave=lambda _: self._hung(node))
+            return self._make_worker(node, rank, group)
+
+        async def guard(worker: Worker) -> None:
+            hang = end_when_hung(worker.busy_ms, STEP_TIMEOUT_S, leave=lambda _: self._hung(node))
             if group is None:
-                await guard
-            else:
-                watch = asyncio.create_task(group.watch(node, self._rendezvous[name].has))
-                await asyncio.wait([watch, asyncio.create_task(guard)], return_when=asyncio.FIRST_COMPLETED)
-                self.hosts[node.host].leave()
+                await hang
+                return
+            watch = asyncio.create_task(group.watch(node, self._rendezvous[name].has, stopping))
+            await asyncio.wait([watch, asyncio.create_task(hang)], return_when=asyncio.FIRST_COMPLETED)
+            host.leave()
+
+        try:
+            await serve_until_discarded(servicer, server, load, guard, when_attached=host.is_anew)
         finally:
+            stopping.set()
             await server.stop(grace_s=1.0)
             await servicer.stop_disk()
+        host.begin_anew()
+
+    async def _load_anew(self, node: Node, servicer: WorkerServicer) -> None:
+        """What a worker without weights does when a scheduler attaches it."""
+        scheduler = worker_of(node.host).replace("worker", "scheduler")
+        loop = self.loops.get(scheduler)
+        if loop is not None and loop.is_asleep and scheduler in self.requests and not self._rivals:
+            node.fail(AssertionError(f"{node.name} loads its model, and {scheduler} sleeps"))
+        servicer.report_loading(LoadProgress(READING, 1, 2))
+        loaded = Future[None]()
+        node.run_job(lambda: loaded.set_result(None), self.layout.load_s)
+        await asyncio.wrap_future(loaded)
 
     def _hung(self, node: Node) -> None:
         """A step of a worker does not end, which ends its process."""
@@ -460,6 +543,8 @@ class Cluster:
         for rival in self._rivals:
             if not rival.is_dead:
                 yield f"{rival.name} runs"
+        if self._num_napping:
+            yield f"{self._num_napping} operators have not woken what they put to sleep"
         for host, core in self.cores.items():
             pool, swap = core.batch.blocks.pool, core.swap_space.pool
             if core.num_live or core.in_flight or len(core.pins):
@@ -620,7 +705,8 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         return requests
 
     def make_loop(*arguments: Any) -> StepLoop:
-        made = clusters[-1].loops[host()] = StepLoop(*arguments)
+        made = clusters[-1].loops[host()] = CheckedLoop(*arguments)
+        made.memory = clusters[-1]
         return made
 
     with (

@@ -72,6 +72,15 @@ class _ReadablePool(FakePool):
         """What a worker before this one left behind."""
         self._gpu = slots
 
+    def release(self) -> None:
+        """Its memory goes back to the system: it holds zeros when it is used again."""
+        self._gpu[:], self._host[:] = 0, 0
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing was written since, or ever."""
+        return not (self._gpu.any() or self._host.any())
+
     def spoil(self, blocks: Sequence[int], start: int, end: int) -> None:
         """What was computed for these slots is not finite."""
         self._gpu[self._places(blocks, start, end)] = _NOT_FINITE
@@ -137,6 +146,15 @@ class HashRunner(FakeRunner):
 
     def held(self, namespace: tuple[object, ...]) -> HeldPool:
         return HeldPool(self._readable.slots, *self.checked_seals.memory, namespace)
+
+    def release_memory(self) -> None:
+        super().release_memory()
+        self._readable.release()
+
+    @property
+    def has_contents(self) -> bool:
+        """Whether a block holds anything."""
+        return not self._readable.is_released
 
     def ends_on_host(self, block: int) -> tuple[int, int]:
         """What the first and the last slot of a block on the host hold."""

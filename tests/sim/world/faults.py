@@ -19,6 +19,8 @@ from tests.support.fake_worker import FakeWorkerConfig
 
 MAX_FAULT_S = 30.0
 """No fault lasts longer."""
+_MAX_CALL_S = 3.0
+"""What a call of an operator takes where nothing is broken, but for the time of a load."""
 RESTART_S = 3.0
 """By then a supervisor has started a killed process anew, and others have found it."""
 
@@ -102,6 +104,10 @@ class Target(Protocol):
 
     def start_rival(self, host: str, older_s: float) -> None:
         """A scheduler with the worker of this one, which started so many seconds before it by its clock."""
+        ...
+
+    def nap(self, nap: "Nap") -> None:
+        """An operator begins to put all replicas to sleep."""
         ...
 
 
@@ -198,6 +204,30 @@ class ForgetCached:
 
     def begin(self, target: Target) -> None:
         target.forget_cached(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class Nap:
+    """An operator puts all replicas to sleep, by calls of a gateway one after the other, and wakes them. Nothing
+    breaks.
+
+    Attributes:
+        gateway: The number of the gateway that is called.
+        levels: Of the calls.
+        sleeps_s: After each call.
+    """
+
+    at: float
+    gateway: int
+    levels: tuple[int, ...]
+    sleeps_s: float
+
+    @property
+    def seconds(self) -> float:
+        return len(self.levels) * (self.sleeps_s + _MAX_CALL_S) + _MAX_CALL_S
+
+    def begin(self, target: Target) -> None:
+        target.nap(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,15 @@ from gateway.settings import GatewaySettings
 from quire.adapters import read_adapter
 from quire.compatibility import ModelFingerprint
 from tests.sim.world.http import SimHttpServer
-from tests.sim.world.traffic import ADAPTERS, EOS_TOKEN_ID, NUM_SPECIAL_TOKENS, TENANTS, VOCAB_SIZE, Tenant
+from tests.sim.world.traffic import (
+    ADAPTERS,
+    EOS_TOKEN_ID,
+    NUM_SPECIAL_TOKENS,
+    OPERATOR,
+    TENANTS,
+    VOCAB_SIZE,
+    Tenant,
+)
 from tests.support.adapter_files import write_adapter
 
 PORT, HTTP_PORT = 50051, 8000
@@ -67,6 +75,8 @@ def _directory() -> Path:
         | {name: limit for name, limit in tenant.limits.items() if limit is not None}
         for tenant in TENANTS
     ]
+    operator = hashlib.sha256(key_of(OPERATOR).encode()).hexdigest()
+    keys.append({"id": "k-operator", "sha256": operator, "tenant": OPERATOR.name, "is_operator": True})
     for name, content in {
         "config.json": config,
         "generation_config.json": {"do_sample": False},

@@ -19,7 +19,7 @@ from tests.sim.world.gateways import HTTP_PORT, character_of, key_of
 from tests.sim.world.http import connect
 from tests.sim.world.network import Network
 from tests.sim.world.oracles import Circumstances, FalseAnswerError, Testimony, Witness
-from tests.sim.world.traffic import TENANT, Front, Generate, Mistake, Request, Verb
+from tests.sim.world.traffic import OPERATOR, TENANT, Front, Generate, Mistake, Request, Verb
 from tests.sim.world.world import Node
 from tests.support.fronts import Answer, Completions, Messages, OpenAiChat, Refusal, Responses
 
@@ -377,6 +377,20 @@ class HttpClient:
             code = code if reason is not None else None
             if (reason or "").lower() != (code or ""):
                 raise FalseAnswerError(f"{mistake} gets {value}")
+
+    async def command(self, number: int, method: str, path: str) -> tuple[int, Any]:
+        """Makes a call of an operator, of the gateway of this number first. Returns the status and the answer. Raises
+        as `ask` does."""
+        try:
+            async with self._line(number) as line:
+                await line.send(method, path, {"authorization": f"Bearer {key_of(OPERATOR)}"}, b"")
+                status, headers = await line.answer()
+                value = await line.value()
+        except _CutError as error:
+            raise self._cut(path, error) from error
+        if status not in (200, 503) or "error" in value:
+            _refusal_of(Front.COMPLETIONS, _STATUSES.get(status, ""), value, headers)
+        return status, value
 
     def _cut(self, what: str, error: _CutError) -> QuireError:
         if not self.circumstances.may_cut:

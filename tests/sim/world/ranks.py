@@ -2,6 +2,7 @@
 another one ended. In the place of `worker_svc.parallel`, which needs sockets and torch; `agree` follows its rules."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -60,14 +61,21 @@ class Group:
         is_open = self._network.is_open(node.host, other.host) and self._network.is_open(other.host, node.host)
         return is_open and not other.is_dead and not other.is_stopped
 
-    async def watch(self, node: Node, is_current: Callable[[Node], bool]) -> None:
-        """Returns when the process cannot go on, as another rank has ended, was started again or is silent."""
+    async def watch(self, node: Node, is_current: Callable[[Node], bool], stopping: threading.Event) -> None:
+        """Returns when the process cannot go on, as another rank has ended, was started again or is silent. While it is
+        stopping, that is no reason."""
         others = [other for other in self._nodes.values() if other is not node]
         ended = asyncio.Event()
         for other in others:
             other.on_end.append(lambda other=other: self._hang_up(other, node, ended))
         heard_at = dict.fromkeys(others, clock.monotonic())
-        while not ended.is_set() and all(map(is_current, others)):
+        while stopping.is_set() or (not ended.is_set() and all(map(is_current, others))):
+            if stopping.is_set():
+                # Where that is called off, only silence tells of what ended meanwhile.
+                ended.clear()
+                heard_at = dict.fromkeys(others, clock.monotonic())
+                await asyncio.sleep(_HEARTBEAT_S)
+                continue
             for other in others:
                 if self.is_heard(node, other):
                     heard_at[other] = clock.monotonic()

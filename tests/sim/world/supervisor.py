@@ -22,6 +22,7 @@ class Supervised:
     Attributes:
         node: The process that lives, or that died last.
         cannot_start_until: Before that time, starting a process fails: there is no memory or no process left.
+        is_anew: Whether the process was another one before, and the supervisor has not seen that.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Supervised:
         """`main` is what each process runs; `on_start` is told of each one before it runs."""
         self.host = host
         self.cannot_start_until = 0.0
+        self.is_anew = False
         self._world, self._network = world, network
         self._main = main
         self._on_start = on_start
         self._backoff = RestartBackoff()
         self._chance = world.generator(f"supervisor of {host}")
         self._has_died = True
+        self._becomes = False
         self._start()
 
     def stop_in_order(self) -> None:
@@ -56,6 +59,11 @@ class Supervised:
         self._has_died = False
         self.node.kill()
 
+    def begin_anew(self) -> None:
+        """exec: the process, which has come to its end, becomes another one."""
+        self._world.note("begins anew", self.node.name)
+        self._becomes = True
+
     def power_off(self, seconds: float) -> None:
         """The machine is gone for a while, without a word to anybody."""
         self._network.power_off(self.host)
@@ -66,23 +74,27 @@ class Supervised:
             self._network.power_on(self.host)
             if self.node.is_dead:
                 # The supervisor is a new one, too.
-                self._backoff = RestartBackoff()
+                self._backoff, self._becomes = RestartBackoff(), False
                 self._start_after(0.0)
 
     def _start(self) -> None:
-        world = self._world
+        world, becomes = self._world, self._becomes
+        self._becomes = False
         if self.host in self._network.dark or (world.nodes and not self._is_gone):
             return
-        if world.now < self.cannot_start_until:
+        self.is_anew = becomes
+        if world.now < self.cannot_start_until and not becomes:
             world.note("cannot start", self.host)
             self._start_after(self._backoff.delay_s(0.0))
             return
         node = self.node = world.node(self.host)
-        self._has_died, started_at = True, world.now
+        self._has_died = True
+        if not becomes:
+            self._started_at = world.now
         SimTransport.install(self._network, node)
         self._on_start(node)
         task = self._task = node.start(lambda: self._main(node))
-        node.on_end.append(lambda: self._ended(world.now - started_at))
+        node.on_end.append(lambda: self._ended(world.now - self._started_at))
         task.add_done_callback(lambda _: self._exit(node, task))
 
     @property
@@ -101,7 +113,11 @@ class Supervised:
         node.kill()
 
     def _ended(self, lived_s: float) -> None:
-        if self.host not in self._network.dark:
+        if self.host in self._network.dark:
+            self._becomes = False
+        elif self._becomes:
+            self._start_after(0.0)
+        else:
             self._start_after(self._backoff.delay_s(lived_s, died=self._has_died))
 
     def _start_after(self, delay_s: float) -> None:

@@ -52,6 +52,8 @@ TENANTS = (
     Tenant("limited", requests_per_minute=6, max_concurrent_requests=2),
 )
 TENANT = {each.name: each for each in TENANTS}
+OPERATOR = Tenant("operator")
+"""Who asks for no tokens."""
 
 
 class Verb(Enum):

@@ -12,7 +12,7 @@ from quire.rpc.errors import Unavailable
 from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service import step_loop
+from scheduler_svc.service import step_loop, worker_link
 from scheduler_svc.service.awaited import Awaited
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.refusals import RetryAdvisor
@@ -178,3 +178,47 @@ async def test_a_sleep_that_a_drain_ends_does_not_say_that_it_sleeps(monkeypatch
     with pytest.raises(Unavailable, match="drains"):
         await loop.sleep(discard_weights=True)
     assert (loop.is_asleep, loop.loading) == (False, None)
+
+
+async def test_a_second_sleep_that_fails_leaves_the_replica_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = make_step_loop(Scheduler(make_config()))
+    loop.replica, loop.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
+    loop._sleep.is_detached.set()
+
+    async def release(*arguments: Any, discard_weights: bool) -> None:
+        if discard_weights:
+            raise Unavailable("a worker is gone")
+
+    monkeypatch.setattr(step_loop, "release_memory", release)
+    await loop.sleep(discard_weights=False)
+    with pytest.raises(Unavailable, match="gone"):
+        await loop.sleep(discard_weights=True)
+    assert loop.is_asleep
+
+
+async def test_a_rank_is_told_where_another_one_cannot_give_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Channel:
+        def __init__(self, address: str) -> None:
+            self.address = address
+
+        async def __aenter__(self) -> "Channel":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def ReleaseMemory(self, request: object, timeout: float) -> None:  # noqa: N802, ASYNC109 (a stub's)
+            if self.address == "refuses":
+                raise Unavailable("a worker is gone")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                told.append(self.address)
+
+    monkeypatch.setattr(worker_link, "_open", lambda address, tls: Channel(address))
+    monkeypatch.setattr(worker_link.worker_pb2_grpc, "WorkerServiceStub", lambda channel: channel)
+    with pytest.raises(Unavailable, match="gone"):
+        await worker_link.release_memory(("waits", "refuses"), 7, 30.0, discard_weights=True)
+    assert told == ["waits"]
