@@ -8,7 +8,17 @@ from typing import Any, cast
 
 from tests.sim.world.cluster import MANY, Layout, draw_layout
 from tests.sim.world.disk import draw_recording
-from tests.sim.world.faults import Fault, ForgetCached, Nap, draw_bad_disks, draw_faults, draw_other_model
+from tests.sim.world.faults import (
+    Cut,
+    Fault,
+    ForgetCached,
+    Kill,
+    Nap,
+    Stop,
+    draw_bad_disks,
+    draw_faults,
+    draw_other_model,
+)
 from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import REPLAYS, draw_low_limits
 from tests.sim.world.reference import answer_of
@@ -187,6 +197,19 @@ def with_naps(draw: Random, plan: Plan) -> Plan:
         sleeps_s = draw.random() * draw.choice((0.0, 0.3, 2.0, *(() if is_long else (10.0,))))
         faults.append(Nap(at, draw.randrange(plan.layout.num_gateways), levels, sleeps_s))
     return replace(plan, layout=replace(plan.layout, load_s=load_s), faults=tuple(faults))
+
+
+def with_broken_naps(draw: Random, plan: Plan) -> Plan:
+    """Something breaks while an operator puts replicas to sleep."""
+    layout, faults = plan.layout, list(plan.faults)
+    for nap in [each for each in plan.faults if isinstance(each, Nap)]:
+        # By then the call is at the schedulers and the workers.
+        at = nap.at + draw.uniform(0, 0.01 + 10 * layout.weather.max_delay_s)
+        replica = draw.randrange(layout.num_replicas)
+        scheduler, rank = f"scheduler-{replica}", draw.choice(layout.ranks(f"worker-{replica}"))
+        cut = Cut(at, scheduler, rank, True, draw.uniform(0.5, 15))
+        faults.append(draw.choice((Kill(at, rank), Kill(at, rank), Stop(at, scheduler), Kill(at, scheduler), cut)))
+    return replace(plan, faults=tuple(faults))
 
 
 def fresh(draw: Random, count: int) -> tuple[int, ...]:

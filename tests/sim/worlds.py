@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.sim.plans import RARE, START_S, Plan, draw_usual, with_bounded_queues, with_forgetting, with_naps
+from tests.sim.plans import (
+    RARE,
+    START_S,
+    Plan,
+    draw_usual,
+    with_bounded_queues,
+    with_broken_naps,
+    with_forgetting,
+    with_naps,
+)
 from tests.sim.situations import (
     COINCIDENCES,
     DISK_BLOCKS,
@@ -77,6 +86,8 @@ _FORGETTING = 0.05
 """The share of worlds in which schedulers forget what is cached."""
 _NAPPING = 0.05
 """The share of worlds in which operators put replicas to sleep."""
+_DISTURBED = 0.3
+"""The share of these in which something breaks while they do so."""
 _TO_THEIR_PLACE = 0.02
 """The share of worlds in which blocks come from disk to the place of others that host memory gets."""
 _IN_TURN = 0.01
@@ -110,6 +121,9 @@ def draw_plan(seed: int) -> Plan:
         plan = with_forgetting(caches, plan)
     if naps.random() < _NAPPING:
         plan = with_naps(naps, plan) if naps.random() < 0.5 else draw_naps(seed, naps)
+        disturbed = Random(f"disturbed {seed}")
+        if disturbed.random() < _DISTURBED:
+            plan = with_broken_naps(disturbed, plan)
     return plan
 
 
