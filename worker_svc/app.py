@@ -4,9 +4,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from quire.failpoint import failpoint
 from quire.logs import configure_logging
@@ -72,7 +71,7 @@ async def serve(settings: WorkerSettings) -> None:
             servicer,
             server,
             load_in_device_thread,
-            lambda worker: end_when_hung(worker.busy_ms, settings.step_timeout),
+            lambda worker: asyncio.create_task(end_when_hung(worker.busy_ms, settings.step_timeout)),
             when_attached=settings.load == "when-attached",
         )
     finally:
@@ -96,14 +95,14 @@ async def serve_until_discarded(
     servicer: WorkerServicer,
     server: RpcServer,
     load: Callable[[], Awaitable[Worker]],
-    guard: Callable[[Worker], Coroutine[Any, Any, object]],
+    guard: Callable[[Worker], asyncio.Task[None]],
     *,
     when_attached: bool,
 ) -> None:
     """Loads the model, and serves it until a sleep discards its weights.
 
     Args:
-        guard: runs beside, and ends the process where its device hangs.
+        guard: starts what runs beside, and ends the process where its device hangs.
         when_attached: loads the model when a scheduler attaches this worker, and not before.
     """
     if when_attached:
@@ -115,7 +114,7 @@ async def serve_until_discarded(
     servicer.open(worker)
     server.set_serving(True)
     _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
-    watching = asyncio.create_task(guard(worker))
+    watching = guard(worker)
     try:
         await servicer.discarded.wait()
     finally:

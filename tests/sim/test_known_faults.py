@@ -60,6 +60,10 @@ def test_the_table_has_each_fault() -> None:
         ("generated-not-charged", 36),
         ("resumed-as-new", 123),
         ("host-hit-not-copied", 65),
+        ("wake-lost-after-giving-up", 104),
+        ("moved-while-selecting", 42),
+        ("second-sleep-wakes", 170),
+        ("seals-outlive-sleep", 27),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:

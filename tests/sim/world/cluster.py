@@ -358,7 +358,9 @@ class Cluster:
             host.leave()
 
         try:
-            await serve_until_discarded(servicer, server, load, guard, when_attached=host.is_anew)
+            await serve_until_discarded(
+                servicer, server, load, lambda worker: node.loop.begin_task(guard(worker)), when_attached=host.is_anew
+            )
         finally:
             stopping.set()
             await server.stop(grace_s=1.0)
@@ -570,6 +572,8 @@ class Cluster:
             if worker is None:
                 yield f"{worker_host} does not serve"
                 continue
+            if self.servicers[worker_host]._stopping.is_set():
+                yield f"{worker_host} takes itself to be about to end, and does not hear of the end of other ranks"
             loaded = set(worker._ledger._is_loaded.nonzero()[0].tolist())
             # A slot may have one that no row may name: what is to replace it is not yet read, and may never be.
             if loaded - self.runners[self.running[worker_host].name].adapters.keys():

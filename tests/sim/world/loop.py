@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 from asyncio import events
+from asyncio.tasks import _enter_task, _leave_task
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -147,6 +148,18 @@ class NodeLoop(asyncio.AbstractEventLoop):
         task = _NodeTask(number, coro, loop=self, name=name or f"task {number}", context=context)
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        return task
+
+    def begin_task(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task whose first part runs at once, and not in a turn of its own."""
+        task, outer = self.create_task(coro), asyncio.current_task(self)
+        if not self._is_cut and outer is not None:
+            first = self._ready.pop()
+            _leave_task(self, outer)
+            try:
+                first._run()
+            finally:
+                _enter_task(self, outer)
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:

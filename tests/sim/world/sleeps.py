@@ -49,14 +49,14 @@ class CheckedLoop(StepLoop):
     _since_s = 0.0
 
     async def sleep(self, *, discard_weights: bool) -> None:
-        began_s, epoch = self.memory.now, self.epoch
+        began_s, epoch = self.memory.now, None if self._sleep.lock.locked() else self.epoch
         try:
             await super().sleep(discard_weights=discard_weights)
         except (Exception, asyncio.CancelledError) as error:
             # Else another call has its turn.
             if not self._sleep.lock.locked() and self.is_asleep != (self._slept > 0):
                 self._report(f"a sleep that fails leaves it {'asleep' if self.is_asleep else 'awake'}: {error}")
-            if isinstance(error, Unimplemented) and self.epoch != epoch and not self._slept:
+            if isinstance(error, Unimplemented) and epoch not in (None, self.epoch) and not self._slept:
                 self._report("a sleep that is refused has an effect")
             if not isinstance(error, QuireError | asyncio.CancelledError):
                 self._report(f"a sleep fails by {type(error).__name__}: {error}")

@@ -209,7 +209,7 @@ async def test_a_rank_is_told_where_another_one_cannot_give_its_memory_back(monk
         async def __aexit__(self, *_: object) -> None:
             pass
 
-        async def ReleaseMemory(self, request: object, timeout: float) -> None:  # noqa: N802, ASYNC109 (a stub's)
+        async def ReleaseMemory(self, request: object, timeout: float) -> None:  # noqa: ASYNC109 (a stub's)
             if self.address == "refuses":
                 raise Unavailable("a worker is gone")
             try:
