@@ -69,10 +69,8 @@ EITHER = (
 
 @pytest.mark.parametrize("source", [PARTS, EITHER])
 def test_templates_that_take_parts_alone_get_the_text_as_one(source):
-    def content(text):
-        return text if source is EITHER else [{"type": "text", "text": text}]
-
-    conversation = [{"role": message.role, "content": content(message.content)} for message in MESSAGES]
+    texts = [each.content if source is EITHER else [{"type": "text", "text": each.content}] for each in MESSAGES]
+    conversation = [{"role": each.role, "content": text} for each, text in zip(MESSAGES, texts, strict=True)]
     assert render(source) == render_by_transformers(source, conversation)
     assert "Be brief." in render(source)
 

@@ -172,10 +172,7 @@ def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_sta
     [
         ({"max_adapters": 0}, "--max-adapters is 0; give it a number above 0"),
         ({"device": "cuda"}, "--max-adapters is 0 by default on cuda; give it a number above 0"),
-        (
-            {"device": "cuda", "max_adapters": 1},
-            "its rank is 65, and --max-adapter-rank 64; raise that to at least the rank",
-        ),
+        ({"device": "cuda", "max_adapters": 1}, "its rank is 65, and --max-adapter-rank 64; raise that to at least"),
         ({"max_adapter_rank": 16}, "its rank is 65, and --max-adapter-rank 16; raise that to at least the rank"),
         ({"model_impl": "transformers"}, "this model runs through transformers' code, which takes no adapters; leave "),
     ],
