@@ -108,12 +108,18 @@ class Batches:
         if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
             return
         most = max(0, _TAKEN_AT_ONCE - len(self._runs))
-        for row in await self.store.run(self.store.take, most, frozenset(self._runs)):
+        rows = await self.store.run(self.store.take, most, frozenset(self._runs))
+        if self._is_stopping:
+            # By now: `stop_runs` did not see them.
+            await self.store.run(self.store.give_up, [row.id for row in rows])
+            return
+        for row in rows:
             run = self._runs[row.id] = _Run(row)
             run.task = asyncio.create_task(self._run(run), name=row.id)
 
     async def stop_runs(self) -> None:
-        """Stops all runs; other gateways with the directory, or the next start, go on with them."""
+        """Stops all runs, and none begins from now on; other gateways with the directory, or the next start, go on with
+        them."""
         self._is_stopping = True
         names, tasks = list(self._runs), [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:

@@ -112,8 +112,9 @@ class BackgroundResponses:
             )
             await self._store.run(self._store.add, row)
             began: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-            self._start(row, began)
             try:
+                self._check_not_stopping()
+                self._start(row, began)
                 return await asyncio.shield(began)
             except QuireError:
                 await self._store.run(self._store.remove, row.tenant, row.id)
@@ -217,12 +218,22 @@ class BackgroundResponses:
             self._stop(*name)
         if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
             return
-        for row in await self._store.run(self._store.take_over, _TAKEN_AT_ONCE, frozenset(self._runs)):
+        rows = await self._store.run(self._store.take_over, _TAKEN_AT_ONCE, frozenset(self._runs))
+        if self._is_stopping:
+            # By now: `stop_runs` did not see them.
+            await self._store.run(self._store.give_up, [(row.tenant, row.id) for row in rows])
+            return
+        for row in rows:
             _logger.info("response %s goes on here: no gateway runs it", row.id)
             self._start(row, None)
 
+    def _check_not_stopping(self) -> None:
+        if self._is_stopping:
+            raise _about_to_stop()
+
     async def stop_runs(self) -> None:
-        """Stops all runs; other gateways that have the store go on with them. Readers go on."""
+        """Stops all runs, and none begins from now on; other gateways that have the store go on with them. Readers go
+        on."""
         self._is_stopping = True
         names = list(self._runs)
         tasks = [run.task for run in self._runs.values() if run.task is not None]
@@ -268,9 +279,7 @@ class BackgroundResponses:
             pass
         except asyncio.CancelledError:
             if run.began is not None and not run.began.done():
-                run.began.set_exception(
-                    Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
-                )
+                run.began.set_exception(_about_to_stop())
             raise
         except Exception as error:
             known = error if isinstance(error, QuireError) else None
@@ -373,6 +382,10 @@ class BackgroundResponses:
             return as_json(response), f"id: {EventId(row.id, number)}\n".encode() + _EVENTS.event(value)
 
         await self._store.run(self._store.end, row.tenant, row.id, status, last, owner)
+
+
+def _about_to_stop() -> Unavailable:
+    return Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,14 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from gateway.api.batches import store as batches
 from gateway.api.batches.lines import BatchLimits, read_lines
+from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchStore, Line, NotOwnerError
 from gateway.request.counting import EntryLimits
 from quire.rpc.errors import ResourceExhausted, Unavailable
@@ -239,3 +242,32 @@ def test_a_batch_that_fails_midway_leaves_no_answer_that_counts(store):
     assert store.batch(TENANT, batch_id).shown()["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
     store._max_bytes = 3  # the input
     assert store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+
+
+async def test_a_batch_that_is_taken_in_the_moment_of_the_stop_is_left_to_the_next_start(store):
+    generator = SimpleNamespace(is_draining=False, replicas=SimpleNamespace(is_ready=True))
+    file_id, path = store.new_path()
+    path.write_bytes(b"{}\n")
+    store.add_file(TENANT, file_id, "in", "batch")
+    batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
+    runner = Batches(
+        *(cast(Any, each) for each in (generator, store, None, None, None, None)), gateway_id="this", concurrency=1
+    )
+    take, stopping = store.take, list[asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
+    is_taken = threading.Event()
+
+    def slow_take(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(begin_to_stop)
+        assert is_taken.wait(10)
+        return take(*arguments)
+
+    def begin_to_stop() -> None:
+        stopping.append(asyncio.create_task(runner.stop_runs()))
+        loop.call_later(0.1, is_taken.set)
+
+    store.take = slow_take
+    await runner._look_after()
+    await asyncio.gather(*stopping)
+    assert not runner._runs
+    assert [row.id for row in take(1)] == [batch.id]

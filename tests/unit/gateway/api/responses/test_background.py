@@ -1,6 +1,8 @@
 """Readers of a response in the background, with a store that answers when the test says so."""
 
 import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -8,6 +10,9 @@ import pytest
 from gateway.api.responses import background
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import CANCELLED, IN_PROGRESS
+from gateway.auth.caller import Access, Caller, set_caller
+from gateway.auth.quota import Account, Limits
+from quire.rpc.errors import Unavailable
 
 
 class SlowStore:
@@ -22,6 +27,31 @@ class SlowStore:
         return await look
 
     pieces = remove = run
+
+
+class RecordingStore:
+    """Answers when the test says so: each method by its name."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, tuple[Any, ...]] = {}
+        self._asked = asyncio.Queue[tuple[str, asyncio.Future[Any]]]()
+
+    async def run(self, method: str, *arguments: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.arguments[method] = arguments
+        self._asked.put_nowait((method, answer))
+        return await answer
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+    async def asked(self, method: str) -> asyncio.Future[Any]:
+        name, answer = await asyncio.wait_for(self._asked.get(), 10)
+        assert name == method
+        return answer
+
+    async def answer(self, method: str, value: object) -> None:
+        (await self.asked(method)).set_result(value)
 
 
 @pytest.mark.parametrize("num_others", [0, 1])
@@ -47,3 +77,37 @@ async def test_a_change_during_a_look_wakes_its_reader_whoever_looks_then(monkey
     for look in others:
         look.set_result((CANCELLED, []))
     assert await asyncio.gather(*readers) == [[]] * len(readers)
+
+
+def ready_generator() -> Any:
+    return SimpleNamespace(is_draining=False, replicas=SimpleNamespace(is_ready=True), arriving=nullcontext)
+
+
+async def test_what_is_taken_over_in_the_moment_of_the_stop_is_given_up():
+    """Otherwise it would run on, and keep its lease, for as long as the gateway drains."""
+    store, row = RecordingStore(), SimpleNamespace(tenant="tenant", id="resp_1")
+    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
+    looking = asyncio.create_task(responses._look_after())
+    await store.answer("renew", [])
+    taken = await store.asked("take_over")
+    await responses.stop_runs()
+    taken.set_result([row])
+    await store.answer("give_up", None)
+    await looking
+    assert store.arguments["give_up"] == ([("tenant", "resp_1")],)
+    assert not responses._runs
+
+
+async def test_what_begins_in_the_moment_of_the_stop_is_refused():
+    store = RecordingStore()
+    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
+    set_caller(Caller("tenant", Access(), Account(Limits(), lambda: 0.0)))
+    call: Any = SimpleNamespace(id="resp_1", seed=1, kept=lambda: b"", first_state=dict)
+    beginning = asyncio.create_task(responses.begin(call))
+    added = await store.asked("add")
+    await responses.stop_runs()
+    added.set_result(None)
+    await store.answer("remove", True)
+    with pytest.raises(Unavailable) as refused:
+        await beginning
+    assert (refused.value.reason, responses._runs) == ("DRAINING", {})
