@@ -392,6 +392,11 @@ class HttpClient:
             _refusal_of(Front.COMPLETIONS, _STATUSES.get(status, ""), value, headers)
         return status, value
 
+    def close(self) -> None:
+        """Closes the connections that are kept."""
+        while self._idle:
+            self._idle.pop().writer.close()
+
     def _cut(self, what: str, error: _CutError) -> QuireError:
         if not self.circumstances.may_cut:
             raise FalseAnswerError(f"{what}: its connection is cut: {error}") from error

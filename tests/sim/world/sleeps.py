@@ -142,6 +142,7 @@ class Operator:
             await asyncio.sleep(nap.sleeps_s)
         while True:
             if await self._wakes(nap):
+                self.http.close()
                 return
             await asyncio.sleep(_TRY_EVERY_S)
 
