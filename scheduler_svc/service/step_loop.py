@@ -97,9 +97,13 @@ class Sleep:
         self.is_attached = asyncio.Event()
         self._is_awake = asyncio.Event()
         self._is_awake.set()
+        # Whether no worker is about to give its memory back, which would end what attaches it meanwhile.
+        self._is_released = asyncio.Event()
+        self._is_released.set()
 
     def begin(self) -> None:
         self._is_awake.clear()
+        self._is_released.clear()
         self.is_asked.set()
 
     def end(self) -> None:
@@ -107,10 +111,15 @@ class Sleep:
         self.is_asked.clear()
         self._is_awake.set()
 
+    def released(self) -> None:
+        """The workers have given their memory back, or will not."""
+        self._is_released.set()
+
     async def pass_by(self) -> None:
         """Waits, detached, until nothing sleeps."""
         self.is_detached.set()
         await self._is_awake.wait()
+        await self._is_released.wait()
         self.is_detached.clear()
 
     def note_attached(self, is_attached: bool) -> None:
@@ -385,6 +394,7 @@ class StepLoop:
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     await self._sleep.is_detached.wait()
+                self.check_not_draining()
                 self.epoch += 1
                 await release_memory(
                     self.worker_addresses, self.epoch, _RELEASE_TIMEOUT_S, self._tls, discard_weights=discard_weights
@@ -393,6 +403,8 @@ class StepLoop:
                 if not was_asleep:
                     self._sleep.end()
                 raise
+            finally:
+                self._sleep.released()
             # A drain has ended the sleep meanwhile.
             self.check_not_draining()
             self._sleep.has_no_weights = discard_weights

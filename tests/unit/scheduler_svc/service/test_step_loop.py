@@ -170,14 +170,21 @@ async def test_a_sleep_that_a_drain_ends_does_not_say_that_it_sleeps(monkeypatch
     loop, _ = make_step_loop(Scheduler(make_config()))
     loop.replica, loop.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
     loop._sleep.is_detached.set()
+    passed: list[asyncio.Task[None]] = []
 
     async def drained(*arguments: Any, **named: Any) -> None:
         await loop.drain(0.0)
+        # Nothing is attached while a worker may be about to end.
+        passing = asyncio.create_task(loop._sleep.pass_by())
+        await asyncio.sleep(0)
+        assert not passing.done()
+        passed.append(passing)
 
     monkeypatch.setattr(step_loop, "release_memory", drained)
     with pytest.raises(Unavailable, match="drains"):
         await loop.sleep(discard_weights=True)
     assert (loop.is_asleep, loop.loading) == (False, None)
+    await passed[0]
 
 
 async def test_a_second_sleep_that_fails_leaves_the_replica_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
