@@ -6,10 +6,13 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 from tests.sim import worlds
+from tests.sim.plans import with_broken_naps
 from tests.sim.shrink import check_world
+from tests.sim.situations import draw_naps
 from tests.sim.world.cluster import Cluster
 from tests.sim.world.faults import Deviate, Kill, KillAt
 from tests.sim.world.world import World
@@ -32,6 +35,14 @@ def test_worlds_that_once_failed() -> None:
     for seed in (288, 720201, 1130626, 1130164, 1520103):
         check_world(draw_plan(seed))
     check_world(replace(draw_plan(54), faults=(), low_limits=()))
+
+
+def test_naps_that_once_failed() -> None:
+    """By a second sleep that failed and woke what slept (170), and by a scheduler that was stopped while its workers
+    discarded their weights, and attached them before they ended."""
+    check_world(draw_plan(170))
+    draw = Random("hunt brk 10")
+    check_world(with_broken_naps(draw, draw_naps(10, draw)))
 
 
 def test_without_faults_nothing_is_unavailable() -> None:
