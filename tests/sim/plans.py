@@ -25,6 +25,7 @@ from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
     NUM_SPECIAL_TOKENS,
     VOCAB_SIZE,
+    Front,
     Generate,
     Kind,
     Request,
@@ -162,6 +163,28 @@ def with_stops(draw: Random, request: Request) -> Request:
     said, begun = text[begin : begin + size], [text[place : place + 2] + "~" for place in (begin, len(text) // 2)]
     stop = (*((said,) if draw.random() < 0.6 else ()), *begun, text[-1] + "~")
     return replace(request, options=replace(options, stop=stop, include_stop_string=draw.choice((None, True))))
+
+
+def with_least_lengths(draw: Random, plan: Plan) -> Plan:
+    """Many outputs have a least length, and say a stop string about there."""
+    return replace(plan, requests=tuple(_with_least_length(draw, each) for each in plan.requests))
+
+
+def _with_least_length(draw: Random, request: Request) -> Request:
+    if not isinstance(request, Generate) or draw.random() < 0.2:
+        return request
+    options, is_openai = request.options, request.front in (None, Front.COMPLETIONS, Front.CHAT)
+    most = options.max_tokens or 0
+    if options.beam_search is not None or options.constraint is not None or not is_openai or not most:
+        return request
+    options = replace(options, min_tokens=draw.randint(0, most), stop=())
+    text = draw.choice(answer_of(replace(request, options=options), 0).sequences).text
+    if len(text) < 4 or options.best_of not in (None, options.n):
+        return replace(request, options=options)
+    end = draw.randint(2, len(text))
+    least = min(max(end + draw.choice((-1, -1, 0, 0, 1, 5)), 0), most)
+    stop = (text[max(end - draw.choice((1, 2, 4)), 0) : end], text[-2:] + "~")
+    return replace(request, options=replace(options, min_tokens=least, stop=stop))
 
 
 def with_bounded_queues(draw: Random, plan: Plan) -> Plan:

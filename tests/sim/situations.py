@@ -40,6 +40,7 @@ from tests.sim.world.faults import (
     draw_slow_block_disks,
 )
 from tests.sim.world.knobs import LEASES, MOVES, draw_low_limits
+from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
     ADAPTERS,
     LONGEST,
@@ -108,6 +109,13 @@ def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
 def _clocks_set_back(seed: int, draw: Random) -> Plan:
     """A scheduler starts again, and by its clock before it started first."""
     return _restarting(seed, draw, lambda at: SetClock(at, "scheduler-0", 600.0, restarts=True))
+
+
+def _clocks_set_back_again(seed: int, draw: Random) -> Plan:
+    """So it does again, once it has its worker."""
+    plan = _restarting(seed, draw, lambda at: SetClock(at, "scheduler-0", 600.0, restarts=True))
+    again = SetClock(plan.faults[0].at + draw.uniform(40, 50), "scheduler-0", 600.0, restarts=True)
+    return replace(plan, faults=(*plan.faults, again))
 
 
 def _deaths_between_ranks(seed: int, draw: Random) -> Plan:
@@ -380,6 +388,44 @@ def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
     return plan_of(seed, layout, requests, [*away, *resets])
 
 
+def _lost_again(seed: int, draw: Random) -> Plan:
+    """Durable streams that are read slowly are lost with all gateways, and again more than a minute later, when nobody
+    has them any more."""
+    layout = draw_layout(draw, Kind.RESTARTS)
+    gateway, weather = replace(layout.gateway, max_chunk_tokens=1), replace(layout.weather, window_bytes=256)
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
+    layout = replace(layout, num_replicas=1, gateway=gateway, weather=weather, settings=settings)
+    requests: list[Request] = []
+    for number in range(4):
+        options = GenerationOptions(
+            n=draw.choice((1, 1, 2)), temperature=1.0, seed=number, max_tokens=MAX_OUTPUT, ignore_eos=True
+        )
+        prompt, pause_s = fresh(draw, draw.randint(1, 40)), draw.uniform(1.3, 1.6) / (options.n or 1)
+        stream = Generate(number, draw.uniform(0, 0.5), "client-0", "ann", prompt, options, Verb.DURABLE)
+        requests.append(replace(cast(Any, with_stops(draw, stream)), pause_s=pause_s))
+    faults: list[Fault] = []
+    for at in (draw.uniform(1.0, 4.0), draw.uniform(66.0, 72.0)):
+        faults += [Kill(at, host) for host in layout.gateways]
+    return plan_of(seed, layout, requests, faults)
+
+
+def _stopped_early(seed: int, draw: Random) -> Plan:
+    """Stop strings end outputs of which much is left to compute, slowly, while a scheduler may hear nothing."""
+    layout = replace(draw_layout(draw, Kind.CALM), slowness=80.0)
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
+    requests: list[Request] = []
+    for number in range(8):
+        several = {"n": draw.choice((1, 1, 1, 2)), "seed": number, "temperature": 1.0}
+        options = GenerationOptions(**several, max_tokens=MAX_OUTPUT, ignore_eos=True)
+        verb = draw.choice((Verb.STREAM, Verb.DURABLE))
+        request = Generate(number, draw.uniform(0, 2), "client-0", "ann", fresh(draw, 9), options, verb)
+        text = answer_of(request, 0).sequences[0].text[:20]
+        requests.append(replace(request, options=replace(options, stop=(text[8:10], text[4:6] + "~"))))
+    times = [2.8 * number + draw.uniform(0.5, 1.5) for number in range(draw.choice((0, 4)))]
+    faults = [Cut(at, gateway, "scheduler-0", False, 2.4) for at in times for gateway in layout.gateways]
+    return plan_of(seed, replace(layout, settings=settings), requests, faults)
+
+
 def _pins_that_give_way(seed: int, draw: Random) -> Plan:
     """Tenants pin more than there is room for while requests move, and workers come back with other pools."""
     plan = draw_moving(seed, draw)
@@ -597,4 +643,5 @@ OF_WORKERS = (
     _deaths_at_several_steps,
     _stops_in_recomputations,
 )
+UNUSUAL = (_lost_again, _clocks_set_back_again, _stopped_early)
 RARITIES = (_searches_that_swap, _stops_in_recomputations, _clocks_set_back, _deaths_between_ranks)

@@ -14,6 +14,7 @@ from tests.sim.plans import (
     with_bounded_queues,
     with_broken_naps,
     with_forgetting,
+    with_least_lengths,
     with_naps,
 )
 from tests.sim.situations import (
@@ -24,6 +25,7 @@ from tests.sim.situations import (
     OF_WORKERS,
     RARITIES,
     SHORTAGES,
+    UNUSUAL,
     draw_adapters_in_turn,
     draw_endless_preparations,
     draw_moving,
@@ -49,6 +51,7 @@ from tests.sim.world.faults import (
     Reset,
 )
 from tests.sim.world.gateways import gateways_without_sockets
+from tests.sim.world.http_calls import with_several_prompts
 from tests.sim.world.knobs import low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_need
@@ -88,6 +91,12 @@ _NAPPING = 0.05
 """The share of worlds in which operators put replicas to sleep."""
 _DISTURBED = 0.3
 """The share of these in which something breaks while they do so."""
+_WITH_LEAST = 0.05
+"""The share of worlds in which outputs have a least length."""
+_SEVERAL = 0.06
+"""The share of worlds in which calls have several prompts."""
+_UNUSUAL = 0.015
+"""The share of worlds in which something happens again, long after the first time, or much is left to compute."""
 _TO_THEIR_PLACE = 0.02
 """The share of worlds in which blocks come from disk to the place of others that host memory gets."""
 _IN_TURN = 0.01
@@ -124,6 +133,11 @@ def draw_plan(seed: int) -> Plan:
         disturbed = Random(f"disturbed {seed}")
         if disturbed.random() < _DISTURBED:
             plan = with_broken_naps(disturbed, plan)
+    lengths, several = Random(f"at least {seed}"), Random(f"prompts of calls {seed}")
+    if lengths.random() < _WITH_LEAST:
+        plan = with_least_lengths(lengths, plan)
+    if several.random() < _SEVERAL:
+        plan = replace(plan, requests=with_several_prompts(several, plan.requests))
     return plan
 
 
@@ -131,6 +145,9 @@ def _draw_plan(seed: int) -> Plan:
     places = Random(f"from disk {seed}")
     if places.random() < _TO_THEIR_PLACE:
         return places.choice(OF_MOVES)(seed, places)
+    unusual = Random(f"far apart {seed}")
+    if unusual.random() < _UNUSUAL:
+        return unusual.choice(UNUSUAL)(seed, unusual)
     slots = Random(f"adapter slots {seed}")
     if slots.random() < _IN_TURN:
         return draw_adapters_in_turn(seed, slots)
@@ -211,6 +228,7 @@ def run_world(
             cluster.check()
             cluster.check_charges(charges)
             on_quiet(cluster)
+            cluster.check_left()
             for disk in cluster.disks.values():
                 disk.check()
         errors = tuple(story.error.reason for story in cluster.stories if story.error is not None)

@@ -61,6 +61,8 @@ class BlockDisk:
         self._trouble: tuple[float, int] = (0.0, 0)
         self._slow: tuple[float, float] = (0.0, 0.0)
         self._writes: deque[_Write] = deque()
+        self.written: dict[bytes, None] = {}
+        """The blocks that are on it, in the order in which they were written, as far as that is known."""
 
     # What happens to it
 
@@ -86,6 +88,8 @@ class BlockDisk:
         recent_s = _WRITE_S if has_power else _UNSYNCED_S
         writes = [each for each in self._writes if each.at_s > self._world.now - recent_s]
         self._writes.clear()
+        if writes:
+            self.written.clear()
         for each in reversed(writes):
             self._put(each.start, each.before)
         num_kept = self.chance.randint(0, len(writes)) if self.chance.random() < 0.5 else len(writes)
@@ -166,10 +170,64 @@ def open_tier(
     """The tier of a worker that starts; None where the disk fails."""
     with patch.object(disk_tier, "open_alone", lambda *_, **__: disk):
         try:
-            file = BlockFile(Path(_FLAG), space, namespace, blocks.block_bytes)
+            file = _OrderedFile(space, namespace, blocks.block_bytes, disk, node)
         except DiskFailsError:
             return None
     return SimDiskTier(file, blocks, num_blocks, disk, node)
+
+
+class _OrderedFile(BlockFile):
+    """Of its blocks the one makes way that was written or read longest ago; after a restart, written."""
+
+    def __init__(self, space: int, namespace: bytes, block_bytes: int, disk: BlockDisk, node: Node) -> None:
+        super().__init__(Path(_FLAG), space, namespace, block_bytes)
+        self._node, self._written = node, disk.written
+        self._used = dict.fromkeys(reversed(self.names))
+        places = {name: place for place, name in enumerate(self._written)}
+        known = [places[name] for name in self._used if name in places]
+        self._demand(known == sorted(known), "it is forgotten in which order blocks were written to disk")
+
+    def write(self, name: bytes, content: Any) -> None:
+        before = set(self._slots)
+        try:
+            super().write(name, content)
+        finally:
+            for gone in before - self._slots.keys():
+                self._demand(gone == next(iter(self._used)), "a block on disk makes way before one that is older")
+                self._forget(gone)
+        self._use(name)
+        self._written.pop(name, None)
+        self._written[name] = None
+
+    def read(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        is_read = super().read(name, into)
+        if is_read:
+            self._use(name)
+        else:
+            self._forget(name)
+        return is_read
+
+    def renew(self, name: bytes) -> None:
+        super().renew(name)
+        if name in self._slots:
+            self._use(name)
+
+    def check_renewed(self, names: list[bytes]) -> None:
+        """Sequences began with these blocks, and with the first one last."""
+        newest = list(dict.fromkeys(name for name in names if name in self._slots))
+        self._demand(self.names[: len(newest)] == newest, "blocks that are used grow old on disk")
+
+    def _use(self, name: bytes) -> None:
+        self._used.pop(name, None)
+        self._used[name] = None
+
+    def _forget(self, name: bytes) -> None:
+        self._used.pop(name, None)
+        self._written.pop(name, None)
+
+    def _demand(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._node.fail(AssertionError(otherwise))
 
 
 class _Late:
@@ -191,8 +249,9 @@ class _Late:
 class SimDiskTier(DiskTier):
     """The tier of a process, whose threads are jobs: one that reads, and one that writes where something was sealed."""
 
-    def __init__(self, file: BlockFile, blocks: FakeBlocks, num_blocks: int, disk: BlockDisk, node: Node) -> None:
+    def __init__(self, file: _OrderedFile, blocks: FakeBlocks, num_blocks: int, disk: BlockDisk, node: Node) -> None:
         super().__init__(file, blocks, num_blocks)
+        self._ordered = file
         self._disk, self._node, self._blocks = disk, node, blocks
         self._calls: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         self._is_reading = self._is_due = False
@@ -207,6 +266,15 @@ class SimDiskTier(DiskTier):
         assert isinstance(self._blocks.seals, CheckedSeals)
         self._blocks.seals.on_add = self._sealed
         self._sealed()
+
+    def _renew(self) -> None:
+        hits = list(self._hits)
+        super()._renew()
+        if hits:
+            sealed = self._store.seals.snapshot()
+            names = dict(zip(sealed.block_ids.tolist(), map(bytes, sealed.hashes), strict=True))
+            blocks = np.concatenate(hits).tolist()
+            self._ordered.check_renewed([names[block] for block in blocks if block in names])
 
     def _sealed(self) -> None:
         if not self._is_due and not self._stopping.is_set():

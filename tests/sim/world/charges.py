@@ -53,23 +53,24 @@ class Charges:
 def _bounds(story: Story, num_gateways: int) -> tuple[float, float]:
     """The least and the most that a request may cost."""
     request = story.request
-    if story.error is not None and story.error.reason in _REFUSED:
+    has_parts = isinstance(request, Generate) and bool(request.others)
+    if story.error is not None and story.error.reason in _REFUSED and not has_parts:
         return 0.0, 0.0
     if isinstance(request, Pin):
         # One whose time is over before it is computed is paid for, and pinned anew.
         return 0.0, _MAX_CALLS * len(request.prompt)
     if not isinstance(request, Generate):
         return 0.0, 0.0
-    options = request.options
+    options, prompt = request.options, request.num_prompt_tokens
     width = options.best_of or 1 if options.beam_search is None else options.beam_search.beam_width
-    num_computed = max(width, request.num_returned)
+    num_computed = max(width * len(request.parts), request.num_returned)
     # Two calls may read a token at two gateways before the first one hears of the other.
     num_calls = 1 if request.taken_over_after_s is None or num_gateways == 1 else 1 + request.num_takeovers
     if story.has_ended and story.witness is not None:
         num_said = sum(len(each.token_ids) for each in story.witness.last.expected.sequences)
         cost = num_said * num_computed / request.num_returned
-        return len(request.prompt) + cost, len(request.prompt) + num_calls * cost
+        return prompt + cost, prompt + num_calls * cost
     # A prompt is paid for once a token of it came, whatever ended the rest.
     num_seen = 0 if story.witness is None else story.witness.last.num_tokens
-    least = len(request.prompt) + num_seen * num_computed / request.num_returned if num_seen else 0.0
-    return least, len(request.prompt) + num_calls * (options.max_tokens or 0) * num_computed
+    least = prompt + num_seen * num_computed / request.num_returned if num_seen and not has_parts else 0.0
+    return least, prompt + num_calls * (options.max_tokens or 0) * num_computed

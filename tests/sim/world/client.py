@@ -170,6 +170,7 @@ class ChannelCore:
 
     def _connect(self) -> None:
         self._set_state(_Connectivity.CONNECTING)
+        self.network.attempt(self.node, self._address)
         attempt = _Attempt(self)
         attempt.begin()
 

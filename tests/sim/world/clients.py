@@ -52,6 +52,8 @@ class Client:
     http: HttpClient
     circumstances: Circumstances
     false_answers: list[FalseAnswerError]
+    cancelling: Callable[[tuple[str, str]], Callable[[float], None]]
+    """Is told of a request that is about to be cancelled; what it returns is told when that is done."""
     _clients: dict[str, AsyncClient] = field(default_factory=dict[str, AsyncClient])
 
     async def ask(self, story: Story) -> None:
@@ -175,8 +177,10 @@ class Client:
 
     async def _cancel(self, request: Generate, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        done = self.cancelling((request.tenant, request.request_id))
         try:
             await self._client(request.tenant).cancel(request.request_id, timeout_s=30)
+            done(self.world.now)
         except NotFound:
             pass
         except QuireError as error:
@@ -201,7 +205,8 @@ class Client:
 
 @dataclass(slots=True)
 class _SubmitsOnce(Resumption):
-    """Submits nothing anew of which a server has just said that it runs: its key would pay for it twice."""
+    """Submits nothing anew of which a server has just said that it runs: its key would pay for it twice. It comes back
+    no sooner than it was told."""
 
     report: Callable[[FalseAnswerError], object] = lambda _: None
     _runs: bool = field(default=False, init=False)
@@ -213,7 +218,10 @@ class _SubmitsOnce(Resumption):
 
     def delay_after(self, error: QuireError) -> float:
         self._runs = error.reason in ("REQUEST_TAKEN_OVER", "REQUEST_ID_IN_USE")
-        return Resumption.delay_after(self, error)
+        delay_s = Resumption.delay_after(self, error)
+        if delay_s < (error.retry_after_ms or 0) / 1000:
+            self.report(FalseAnswerError(f"{self.request_id} comes back after {delay_s} s, too soon for {error}"))
+        return delay_s
 
     def call(self) -> Any:
         if self._runs and not self._is_submitted:

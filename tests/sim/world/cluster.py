@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from random import Random
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
+from scheduler_svc.service.cache_digest import CacheDigest
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
@@ -62,6 +64,8 @@ MANY = 1024
 _DRAIN_TIMEOUT_S = 5.0
 _RELEASE_S = 2.0
 """After its client has left a request runs no longer."""
+_MOST_LEFT = 12
+"""How many tasks of a kind a service may have that does nothing."""
 _Main = Callable[[Node], Coroutine[Any, Any, Any]]
 
 
@@ -461,7 +465,14 @@ class Cluster:
 
     async def _run_client(self, node: Node) -> None:
         http = HttpClient(self.network, node, self.layout.gateways, self.circumstances)
-        self._clients[node.host] = Client(self.world, self._addresses, http, self.circumstances, self.false_answers)
+        self._clients[node.host] = Client(
+            self.world,
+            self._addresses,
+            http,
+            self.circumstances,
+            self.false_answers,
+            lambda named: self._watch.cancelling(named, self.gateways, self.requests),
+        )
         await asyncio.Event().wait()
 
     def ask(self, request: Request) -> None:
@@ -469,7 +480,7 @@ class Cluster:
         story = Story(request)
         self.stories.append(story)
         if isinstance(request, Generate):
-            self.asked[request.request_id] = request
+            self.asked |= request.parts
         self.world.note("ask", request.number)
         node, client = self.running[request.client], self._clients[request.client]
         task = node.start(lambda: client.ask(story))
@@ -486,7 +497,7 @@ class Cluster:
         """Notes where a request runs whose client has left."""
         for host, gateway in self.gateways.items():
             for live in gateway._ledger:
-                is_its = isinstance(request, Generate) and live.request.request_id == request.request_id
+                is_its = isinstance(request, Generate) and live.request.request_id in request.parts
                 if is_its and not live.is_over and not live.request.durable:
                     self.false_answers.append(FalseAnswerError(f"{host} runs {request}, whose client has left"))
 
@@ -556,6 +567,7 @@ class Cluster:
             else:
                 yield from self._held_apart(host, core)
                 yield from self._believed(host, core)
+                yield from self._kept_beside(host)
                 yield from (f"{host} keeps {what}, and has no requests" for what in core.kept_for_requests)
         for host, requests in self.requests.items():
             # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
@@ -602,6 +614,24 @@ class Cluster:
             elif len(core.tier):
                 yield f"{host} takes blocks to be on the disk of {worker_host}, which has none"
 
+    def _kept_beside(self, host: str) -> Iterator[str]:
+        """What a scheduler and its worker keep for calls, streams and moves, each of which gives its part back."""
+        loop = self.loops[host]
+        watchers = [each.__self__ for each in loop.cache._watchers if isinstance(each, MethodType)]
+        told = [each for each in watchers if isinstance(each, CacheDigest)]
+        kept = {
+            "calls that pin": len(loop.pins._waiters),
+            "requests that leave": loop._num_leaving,
+            "streams that are over": sum(len(each._gateways) for each in told) > self.requests[host].num_connected,
+        }
+        yield from (f"{host} keeps {what}" for what, count in kept.items() if count)
+        for worker_host in self.layout.ranks(host.replace("scheduler", "worker")):
+            transfers = None if (worker := self.workers.get(worker_host)) is None else worker.transfers
+            if transfers is not None and transfers._moving:
+                yield f"{worker_host} keeps moves that are over"
+            if transfers is not None and any(each.num_calls for each in transfers._offers.values()):
+                yield f"{worker_host} counts calls that fetch"
+
     def _on_all_disks(self, scheduler: str) -> set[bytes]:
         """The names of the blocks that all ranks have on disk."""
         ranks = self.layout.ranks(scheduler.replace("scheduler", "worker"))
@@ -627,6 +657,16 @@ class Cluster:
         num_spoiled = sum(runner.num_spoiled for runner in self.runners.values())
         if len(failed) > num_spoiled:
             raise FalseAnswerError(f"{len(failed)} requests fail by {num_spoiled} rows that are not finite")
+
+    def check_left(self) -> None:
+        """Raises FalseAnswerError where a service has more tasks of one kind than one for each of its peers and a few:
+        requests leave some behind. To be called where nothing runs."""
+        for node in self.world.nodes:
+            if not (node.is_dead or node.host.startswith("client")):
+                tasks = Counter(str(getattr(task.get_coro(), "__qualname__", "")) for task in node.loop.tasks)
+                for name, count in tasks.items():
+                    if count > _MOST_LEFT:
+                        raise FalseAnswerError(f"{node.name} is quiet and has {count} tasks of {name}")
 
     def check_concurrency(self) -> None:
         """Raises FalseAnswerError where more requests of a key run than it may have at once."""
@@ -662,9 +702,9 @@ class Cluster:
                 if story.request.tenant == tenant.name and story.has_ended and isinstance(story.request, Generate)
             ]
             amounts = {
-                "requests_per_minute": len(served),
+                "requests_per_minute": sum(len(request.parts) for request in served),
                 # What is generated may exceed the rate: a running request is never ended for it.
-                "tokens_per_minute": sum(len(request.prompt) for request in served),
+                "tokens_per_minute": sum(request.num_prompt_tokens for request in served),
             }
             for name, amount in amounts.items():
                 limit = tenant.limits[name]
@@ -682,6 +722,10 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
         "tokens of durable requests": reads._kept_tokens,
         "durable requests": len(reads._reads) + len(reads._over) + len(reads._next),
         "offers": len(generator.replicas._offers._open),
+        "work of replicas": sum(
+            len(each.prompts) + len(each.streams) + each.num_prompt_tokens for each in generator.replicas._work.values()
+        ),
+        "calls that cancel": len(generator.replicas.calls._late),
     }
 
 

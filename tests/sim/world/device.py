@@ -240,7 +240,10 @@ class HashRunner(FakeRunner):
                 searching.append(RowCandidates(row, np.array(best, np.int32), np.array(logprobs, np.float32)))
                 continue
             pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
-            draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed, pattern)
+            rules, banned = sampling.rules, frozenset[int]()
+            if rules is not None and end - state.num_prompt_tokens < rules.min_tokens:
+                banned = frozenset(rules.stop_token_ids.tolist())
+            draw = Draw(sampling.parameters.temperature, sampling.parameters.top_k, sampling.seed, pattern, banned)
             token_id = next_token(mix, draw, end)
             if self.group is not None and (number := self.takes_deviation()):
                 self.group.deviated.add(self._place[0])

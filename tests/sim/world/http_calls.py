@@ -70,8 +70,9 @@ class HttpWitness(Witness):
         self._demand(len(self._said) == self.request.num_returned, "a sequence has said nothing")
         self._demand(all(said.is_finished for said in self._said.values()), "it completes before a sequence")
         counts = self.expected.num_generated
-        is_right = usage is not None and usage[0] == len(self.request.prompt) and usage[1] in (counts or ())
-        self._demand(is_right, f"{usage} of {len(self.request.prompt)} tokens and {counts}")
+        num_prompt_tokens = self.request.num_prompt_tokens
+        is_right = usage is not None and usage[0] == num_prompt_tokens and usage[1] in (counts or ())
+        self._demand(is_right, f"{usage} of {num_prompt_tokens} tokens and {counts}")
         self.is_complete = True
 
 
@@ -115,6 +116,28 @@ def _over_http(draw: Random, request: Generate) -> Generate:
     return replace(request, front=front, options=options, verb=verb, timeout_s=None, taken_over_after_s=None)
 
 
+def with_several_prompts(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Many of the requests are completions of several prompts, of which some begin alike."""
+    return tuple(
+        _of_several_prompts(draw, each) if isinstance(each, Generate) and draw.random() < 0.6 else each
+        for each in requests
+    )
+
+
+def _of_several_prompts(draw: Random, request: Generate) -> Generate:
+    options, is_plain = request.options, request.verb in (Verb.GENERATE, Verb.STREAM)
+    is_bound = options.beam_search is not None or options.constraint is not None or request.deadly_at is not None
+    if is_bound or request.adapter is not None or not (is_plain if request.front is None else request.front in _OPENAI):
+        return request
+    others = tuple(
+        request.prompt[: draw.choice((0, 8, 90))] + tuple(draw.choice(request.prompt) for _ in range(9))
+        for _ in range(draw.randint(1, 3))
+    )
+    options = replace(options, prompt_logprobs=None)
+    request = replace(request, front=Front.COMPLETIONS, options=options, others=others)
+    return replace(request, timeout_s=None, cancels_after_s=None)
+
+
 def _salt_text_of(request: Generate) -> str:
     return f"salt {request.number % 3}" if request.front is not None and request.number % 3 else ""
 
@@ -136,7 +159,8 @@ def _body_of(request: Generate) -> dict[str, Any]:
     if salt := _salt_text_of(request):
         fields["cache_salt"] = salt
     is_list = request.front is Front.COMPLETIONS and request.number % 2
-    body = _FRONTS[request.front.value]._body([*request.prompt] if is_list else text, fields)
+    prompt = [[*each] for each in (request.prompt, *request.others)] if request.others else [*request.prompt]
+    body = _FRONTS[request.front.value]._body(prompt if is_list or request.others else text, fields)
     return body | ({"stream": True} if request.verb is Verb.STREAM else {})
 
 

@@ -21,12 +21,14 @@ _EOS_OF_256 = 3
 
 
 class Draw(NamedTuple):
-    """How a row chooses: greedily without a temperature, and only letters where it has a pattern such as [a-e]+."""
+    """How a row chooses: greedily without a temperature, and only letters where it has a pattern such as [a-e]+. The
+    next tokens stand for those that it may not choose."""
 
     temperature: float
     top_k: int
     seed: int
     pattern: str = ""
+    banned: frozenset[int] = frozenset()
 
 
 def mixed(content: np.ndarray, model: int) -> int:
@@ -42,6 +44,13 @@ def mixed_prefixes(content: np.ndarray, model: int) -> list[int]:
 
 def next_token(mix: int, draw: Draw, position: int) -> int:
     """The token at this position."""
+    token_id = _drawn(mix, draw, position)
+    while token_id in draw.banned:
+        token_id = NUM_SPECIAL_TOKENS + (token_id + 1 - NUM_SPECIAL_TOKENS) % (VOCAB_SIZE - NUM_SPECIAL_TOKENS)
+    return token_id
+
+
+def _drawn(mix: int, draw: Draw, position: int) -> int:
     number = _scrambled(mix)
     if draw.temperature:
         luck = _scrambled(draw.seed + position * 0x9E37_79B9_7F4A_7C15 + round(draw.temperature * 1000) + draw.top_k)

@@ -9,6 +9,8 @@ from typing import Any
 
 from tests.sim.world.world import Node, World
 
+_ATTEMPTS, _ATTEMPTS_S = 40, 3.0
+"""No service tries more often than that to connect to an address within so many seconds."""
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "0.0.0.0", "[::]", "[::1]"})
 
 
@@ -48,9 +50,18 @@ class Network:
         self.connections: list[Connection] = []
         self._numbers: dict[tuple[str, str], itertools.count[int]] = {}
         self._ports = itertools.count(20_001)
+        self._attempts: dict[tuple[str, str], deque[float]] = {}
 
     def free_port(self) -> int:
         return next(self._ports)
+
+    def attempt(self, node: Node, address: str) -> None:
+        """A process tries to connect. Services that nobody answers try less and less often."""
+        times = self._attempts.setdefault((node.name, address), deque(maxlen=_ATTEMPTS))
+        is_service = node.host.startswith(("gateway", "scheduler"))
+        if is_service and len(times) == _ATTEMPTS and self.world.now - times[0] < _ATTEMPTS_S:
+            node.fail(AssertionError(f"{_ATTEMPTS + 1} attempts to connect to {address} within {_ATTEMPTS_S:g} s"))
+        times.append(self.world.now)
 
     def resolve(self, host: str, address: str) -> tuple[str, str]:
         """The host and the port, or the path, that an address means on a host."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import product
 
 from quire.client import EarlyStopping, FinishReason, GenerationOptions
 from tests.sim.world.gateways import character_of, digest_of
@@ -44,6 +45,11 @@ class Answer:
 def answer_of(request: Generate, model: int) -> Answer:
     """The undisturbed answer of a model."""
     options = request.options
+    if request.others:
+        answers = [answer_of(part, model) for part in request.parts.values()]
+        counts = product(*(each.num_generated or () for each in answers))
+        sequences = tuple(sequence for each in answers for sequence in each.sequences)
+        return Answer(sequences, (), frozenset(map(sum, counts)))
     if options.beam_search is not None:
         return Answer(_beams(request, model), _prompt_lines(request, model), None)
     sampled = [_sequence(request, model, index) for index in range(max(options.best_of or 1, request.num_returned))]
@@ -93,16 +99,18 @@ def _sequence(request: Generate, model: int, index: int) -> ExpectedSequence:
     while len(lines) < _max_tokens(request):
         position = len(prefixes.token_ids)
         mix = mixed(prefixes.hashes(0, position), model)
-        token_id = next_token(mix, draw, position)
+        may_end = len(lines) >= (options.min_tokens or 0)
+        token_id = next_token(mix, draw if may_end else draw._replace(banned=ending), position)
         prefixes.append(token_id)
         lines.append(line_of(mix, token_id, options.logprobs or 0))
         if token_id in ending:
             reason, stop_token_id = FinishReason.STOP, token_id
             break
-        text += _text([token_id])
-        if found := [(text.index(stop), stop) for stop in options.stop if stop in text]:
-            place, stop_string = min(found)
-            end = place + len(stop_string) if options.include_stop_string else place
+        text += (said := _text([token_id]))
+        found = [stop for stop in options.stop if text.endswith(stop)]
+        if found and said and len(lines) > (options.min_tokens or 0):
+            stop_string = max(found, key=len)
+            end = len(text) if options.include_stop_string else len(text) - len(stop_string)
             text, reason = text[:end], FinishReason.STOP
             break
     return ExpectedSequence(tuple(prefixes.token_ids[start:]), text, reason, stop_string, stop_token_id, tuple(lines))

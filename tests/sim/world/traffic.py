@@ -100,6 +100,7 @@ class Generate:
         adapter: The name of the adapter that it chooses.
         deadly_at: The position of a token whose computation kills the worker, where it has one.
         front: The API by which it goes over HTTP, as a stream or not; None where it does not.
+        others: Further prompts of its call, which has an answer with the sequences of all.
     """
 
     number: int
@@ -119,14 +120,29 @@ class Generate:
     deadly_at: int | None = None
     adapter: str | None = None
     front: Front | None = None
+    others: tuple[tuple[int, ...], ...] = ()
 
     @property
     def request_id(self) -> str:
         return f"request-{self.number}"
 
     @property
+    def parts(self) -> "dict[str, Generate]":
+        """The requests that its gateway makes of it, one for each prompt, by their ids."""
+        if not self.others:
+            return {self.request_id: self}
+        prompts = (self.prompt, *self.others)
+        return {
+            f"{self.request_id}-{place}": replace(self, prompt=each, others=()) for place, each in enumerate(prompts)
+        }
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) + sum(map(len, self.others))
+
+    @property
     def num_returned(self) -> int:
-        return self.options.n or 1
+        return (self.options.n or 1) * (1 + len(self.others))
 
     @property
     def needs(self) -> set[str | None]:
@@ -137,7 +153,7 @@ class Generate:
     @property
     def chooses(self) -> bool:
         """Whether its sequences are chosen at the end."""
-        return self.options.beam_search is not None or (self.options.best_of or 1) > self.num_returned
+        return self.options.beam_search is not None or (self.options.best_of or 1) > (self.options.n or 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.app import Gateway
+from gateway.auth.keys import KeyRing
 from gateway.replicas import live, sequence
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
@@ -26,12 +27,12 @@ from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
-from scheduler_svc.core.request import Handle
+from scheduler_svc.core.request import Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.outbox import Readiness
-from scheduler_svc.service.requests import OwnedRequest, Requests
+from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.sim.world.network import Network
@@ -39,7 +40,7 @@ from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
 from tests.support.fake_pool import BlockError, Prefixes
 from worker_svc.device.seals import SealInventory
-from worker_svc.protocol.session import Session, Sessions
+from worker_svc.protocol.session import _VACANT_S, Session, Sessions
 from worker_svc.protocol.stream import Worker
 from worker_svc.step import SealedBlocks
 
@@ -130,27 +131,74 @@ class CheckedSeals(SealInventory):
 
 
 class CheckedSessions(Sessions):
-    """A worker that a newer scheduler comes to must take it."""
+    """A worker that a newer scheduler comes to must take it, and an older one only where nobody else came for long."""
 
     def __init__(self, node: Node, worker_generation: int, max_steps_in_flight: int, seals: CheckedSeals) -> None:
         super().__init__(worker_generation, max_steps_in_flight)
         self._node, self._seals = node, seals
         self._newest = -1
+        self._highest = -1
+        self._refused_at: float | None = None
+        """When an older scheduler first came since somebody had the worker."""
 
     def attach(self, epoch: int, now: float) -> Session:
         is_newer, self._newest = epoch > self._newest, max(epoch, self._newest)
+        before = self._current
+        had_one = before is not None and not before.ended
         try:
             session = super().attach(epoch, now)
         except FailedPrecondition as error:
             if is_newer:
                 self._node.fail(AssertionError(f"the newest scheduler is refused: {error}"))
+            if not had_one and self._refused_at is None:
+                self._refused_at = now
             raise
+        since = None if had_one else self._refused_at
+        if epoch < self._highest and (since is None or now - since < _VACANT_S):
+            self._node.fail(AssertionError(f"epoch {epoch} is taken after {self._highest}, which was there lately"))
+        if before is not None and not before.ended:
+            self._node.fail(AssertionError("a session goes on beside the next one"))
+        self._highest, self._refused_at = epoch, None
+        end = session.end
+
+        def ended() -> None:
+            if not session.ended:
+                self._refused_at = None
+            end()
+
+        session.end = ended
         self._seals.end_session()
         return session
 
 
 class RequestsViolationError(AssertionError):
     """The table of requests of a scheduler contradicts itself."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A request, since when it has a reader or none, and since when it is over."""
+
+    owned: OwnedRequest
+    since: float
+    over_since: float
+    is_unread: bool = False
+    is_over: bool = False
+
+    @property
+    def due_at(self) -> float:
+        """When it may be dropped."""
+        is_from_end = self.owned.durable is not None and self.is_over
+        return (self.over_since if is_from_end else self.since) + self.owned.retention_s
+
+
+_DROPPING = ("cancel", "forget", "forget_outputs", "admit", "resubmit")
+"""What may drop a request that waits for a reader: its tenant, its gateway, its timer, and what takes its room."""
+_TIMER_S = 1e-6
+
+
+def _now() -> float:
+    return CLOCK.get().monotonic()
 
 
 class CheckedRequests(Requests):
@@ -162,10 +210,46 @@ class CheckedRequests(Requests):
     """Whether gateways were told that it runs steps."""
     num_times_ready = 0
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._waits = dict[Handle, _Wait]()
+
     def report_readiness(self, readiness: Readiness) -> None:
         self.num_times_ready += readiness.is_ready and not self.is_ready
         self.is_ready = readiness.is_ready
         super().report_readiness(readiness)
+
+    def dropped(self, operation: str, gateway_id: object) -> None:
+        """Raises RequestsViolationError where an operation, which is about this gateway, drops what is to wait longer
+        for its reader."""
+        for handle in self._waits.keys() - self._by_handle.keys():
+            wait = self._waits.pop(handle)
+            is_plain, is_its = wait.owned.durable is None, wait.owned.gateway_id == gateway_id
+            is_ended = wait.is_over or operation == "deliver"
+            may_drop = operation in _DROPPING or (is_plain and (is_its if operation == "end_unread" else is_ended))
+            is_due = not wait.is_unread or wait.owned.is_offer or _now() > wait.due_at - _TIMER_S
+            _demand(may_drop or is_due, f"is dropped by {operation} while it waits for a reader", wait.owned)
+
+    def keep_room(self, key: RequestKey) -> None:
+        super().keep_room(key)
+        offer = self._by_handle.get(key.handle)
+        is_bounded = offer is None or offer.reader is None or offer.expiry is not None
+        _demand(is_bounded, "has room that is kept without an end", offer)
+
+    def _check_wait(self, handle: Handle, owned: OwnedRequest) -> None:
+        """What nobody reads waits for its time from when its reader left, a durable request from its end on."""
+        wait = self._waits.get(handle)
+        if wait is None:
+            wait = self._waits[handle] = _Wait(owned, _now(), _now())
+        is_unread = owned.reader is None
+        if is_unread != wait.is_unread:
+            wait.is_unread, wait.since = is_unread, _now()
+        if owned.is_over and not wait.is_over:
+            wait.is_over, wait.over_since = True, _now()
+        if owned.expiry is not None and not owned.is_offer:
+            due_at = owned.expiry.when()  # type: ignore[attr-defined]
+            off_s = due_at - wait.due_at
+            _demand(abs(off_s) < _TIMER_S, f"has a timer that is off by {off_s:.3f} s", owned)
 
     def check(self) -> None:
         """Raises RequestsViolationError."""
@@ -175,6 +259,7 @@ class CheckedRequests(Requests):
             _demand(owned in self._by_id[owned.tenant, owned.request_id], "is not found by its id", owned)
             _demand((handle in self._kept) == owned.keeps_events, "is kept, or is not", owned)
             _demand(owned.is_offer or (owned.expiry is not None) == is_timed, "has a timer, or has none", owned)
+            self._check_wait(handle, owned)
             if reader is None:
                 _demand(handle not in self._readers, "is told to a reader that left", owned)
             else:
@@ -225,6 +310,7 @@ def _checked(name: str) -> Callable[..., Any]:
         if name == "taken":
             _demand(arguments[0].outbox._num_taken == arguments[1], "counts other messages than were taken in")
         if not self._depth:
+            self.dropped(name, arguments[0] if arguments else None)
             self.check()
         return result
 
@@ -282,6 +368,24 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
+_USAGE_S = 1.5
+"""Gateways wait for a second."""
+_HEARD_S = 1.0
+"""By then each scheduler has heard of a request that was cancelled, if its connections still stand."""
+
+
+@dataclass(slots=True, eq=False)
+class _Cancelled:
+    """A request that a tenant has cancelled by its id, as it is at a scheduler: by the nonces that were known there."""
+
+    named: tuple[str, str]
+    nonces: set[int]
+    table: Requests
+    connections: list[Connection]
+    at: float
+    is_heard: bool = False
+
+
 @dataclass(slots=True)
 class Watch:
     """Looks now and then at what must not go on for long.
@@ -301,6 +405,46 @@ class Watch:
     workers: Mapping[str, Worker]
     _next_s: float = 0.0
     _since: dict[str, float] = field(default_factory=dict[str, float])
+    _cancelled: list[_Cancelled] = field(default_factory=list[_Cancelled])
+
+    def cancelling(
+        self, named: tuple[str, str], gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
+    ) -> Callable[[float], None]:
+        """A client is about to cancel a request of a tenant and an id. What is returned is to be called with the time
+        when it was told that this is done."""
+        connected = self._connected(gateways, tables)
+        nonces = {owned.nonce for table in connected for owned in table._by_id.get(named, ())}
+
+        def done(now: float) -> None:
+            still = [(*each, now) for each in self._connected(gateways, tables).items() if each in connected.items()]
+            self._cancelled += [_Cancelled(named, nonces, *each) for each in still]
+
+        return done
+
+    def _connected(
+        self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
+    ) -> dict[Requests, list[Connection]]:
+        """The tables of schedulers that all gateways are connected to, with their connections."""
+        found: dict[Requests, list[Connection]] = {}
+        for (host, table), address in ((each, self.address_of(each[0])) for each in tables.items()):
+            links = [gateway._generator.replicas.links.get(address) for gateway in gateways.values()]
+            ways = [self._is_disturbed(host, gateway) for gateway in gateways if host in self.running]
+            if all(link is not None and link.is_connected for link in links) and ways and not any(ways):
+                found[table] = list(table._connections.values())
+        return found
+
+    def _cancelled_runs(self, now: float, tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Requests that go on though their tenant has ended them, at schedulers that heard of it."""
+        for each in list(self._cancelled):
+            if not each.is_heard and now - each.at > _HEARD_S:
+                each.is_heard = True
+                if list(each.table._connections.values()) != each.connections:
+                    # The call may have been lost.
+                    self._cancelled.remove(each)
+                    continue
+            owned = [one for one in each.table._by_id.get(each.named, ()) if one.nonce in each.nonces]
+            if each.is_heard and each.table in tables.values() and not all(one.is_over for one in owned):
+                yield f"{each.named} runs, and was cancelled"
 
     def look(self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> str | None:
         """What has gone on for too long; None where nothing has."""
@@ -315,6 +459,10 @@ class Watch:
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         found |= dict.fromkeys(self._idle(), _IDLE_S)
         found |= dict.fromkeys(self._useless_leases(), self.patience_s)
+        found |= dict.fromkeys(self._cancelled_runs(now, tables), 0.0)
+        found |= dict.fromkeys(self._overcounted(gateways), _IDLE_S)
+        found |= dict.fromkeys(self._computed_on(gateways, tables), self._abort_s)
+        found |= dict.fromkeys(self._without_usage(gateways), _USAGE_S)
         self._since = {what: self._since.get(what, now) for what in found}
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
 
@@ -336,6 +484,39 @@ class Watch:
                 is_released = not owned.is_over and (address, owned.nonce) in _RELEASED
                 if (is_kept or is_released) and owned.gateway_id == gateway_id and owned.nonce not in known:
                     yield f"{host} goes on with {owned.request_id}, which {gateway_host} does not know any more"
+
+    @property
+    def _abort_s(self) -> float:
+        """Longer than an abort is on its way, behind submissions."""
+        weather, queued = self.network.weather, 1e4
+        per_byte_s = 1 / weather.bytes_per_s + 2 * weather.max_delay_s / weather.window_bytes
+        return 0.2 + 4 * weather.max_delay_s + queued * per_byte_s
+
+    def _without_usage(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Requests that stop strings have ended, and whose clients wait for usage that a scheduler does not tell."""
+        for host, gateway in gateways.items():
+            waiting = (each for each in gateway._ledger if each.awaits_usage and not each.is_over)
+            if not self.running[host].is_stopped:
+                yield from (f"{host} waits for the usage of {each.request.request_id}" for each in waiting)
+
+    def _computed_on(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Sequences that a scheduler computes though a stop string has ended them at the gateway that reads them."""
+        for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
+            link = gateway._generator.replicas.links.get(self.address_of(host))
+            core = self.loops[host].scheduler if host in self.loops else None
+            if link is None or core is None or not link.is_connected or self._is_disturbed(host, gateway_host):
+                continue
+            gateway_id = link._hello.hello.gateway_id
+            for owned in table._by_handle.values():
+                is_read = owned.reader is not None and owned.reader.connection.gateway_id == gateway_id
+                live = gateway._ledger.get(owned.tenant, owned.request_id) if is_read else None
+                group = core.group(owned.key)
+                if live is None or group is None or group.request.selects or live.replica != link.address:
+                    continue
+                for each in group.sequences:
+                    has_ended = live.sequences[each.index].finished is not None
+                    if has_ended and each.status is not SequenceStatus.FINISHED:
+                        yield f"{host} computes sequence {each.index} of {owned.request_id}, which has ended"
 
     def _unread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
         """Requests that a gateway waits for at a scheduler that it is connected to, and that sends them to nobody."""
@@ -417,6 +598,17 @@ class Watch:
                 yield f"{host} is idle, and {waiting.request.request_id} waits"
             if not core.trials.are_on and any(need in waits._held for each in waits._wanted.values() for need in each):
                 yield f"{host} is idle, and requests wait for what it could have prepared"
+
+    def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Keys whose limits count more requests than run: one that is over and waits for its client does not."""
+        for host, gateway in gateways.items():
+            keys, keeps = gateway.authenticator, gateway._generator.durable_reads.keeps
+            assert isinstance(keys, KeyRing)
+            running = Counter(live.request.tenant for live in gateway._ledger if not (live.is_over and keeps(live)))
+            for caller in (known.caller for known in keys._by_hash.values()):
+                num_running = running[caller.tenant] + gateway._ledger._num_arriving
+                if len(caller.account._running) > num_running and not self.running[host].is_stopped:
+                    yield f"{host} counts requests of {caller.tenant} that are over"
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps and get nothing new."""
