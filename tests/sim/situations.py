@@ -409,6 +409,25 @@ def _lost_again(seed: int, draw: Random) -> Plan:
     return plan_of(seed, layout, requests, faults)
 
 
+def _cancelled_elsewhere(seed: int, draw: Random) -> Plan:
+    """Durable streams go on elsewhere while the way to their scheduler is gone, or wait for it, and are cancelled then,
+    or when it is back."""
+    layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=150.0)
+    settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY, durable_grace=60.0)
+    gateway = replace(layout.gateway, failover_delay=draw.choice((0.5, 0.5, 5.0)), reconnect_grace=10.0)
+    at, requests = draw.uniform(1.0, 1.5), list[Request]()
+    for number in range(12):
+        options = GenerationOptions(temperature=1.0, seed=number, max_tokens=MAX_OUTPUT, ignore_eos=True)
+        prompt, asked_at = fresh(draw, draw.randint(1, 40)), draw.uniform(0, 0.8)
+        stream = Generate(
+            number, asked_at, "client-0", "ann", prompt, options, draw.choice((Verb.DURABLE, Verb.STREAM))
+        )
+        requests.append(replace(stream, cancels_after_s=at - asked_at + draw.choice((1.5, 4.0, 5.0, 6.0))))
+    away = [Cut(at, host, "scheduler-0", True, 2.5) for host in draw.choice((["gateway-0"], layout.gateways))]
+    resets = [Reset(at + 0.01, "gateway", number) for number in range(6)]
+    return plan_of(seed, replace(layout, settings=settings, gateway=gateway), requests, [*away, *resets])
+
+
 def _stopped_early(seed: int, draw: Random) -> Plan:
     """Stop strings end outputs of which much is left to compute, slowly, while a scheduler may hear nothing."""
     layout = replace(draw_layout(draw, Kind.CALM), slowness=80.0)
@@ -643,5 +662,5 @@ OF_WORKERS = (
     _deaths_at_several_steps,
     _stops_in_recomputations,
 )
-UNUSUAL = (_lost_again, _clocks_set_back_again, _stopped_early)
+UNUSUAL = (_lost_again, _stopped_early, _clocks_set_back_again, _cancelled_elsewhere)
 RARITIES = (_searches_that_swap, _stops_in_recomputations, _clocks_set_back, _deaths_between_ranks)

@@ -95,8 +95,8 @@ _WITH_LEAST = 0.05
 """The share of worlds in which outputs have a least length."""
 _SEVERAL = 0.06
 """The share of worlds in which calls have several prompts."""
-_UNUSUAL = 0.015
-"""The share of worlds in which something happens again, long after the first time, or much is left to compute."""
+_UNUSUAL = 0.02
+"""The share of worlds in which something happens again, long after the first time, or ends early elsewhere."""
 _TO_THEIR_PLACE = 0.02
 """The share of worlds in which blocks come from disk to the place of others that host memory gets."""
 _IN_TURN = 0.01

@@ -249,14 +249,7 @@ class Cluster:
 
     def drain(self, host: str) -> None:
         """A scheduler drains, for as long as it takes."""
-        loop, node = self.loops[host], self.running[host]
-
-        async def drain() -> None:
-            await loop.drain(None)
-            if (core := loop.scheduler) is not None and not core.num_live and len(core.leases):
-                node.fail(AssertionError(f"a drain ends, and {len(core.leases)} leases do not"))
-
-        node.start(drain)
+        self.running[host].start(partial(self.loops[host].drain, None))
 
     def forget_cached(self, host: str) -> None:
         """A scheduler forgets what is cached."""

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from quire.clock import CLOCK
 from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
 from quire.rpc.errors import QuireError, Unavailable, Unimplemented
-from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink
 from tests.sim.world.faults import Nap
 from tests.sim.world.http_calls import HttpClient
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
+from tests.sim.world.watch import CheckedDrains
 from tests.sim.world.world import Node
 
 _TRY_EVERY_S = 1.0
@@ -40,7 +40,7 @@ class Memory(Protocol):
         ...
 
 
-class CheckedLoop(StepLoop):
+class CheckedLoop(CheckedDrains):
     """A step loop that is what it says."""
 
     memory: Memory

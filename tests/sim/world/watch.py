@@ -156,8 +156,8 @@ class CheckedSessions(Sessions):
         since = None if had_one else self._refused_at
         if epoch < self._highest and (since is None or now - since < _VACANT_S):
             self._node.fail(AssertionError(f"epoch {epoch} is taken after {self._highest}, which was there lately"))
-        if before is not None and not before.ended:
-            self._node.fail(AssertionError("a session goes on beside the next one"))
+        if before is not None and (not before.ended or epoch == self._highest):
+            self._node.fail(AssertionError("a session goes on beside the next one, or has its epoch"))
         self._highest, self._refused_at = epoch, None
         end = session.end
 
@@ -323,6 +323,20 @@ for _name in ("forget", "forget_outputs", "deliver"):
     setattr(CheckedRequests, _name, _checked(_name))
 
 
+class CheckedDrains(StepLoop):
+    """A drain ends no sooner than leases do, where it has the time."""
+
+    async def drain(self, timeout_s: float | None) -> int:
+        began_s = _now()
+        num_live = await super().drain(timeout_s)
+        num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.leases)
+        if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
+            node = CLOCK.get()
+            assert isinstance(node, Node)
+            node.fail(AssertionError(f"a drain ends, and {num_leases} leases do not"))
+        return num_live
+
+
 class MissedTokenError(TokenGapError):
     """Tokens were lost between a scheduler and a gateway. Connecting again mends it, so only the world is told."""
 
@@ -376,12 +390,13 @@ _HEARD_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Cancelled:
-    """A request that a tenant has cancelled by its id, as it is at a scheduler: by the nonces that were known there."""
+    """A request that a tenant has cancelled by its id, as it is at a scheduler: by the nonces that were known there.
+    Without `connections` the scheduler may not have heard of it, and who reads it is not to go on."""
 
     named: tuple[str, str]
     nonces: set[int]
     table: Requests
-    connections: list[Connection]
+    connections: list[Connection] | None
     at: float
     is_heard: bool = False
 
@@ -413,11 +428,16 @@ class Watch:
         """A client is about to cancel a request of a tenant and an id. What is returned is to be called with the time
         when it was told that this is done."""
         connected = self._connected(gateways, tables)
-        nonces = {owned.nonce for table in connected for owned in table._by_id.get(named, ())}
+        nonces = {table: {owned.nonce for owned in table._by_id.get(named, ())} for table in tables.values()}
+        known = {table: each for table, each in nonces.items() if each}
 
         def done(now: float) -> None:
-            still = [(*each, now) for each in self._connected(gateways, tables).items() if each in connected.items()]
-            self._cancelled += [_Cancelled(named, nonces, *each) for each in still]
+            still = self._connected(gateways, tables)
+            for table, own in known.items():
+                connections = connected.get(table)
+                is_sure = connections is not None and still.get(table) == connections
+                if is_sure or len(known) == 1:
+                    self._cancelled.append(_Cancelled(named, own, table, connections if is_sure else None, now))
 
         return done
 
@@ -440,10 +460,10 @@ class Watch:
                 each.is_heard = True
                 if list(each.table._connections.values()) != each.connections:
                     # The call may have been lost.
-                    self._cancelled.remove(each)
-                    continue
+                    each.connections = None
             owned = [one for one in each.table._by_id.get(each.named, ()) if one.nonce in each.nonces]
-            if each.is_heard and each.table in tables.values() and not all(one.is_over for one in owned):
+            running = [one for one in owned if not one.is_over and (each.connections is not None or one.reader)]
+            if each.is_heard and each.table in tables.values() and running:
                 yield f"{each.named} runs, and was cancelled"
 
     def look(self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> str | None:

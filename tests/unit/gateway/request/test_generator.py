@@ -1,8 +1,12 @@
-"""How many prompts may be prepared at once."""
+"""How many prompts may be prepared at once, and what those that are refused get back."""
+
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from gateway.request.generator import MAX_PREPARED, Preparations
+from gateway.auth.quota import Refund
+from gateway.request.generator import MAX_PREPARED, Preparations, _refund
 from quire.rpc.errors import ResourceExhausted
 
 
@@ -21,3 +25,18 @@ def test_a_tenant_prepares_half_of_what_all_may_and_one_call_in_any_case():
             assert "5,120 of all" in refusal(preparations, "c")
     with preparations.hold("a", 1), preparations.hold("a", 1):
         pass
+
+
+@pytest.mark.parametrize(
+    ("may_have_run", "has_failed", "refund"),
+    [
+        (False, True, Refund.ALL),
+        (False, False, Refund.PROMPT),
+        # It ends with another request of its call, or by a refusal after it ran.
+        (True, False, Refund.NOTHING),
+        (True, True, Refund.NOTHING),
+    ],
+)
+def test_what_may_have_run_is_not_refunded(may_have_run, has_failed, refund):
+    live = SimpleNamespace(may_have_run=may_have_run, has_failed=has_failed)
+    assert _refund(cast(Any, live), ResourceExhausted("full")) is refund

@@ -9,7 +9,7 @@ from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_messages import events_message
-from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing, PromptLogprobs
+from scheduler_svc.service.outbox import MAX_SIZE, CacheUpdate, Outbox, Outgoing, PromptLogprobs
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -92,3 +92,16 @@ async def test_the_largest_message_is_far_from_what_a_gateway_refuses():
     first = await taken(outbox)
     assert first.size > 0.8 * MAX_SIZE
     assert events_message(first).ByteSize() < DEFAULT_MAX_MESSAGE_BYTES / 32
+
+
+def test_who_has_not_read_an_update_of_the_cache_gets_all_that_is_cached():
+    def update(stored: bytes, *, is_cleared: bool = False) -> CacheUpdate:
+        return CacheUpdate(is_cleared, b"", stored, b"", b"", 0)
+
+    outbox = Outbox()
+    told = []
+    for stored, all_stored in ((b"a", b"a"), (b"b", b"ab"), (b"c", b"abc")):
+        outbox.put_cache(update(stored), lambda all_stored=all_stored: update(all_stored, is_cleared=True))
+        if stored != b"b" and (outgoing := outbox.poll()) is not None:
+            told.append(outgoing.cache)
+    assert told == [update(b"a"), update(b"abc", is_cleared=True)]

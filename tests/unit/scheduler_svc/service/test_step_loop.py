@@ -55,6 +55,13 @@ async def test_aborted_requests_count_once_each_with_their_last_sequence_and_lea
     assert await loop.drain(timeout_s=None) == 0
 
 
+async def test_an_abort_has_the_next_step_planned(loop):
+    """What it held may be what another request waits for, and no answer of a worker may be under way."""
+    loop._wake.clear()
+    assert loop.abort(make_request(1).key)
+    assert loop._wake.is_set()
+
+
 class Link:
     """Of a worker that takes two steps at once. While a step is sent, a request leaves."""
 
