@@ -64,6 +64,9 @@ def test_the_table_has_each_fault() -> None:
         ("moved-while-selecting", 42),
         ("second-sleep-wakes", 170),
         ("seals-outlive-sleep", 27),
+        ("stop-string-early", 15),
+        ("lost-since-first", 156),
+        ("vacant-from-first-refusal", 94),
     ],
 )
 def test_a_world_finds(name: str, seed: int) -> None:
