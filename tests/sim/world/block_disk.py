@@ -195,6 +195,7 @@ class _OrderedFile(BlockFile):
             for gone in before - self._slots.keys():
                 self._demand(gone == next(iter(self._used)), "a block on disk makes way before one that is older")
                 self._forget(gone)
+            self._check_slots()
         self._use(name)
         self._written.pop(name, None)
         self._written[name] = None
@@ -205,7 +206,12 @@ class _OrderedFile(BlockFile):
             self._use(name)
         else:
             self._forget(name)
+        self._check_slots()
         return is_read
+
+    def _check_slots(self) -> None:
+        is_whole = len(self._slots) + len(self._free) == self._num_used
+        self._demand(is_whole, "a slot of a disk has no block, and gets none")
 
     def renew(self, name: bytes) -> None:
         super().renew(name)
