@@ -73,14 +73,14 @@ def test_it_takes_three_quarters_of_the_bytes(isa: str) -> None:
     assert packed.data.numel() * packed.data.element_size() < 0.79 * 768 * 3072 * 2
 
 
+@pytest.mark.parametrize("reader", ISA_PARAMS)
 @pytest.mark.parametrize("num_tokens", [1, 7, 60])
-def test_every_instruction_set_reads_what_one_has_packed(isa: str, num_tokens: int) -> None:
+def test_every_instruction_set_reads_what_one_has_packed(isa: str, num_tokens: int, reader: str) -> None:
     weight = make_weight(70, 400)
     weight[5, 17], weight[69, 399] = 2.0**90, -(2.0**-90)
     packed = pack(make_kernels(isa), weight)
     assert packed.is_bf12
-    for reader in ISAS:
-        assert torch.equal(numbers_of(make_kernels(reader), packed, num_tokens), weight), reader
+    assert torch.equal(numbers_of(make_kernels(reader), packed, num_tokens), weight)
 
 
 def test_weights_of_many_exponents_stay_as_they_are(isa: str) -> None:
