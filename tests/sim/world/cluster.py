@@ -551,6 +551,14 @@ class Cluster:
                 yield f"{rival.name} runs"
         if self._num_napping:
             yield f"{self._num_napping} operators have not woken what they put to sleep"
+
+        for host, requests in self.requests.items():
+            # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
+            owned = (
+                each for each in requests._by_handle.values() if each.durable or not (each.is_over and each.reader)
+            )
+            if count := sum(1 for _ in owned):
+                yield f"{host} has {count} requests in its table"
         for host, core in self.cores.items():
             pool, swap = core.batch.blocks.pool, core.swap_space.pool
             if core.num_live or core.in_flight or len(core.pins):
@@ -562,13 +570,6 @@ class Cluster:
                 yield from self._believed(host, core)
                 yield from self._kept_beside(host)
                 yield from (f"{host} keeps {what}, and has no requests" for what in core.kept_for_requests)
-        for host, requests in self.requests.items():
-            # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
-            owned = (
-                each for each in requests._by_handle.values() if each.durable or not (each.is_over and each.reader)
-            )
-            if count := sum(1 for _ in owned):
-                yield f"{host} has {count} requests in its table"
 
     def _held_apart(self, host: str, core: CheckedScheduler) -> Iterator[str]:
         """What a scheduler and its worker must have in common when nothing runs."""
