@@ -11,7 +11,7 @@ from tests.support.serving import Served, serving
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def survivor() -> AsyncIterator[Served]:
     # float32: in bfloat16 a context that is computed again need not give the same logits.
-    async with serving(num_gpu_blocks=512, dtype="float32") as running:
+    async with serving(num_gpu_blocks=512, dtype="float32", demo=True) as running:
         yield running
 
 

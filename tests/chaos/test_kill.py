@@ -6,10 +6,11 @@ With constraints, matchers are made anew of the tokens.
 import asyncio
 from collections.abc import Callable
 
+import httpx
 import pytest
 import pytest_asyncio
 
-from quire.client import Constraint, GenerationOptions, StructuralTag, StructuralTags
+from quire.client import Constraint, GenerationOptions, StructuralTag, StructuralTags, TokenChunk
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from tests.support.killing import MAX_TOKENS, Outputs, Streams, story_options, until_hit
@@ -76,3 +77,21 @@ async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], vic
             return await reading
 
     assert await until_hit(disturbed) == expected
+
+
+async def test_a_stream_goes_on_when_the_page_kills_the_worker(served: Served) -> None:
+    """What the page's button "Kill the worker" does, with `--demo`."""
+    num_asked = 300
+    killed = served.server.process("worker").pid
+    options = GenerationOptions(max_tokens=num_asked, temperature=0.0, ignore_eos=True)
+    async with (
+        httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=30) as http,
+        served.client.generate_stream("Once upon a time", options) as stream,
+    ):
+        num_tokens = 0
+        async for event in stream:
+            if not num_tokens:
+                (await http.post("/ui/kill", json={"service": "worker"})).raise_for_status()
+            num_tokens += len(event.token_ids) if isinstance(event, TokenChunk) else 0
+    assert num_tokens == num_asked
+    assert served.server.process("worker").pid != killed
