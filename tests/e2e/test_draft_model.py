@@ -115,6 +115,7 @@ def test_blocks_of_the_prefix_cache_have_its_keys_and_values_of_prompts_and_of_a
     assert_full_blocks_are_those_of_the_model(on)
 
 
+@pytest.mark.extended
 def test_swaps_and_copies_of_blocks_keep_it_right(same: tuple[WholeEngine, WholeEngine]) -> None:
     off, on = same
     requests = [
@@ -135,6 +136,7 @@ class LateDraft(EveryDraft):
         return np.where(guesses.lengths > 100, guesses.num_tokens, 0)
 
 
+@pytest.mark.extended
 def test_rows_that_pay_late_are_caught_up_and_right() -> None:
     flags = [*FLAGS, "--dtype", "float32", "--max-num-batched-tokens", "40"]
     off, on = WholeEngine(*flags), drafting(resolve_model(None), *flags, choice=LateDraft())
@@ -160,6 +162,7 @@ def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path
         assert (on.swap_outs > 0) == (config == SWAP)
 
 
+@pytest.mark.extended
 def test_several_passes_of_a_step_have_drafts_too() -> None:
     off, on = WholeEngine(*FLAGS), drafting(resolve_model(None), *FLAGS, *MULTI_STEP)
     requests = make_requests(off.worker.info.model.vocab_size)
@@ -172,6 +175,7 @@ def test_several_passes_of_a_step_have_drafts_too() -> None:
     assert on.num_accepted > 0
 
 
+@pytest.mark.extended
 def test_one_that_does_not_pay_drafts_next_to_nothing(tmp_path: Path) -> None:
     """Chosen by what it costs and by how often it was right."""
     off = WholeEngine(*FLAGS)

@@ -42,10 +42,9 @@ def _by_length(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
-SHOWN = ("gpt2-tied-32", "llama-gqa-untied-32", "opt-pre-norm-32")
-"""One of each family."""
 SEARCHED = "llama-gqa-untied-32"
 """Beam searches are the scheduler's, whatever the family of the model is."""
+FAMILIES = (SEARCHED, "gpt2-tied-32", "opt-pre-norm-32")
 # Heads of key and value for each rank, one head of key and value for both, an odd number of inner features, fused
 # query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
 FOR_TWO_RANKS = ("llama-gqa-explicit-128", *("gpt2-tied-32", "opt-post-norm-projected-64", "qwen3-alternating"))
@@ -104,7 +103,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
         assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@parametrize_once("name", FAMILIES)
 async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
     """Greedy ones, then beam searches of one family."""
     model = make_model(tmp_path, name)

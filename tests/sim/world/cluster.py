@@ -551,7 +551,6 @@ class Cluster:
                 yield f"{rival.name} runs"
         if self._num_napping:
             yield f"{self._num_napping} operators have not woken what they put to sleep"
-
         for host, requests in self.requests.items():
             # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
             owned = (

@@ -15,7 +15,12 @@ _FEW = {"vocab_size": 2112, "hidden_size": 640, "intermediate_size": 768, "num_h
 _TEXT = "Once upon a time there was a little girl. She had a red ball"
 
 
-@pytest.fixture(params=[("llama-160m", (10, 10)), ("llama-160m", (10, 5)), ("qwen2-0.5b", (10, 5))], ids=str)
+_OTHERS = (("llama-160m", (10, 10)), ("llama-160m", (10, 5)))
+
+
+@pytest.fixture(
+    params=[("qwen2-0.5b", (10, 5)), *(pytest.param(each, marks=pytest.mark.extended) for each in _OTHERS)], ids=str
+)
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A small one of the family."""
     family, (num_heads, num_key_value_heads) = request.param
