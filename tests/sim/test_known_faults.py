@@ -39,7 +39,7 @@ def test_the_table_has_each_fault() -> None:
     assert sorted(named) == sorted(_BY_NAME)
 
 
-# One of each oracle: blocks, streams between services, ranks, quotas, requests that come back, sleep, text.
+# Of blocks, streams between services, ranks, charges, requests that come back, sleep, and text.
 _SHOWN = [
     ("dropped-copy", 0),
     ("epoch-compared-with-ge", 14),
