@@ -183,13 +183,15 @@ class Pins:
             )
 
     def hold(self, pin: Pin, pool: BlockPool) -> bool:
-        """Adds a reference to each of the pin's blocks. Returns whether all of them were there."""
+        """Adds a reference to each of the blocks that are left to a pin. Returns whether all of the pin's were there."""
         blocks = pool.hits(pin.hashes)
         if len(blocks) < len(pin.hashes):
             return False
         pool.touch(blocks)
         pin.blocks = blocks
         self._holders.update(blocks)
+        # Computing them may have taken more than half of its time.
+        self._cut(pin, self._num_left(pin), pool)
         self._note_end(pin)
         return True
 
@@ -203,9 +205,13 @@ class Pins:
         while pin.next_change <= now and pin.num_parts > 1:
             pin.num_parts -= 1
         if pin.is_held:
-            num_blocks = len(pin.token_ids) // self._block_size
-            self._cut(pin, -(-num_blocks * pin.num_parts // pin.max_parts), pool)
+            self._cut(pin, self._num_left(pin), pool)
         self._note_end(pin)
+
+    def _num_left(self, pin: Pin) -> int:
+        """Blocks that its time leaves to a pin."""
+        num_blocks = len(pin.token_ids) // self._block_size
+        return -(-num_blocks * pin.num_parts // pin.max_parts)
 
     def _cut(self, pin: Pin, num_left: int, pool: BlockPool) -> None:
         """The pin has at most so many blocks from now on, its first ones."""

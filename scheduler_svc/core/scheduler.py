@@ -234,7 +234,7 @@ class Scheduler:
 
     def _arrive(self, request: Request, now: float) -> SequenceGroup:
         replaces = None if request.replaces is None else RequestKey(request.key.client, request.replaces)
-        if replaces is not None and replaces in self.promises:
+        if replaces is not None and replaces in self.promises and not request.is_offer:
             self.coming.add(request.key)
         offer = None if replaces is None else self._end_group(replaces)
         order = self.policy.order(request, self._num_arrivals) if offer is None else offer.order

@@ -358,6 +358,18 @@ def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> No
     assert behind.key in driver.scheduler.promises
 
 
+def test_an_offer_that_replaces_another_one_has_its_rows_kept_once() -> None:
+    driver = Driver(make_config(num_blocks=40, max_num_seqs=2))
+    driver.submit(offer(asked := moved(1)))
+    driver.plan()
+    driver.submit(replace(offer(moved(2)), replaces=asked.key.handle))
+    driver.plan()
+    assert len(driver.scheduler.promised) == 1
+    driver.submit(new := make_request(3))
+    driver.plan()
+    assert new.key in driver.scheduler.running
+
+
 @pytest.mark.parametrize("others", [[], [5]])
 def test_nobody_is_displaced_for_rows_that_are_kept_for_an_offer(others: list[int]) -> None:
     """Neither where all that run would have to leave nor where some would."""

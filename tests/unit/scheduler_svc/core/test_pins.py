@@ -176,3 +176,13 @@ def test_a_pin_decays_over_the_second_half_of_its_time_and_is_whole_again_when_i
     assert run(driver, 2, [*prefix, 7]) == 32
     again = pinned(driver, token_ids=prefix, time_to_live=16000.0)
     assert (again.pin_id, len(again.blocks), driver.scheduler.pins.num_pinned) == (made.pin_id, 16, 16)
+
+
+def test_a_pin_that_is_computed_late_holds_what_its_time_leaves() -> None:
+    driver = make_driver()
+    made = pin(driver, token_ids=list(range(1, 33)), time_to_live=160.0)
+    driver.clock = made.expires_at - 40.0
+    driver.scheduler.expire_pins(driver.clock)
+    driver.run_what_can()
+    # A half of it, as it is over three quarters of its time.
+    assert (len(made.blocks), driver.scheduler.pins.num_pinned) == (4, 4)
