@@ -235,6 +235,16 @@ def with_broken_naps(draw: Random, plan: Plan) -> Plan:
     return replace(plan, faults=tuple(faults))
 
 
+def with_starts(draw: Random, plan: Plan) -> Plan:
+    """Log probabilities of prompts are asked for from somewhere in them."""
+    requests = list(plan.requests)
+    for place, each in enumerate(requests):
+        if isinstance(each, Generate) and each.front is None and each.options.prompt_logprobs is not None:
+            start = draw.randrange(1, max(len(each.prompt), 2))
+            requests[place] = replace(each, options=replace(each.options, prompt_logprobs_start=start))
+    return replace(plan, requests=tuple(requests))
+
+
 def fresh(draw: Random, count: int) -> tuple[int, ...]:
     """So many tokens that no other prompt has."""
     return tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(count))

@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any, cast
 
-from quire.client import BeamSearch, Constraint, GenerationOptions
+from quire.client import BeamSearch, Constraint, EarlyStopping, GenerationOptions
 from tests.sim.plans import (
     KEEPING,
     START_S,
@@ -39,7 +39,7 @@ from tests.sim.world.faults import (
     draw_faults,
     draw_slow_block_disks,
 )
-from tests.sim.world.knobs import LEASES, MOVES, draw_low_limits
+from tests.sim.world.knobs import LEASES, MOVES, TIES, draw_low_limits
 from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
     ADAPTERS,
@@ -650,10 +650,114 @@ def _paid(seed: int, draw: Random) -> Plan:
     return plan_of(seed, layout, with_takeovers(draw, requests) if draw.random() < 0.5 else requests)
 
 
+def _searches_that_tie(seed: int, draw: Random) -> Plan:
+    """Beams are equally likely as often as not, and some have fewer continuations than a search is wide."""
+    layout, over_s = draw_layout(draw, draw.choice((Kind.CALM, Kind.TIGHT))), 0.3
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    requests: list[Request] = []
+    for each in draw_requests(draw, Kind.CALM, layout.clients, pool_tokens, over_s):
+        width = draw.randint(2, min(4, pool_tokens // LONGEST))
+        search = BeamSearch(
+            width,
+            length_penalty=draw.choice((None, 0.0, 0.0, 2.0)),
+            early_stopping=draw.choice((None, EarlyStopping.TRUE, EarlyStopping.NEVER)),
+        )
+        options = GenerationOptions(beam_search=search, n=draw.randint(1, width), max_tokens=draw.randint(1, 20))
+        if draw.random() < 0.5:
+            pattern = Constraint(regex=draw.choice(("[a-a]+", "[a-b]+", "[c-p]+")))
+            options = replace(options, constraint=pattern)
+        else:
+            options = replace(
+                options, stop_token_ids=fresh(draw, draw.choice((8, 30))), logprobs=draw.choice((None, 3))
+            )
+        requests.append(replace(each, options=options) if isinstance(each, Generate) else each)
+    return plan_of(seed, layout, requests, low=TIES if draw.random() < 0.8 else ())
+
+
+def _minds_that_change(seed: int, draw: Random) -> Plan:
+    """Requests end while they wait for rows, for adapters and constraints, or for blocks of others."""
+    layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, slowness=10.0)
+    worker = replace(layout.worker, max_num_rows=4, max_adapters=2)
+    settings = replace(layout.settings, max_waiting_requests=MANY)
+    layout = replace(layout, worker=worker, settings=settings)
+    pool_tokens = worker.num_blocks * worker.block_size
+    requests = with_adapters(
+        draw, with_constraints(draw, draw_requests(draw, Kind.CALM, layout.clients, pool_tokens, 1.0))
+    )
+    changed: list[Request] = []
+    for each in requests:
+        if isinstance(each, Generate):
+            each = replace(each, tenant=draw.choice(("ann", "bob", "metered")))
+            match draw.choice(("stay", "leave", "cancel")):
+                case "leave":
+                    each = replace(each, leaves_after_s=draw.uniform(0.01, 2.0))
+                case "cancel":
+                    each = replace(each, cancels_after_s=draw.uniform(0.01, 2.0))
+                case _:
+                    pass
+        changed.append(each)
+    return plan_of(seed, layout, changed)
+
+
+def _pins_again(seed: int, draw: Random) -> Plan:
+    """Three tenants pin the same few prefixes again and again, for shorter and longer, beside requests that fill the
+    batch."""
+    layout, requests = _preempting(draw)
+    settings = replace(layout.settings, pin_quota=draw.choice((0.25, 0.45)), max_pinned=0.5)
+    layout = replace(layout, settings=settings, slowness=draw.choice((1.0, 10.0)))
+    stems = [fresh(draw, 104) for _ in range(2)]
+    pins = [
+        Pin(
+            2000 + number,
+            draw.uniform(0, 4),
+            draw.choice(layout.clients),
+            draw.choice(("ann", "bob", "metered")),
+            draw.choice(stems)[: draw.choice((16, 40, 41, 80, 104))],
+            draw.choice((300, 1000, 5000, 60_000)),
+            draw.choice((None, None, draw.uniform(0, 2))),
+        )
+        for number in range(24)
+    ]
+    spread = [replace(each, at=draw.uniform(0, 2)) for each in requests]
+    return plan_of(seed, layout, [*spread, *pins], [Kill(draw.uniform(0, 3), "worker-0")] * draw.choice((0, 0, 1)))
+
+
+def _moves_beside_hosts(seed: int, draw: Random) -> Plan:
+    """A few prompts come again and again, and move when some of their blocks are to come from host memory."""
+    plan = draw_moving(seed, draw)
+    prompts, size = [fresh(draw, 100) for _ in range(6)], plan.layout.worker.block_size
+    worker = replace(plan.layout.worker, num_blocks=(2 * LONGEST + 40) // size)
+    layout = with_host_cache(draw, replace(plan.layout, worker=worker, slowness=draw.choice((1.0, 10.0))))
+    requests = [
+        replace(each, prompt=draw.choice(prompts)[: draw.randint(60, 100)])
+        if isinstance(each, Generate) and each.front is None
+        else each
+        for each in plan.requests
+    ]
+    return replace(plan, layout=layout, requests=tuple(requests))
+
+
+def _drafts_that_do_not_pay(seed: int, draw: Random) -> Plan:
+    """Drafts pay where few sequences run, and do not where many do."""
+    layout = draw_layout(draw, draw.choice((Kind.CALM, Kind.TIGHT)))
+    drafting = replace(layout.worker, max_drafts=draw.choice((1, 3, 7)), fixed_tokens=draw.choice((1, 2, 4)))
+    layout = with_passes(draw, replace(layout, worker=drafting))
+    pool_tokens = layout.worker.num_blocks * layout.worker.block_size
+    return plan_of(seed, layout, draw_requests(draw, Kind.TIGHT, layout.clients, pool_tokens, draw.choice((0.05, 1.0))))
+
+
 _SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
 SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
 COINCIDENCES = (_blocks_that_come_for_others, _blocks_that_come_for_others, _pins_beside_leases, _heirs)
 OF_MOVES = (_displaced_for_moves, _hosts_beside_disks)
+OF_LATE = (
+    _searches_that_tie,
+    _minds_that_change,
+    _minds_that_change,
+    _pins_again,
+    _moves_beside_hosts,
+    _drafts_that_do_not_pay,
+)
 OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 OF_WORKERS = (
     _slow_preparations,

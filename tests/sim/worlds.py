@@ -16,11 +16,13 @@ from tests.sim.plans import (
     with_forgetting,
     with_least_lengths,
     with_naps,
+    with_starts,
 )
 from tests.sim.situations import (
     COINCIDENCES,
     DISK_BLOCKS,
     OF_HANDS,
+    OF_LATE,
     OF_MOVES,
     OF_WORKERS,
     RARITIES,
@@ -52,7 +54,7 @@ from tests.sim.world.faults import (
 )
 from tests.sim.world.gateways import gateways_without_sockets
 from tests.sim.world.http_calls import with_several_prompts
-from tests.sim.world.knobs import low_limits
+from tests.sim.world.knobs import CROWDS, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_need
 from tests.sim.world.world import StuckError, World
@@ -103,6 +105,12 @@ _IN_TURN = 0.01
 """The share of worlds in which adapters are wanted one after the other."""
 _ENDLESS = 0.01
 """The share of worlds in which soon nothing is prepared but what never ends."""
+_STARTING = 0.1
+"""The share of worlds in which log probabilities of prompts are asked for from somewhere in them."""
+_CROWDED = 0.3
+"""The share of worlds in which few requests leave a queue as many do."""
+_OF_LATE = 0.06
+"""The share of worlds with ties, changed minds, pins that are renewed and the like."""
 _KEPT_S = 130.0
 """Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
 
@@ -126,6 +134,11 @@ def draw_plan(seed: int) -> Plan:
     naps = Random(f"all asleep {seed}")
     if queues.random() < _BOUNDED:
         plan = with_bounded_queues(queues, plan)
+    starts, crowds = Random(f"parts seldom {seed}"), Random(f"crowds that leave {seed}")
+    if starts.random() < _STARTING:
+        plan = with_starts(starts, plan)
+    if crowds.random() < _CROWDED:
+        plan = replace(plan, low_limits=(*plan.low_limits, *CROWDS))
     if caches.random() < _FORGETTING:
         plan = with_forgetting(caches, plan)
     if naps.random() < _NAPPING:
@@ -142,6 +155,9 @@ def draw_plan(seed: int) -> Plan:
 
 
 def _draw_plan(seed: int) -> Plan:
+    late = Random(f"late lately {seed}")
+    if late.random() < _OF_LATE:
+        return late.choice(OF_LATE)(seed, late)
     places = Random(f"from disk {seed}")
     if places.random() < _TO_THEIR_PLACE:
         return places.choice(OF_MOVES)(seed, places)

@@ -2,24 +2,35 @@
 policies, pins, leases and trials promise."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from quire.clock import CLOCK, monotonic
 from quire.prefix_hashes import BlockHash
 from scheduler_svc.core import admission, invariants, preparation
 from scheduler_svc.core import scheduler as scheduler_core
 from scheduler_svc.core.admission import Obstacle
-from scheduler_svc.core.block_pool import BlockId, BlockPool
-from scheduler_svc.core.cache_log import CacheChanges, CacheLog
+from scheduler_svc.core.block_pool import BlockId, BlockPool, PrefixHashes
+from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.moves import Arriving, Lease, Leases
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
-from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy
+from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import Adapter, ClientId, Constraint, QueueFullError, RequestKey
+from scheduler_svc.core.request import (
+    Adapter,
+    ClientId,
+    Constraint,
+    PinQuotaError,
+    QueueFullError,
+    RequestKey,
+    cache_root,
+)
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -29,7 +40,10 @@ from scheduler_svc.recording.recorder import Recorder
 from tests.sim.world.fairness import Shares
 from tests.sim.world.http_calls import salt_of
 from tests.sim.world.leaving import AdapterUse, out_of_order
+from tests.sim.world.onlooker import Onlooker
+from tests.sim.world.told import watched_log
 from tests.sim.world.traffic import Generate
+from tests.sim.world.turns import Turns
 from tests.sim.world.watch import Names, NamingBlocks
 from tests.sim.world.world import Node
 
@@ -38,8 +52,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TOLERANCE_S = 1e-6
 STEP_TIMEOUT_S = 5.0
 """How long a step may take."""
-_POOLS_LOOKED_AT = 8
-"""In which order blocks are free is looked at after so many operations."""
+_STEPS_TO_PASS = 3
+"""Answered steps after which a suspect passes."""
+_MIN_TOKENS, _MIN_SHARE = 256, 8
+"""Blocks of others are waited for where they have so many tokens, or this part of a step's."""
+_LIKELY = 0.9
+"""How probable a draft is at most."""
+_UNDERWAY = 2
+"""Constraints, and adapters, that are prepared at once."""
+_NUM_PARTS = 8
+"""In so many parts pins give their blocks back in the second half of their time."""
+_LOOKED_AT = 8
+"""In which order blocks are free, and what queues count, is looked at after so many operations."""
 
 
 class CheckedScheduler(Scheduler):
@@ -54,6 +78,8 @@ class CheckedScheduler(Scheduler):
     """Whom others made room for last."""
     _makes_slots = False
     """Whether groups are preempted for the next tokens of others."""
+    _has_preempted = False
+    """Whether groups were, for those of the step that was planned last."""
 
     def __init__(self, config: SchedulerConfig, names: Names | None = None) -> None:
         known = self._names if names is None else names
@@ -65,6 +91,12 @@ class CheckedScheduler(Scheduler):
         self._own_losses: dict[RequestKey, tuple[Progress, int, int]] = {}
         self._answered_at = 0.0
         self._times_of: dict[RequestKey, list[float]] = {}
+        self._started_at: dict[RequestKey, float] = {}
+        self._num_preempted = Counter[RequestKey]()
+        self._pinned_until: dict[str, tuple[float, float]] = {}
+        self._num_answered = Counter[RequestKey]()
+        self._turns, self._onlooker = Turns(), Onlooker()
+        self._last_turn: str | None = None
         self._num_checks = 0
         self.forgotten = set[BlockHash]()
         """What it no longer wants from the disks, until they say that they have it again."""
@@ -86,6 +118,14 @@ class CheckedScheduler(Scheduler):
                         self._report(AssertionError(f"{tenant} is not charged for what a step computes"))
 
             self.policy.charge = count
+            next_of = self.policy.next_of
+
+            def note(*queues: GroupQueue) -> SequenceGroup:
+                group = next_of(*queues)
+                self._last_turn = group.request.tenant
+                return group
+
+            self.policy.next_of = note
 
     def _watch_pins(self) -> None:
         """No pin ends while others give way."""
@@ -102,6 +142,8 @@ class CheckedScheduler(Scheduler):
         super()._make_pools()
         requeue, victims, take_slot = self._placement.requeue, self._room.victims, self.batch.adapters.take
         grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
+        self._had_drafts: dict[tuple[int, int], bool] = {}
+        self._decode_s, self._num_sealed = 0.0, np.zeros(self.config.max_num_seqs, np.int64)
         self._placement.start = self._with_room(self._placement.start, comes_back=False)
         self._placement.swap_in = self._with_room(self._placement.swap_in, comes_back=True)
 
@@ -112,9 +154,11 @@ class CheckedScheduler(Scheduler):
 
         def note(group: SequenceGroup, candidates: Sequence[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
             self._entering = group
+            if not self._are_in_order(candidates):
+                self._report(AssertionError("others are to leave before the newest ones of those who got the most"))
             chosen = victims(group, candidates, to_grow)
             all_leave = len(chosen) == len(self.running)
-            if not all_leave and self._make_room_by(chosen or candidates, group, to_grow) != bool(chosen):
+            if not all_leave and self._make_room_by(chosen or candidates, group) != bool(chosen):
                 self._report(AssertionError(f"{len(chosen)} of {len(candidates)} are to make room"))
             if self.config.policy is PolicyKind.FAIR and (alike := self._that_hold_little(group, candidates)):
                 self._report(AssertionError(f"{group.request.tenant} displaces {alike}, who hold no more"))
@@ -133,12 +177,24 @@ class CheckedScheduler(Scheduler):
             return slot
 
         def grow_beside(rows: Array) -> tuple[Array | None, int]:
-            num_free = self.batch.blocks.pool.num_free
+            num_free, left = self.batch.blocks.pool.num_free, self.batch.draft.budget - len(rows)
             growth = grow(rows)
+            if growth[0] is not None and self._grows_too_far(rows, *growth, left):
+                self._report(AssertionError(f"{len(rows)} rows get {growth} tokens more of {left}"))
             if self.batch.blocks.pool.num_free < min(num_free, self.batch.blocks._watermark_blocks):
                 self._report(AssertionError("drafts take blocks that are kept for next tokens"))
             return growth
 
+        add_chunk = self._shares.add_chunk
+
+        def add(row: int, *arguments: int) -> None:
+            add_chunk(row, *arguments)
+            aside, length = self.batch.draft.aside, self.batch.rows.num_uncomputed(row)
+            if aside and aside[-1][0] == row and aside[-1][1] and not self._is_shorter_behind(row, length):
+                name = self.batch.sequence(row).request.request_id
+                self._report(AssertionError(f"{name} gets a share of a step, and no shorter prompt is behind it"))
+
+        self._shares.add_chunk = add
         self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
         self.batch._growth_of = grow_beside
 
@@ -149,7 +205,12 @@ class CheckedScheduler(Scheduler):
         def call(group: SequenceGroup, now: float) -> Any:
             batch, alone = self.batch, self._room.is_empty
             reserve = self._growth() + (-batch.blocks_for_decodes() if comes_back else self._first_growth(group))
-            if group.request.adapter is not None and not batch.adapters.is_ready(group.request.adapter):
+            if self._has_preempted:
+                self._report(AssertionError(f"{group.request.request_id} enters in a step that preempts others"))
+            adapter = group.request.adapter
+            if adapter is not None and (
+                adapter in self._adapter_use.drained() or adapter not in batch.adapters.num_rows()
+            ):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             done = enter(group, now)
             coming = {*self.promises, *self.coming} - {group.request.key}
@@ -193,7 +254,38 @@ class CheckedScheduler(Scheduler):
         )
         return {tenant for tenant in {each.request.tenant for each in candidates} if held_by(tenant) < 2 * wanted}
 
-    def _make_room_by(self, leaving: Sequence[SequenceGroup], group: SequenceGroup, to_grow: int) -> bool:
+    def _is_shorter_behind(self, row: int, length: int) -> bool:
+        """Whether a prompt with less to compute is behind this one, or among the next that wait."""
+        table, blocks = self.batch.rows, self.batch.blocks
+        behind = [each for each in table.prefilling().tolist() if table.order[each] >= table.order[row]]
+        if any(table.num_uncomputed(each) < length for each in behind):
+            return True
+        known = self._shares._num_uncached
+        for group in self.waiting.next_few(admission._NUM_LOOKED_AT):
+            uncached = group.num_tokens_to_compute - blocks.num_cached(group.computing[0]) * blocks.block_size
+            if min(uncached, known.get(group.request.key, uncached)) < length:
+                return True
+        return False
+
+    def _grows_too_far(self, rows: Array, growth: Array, num_passes: int, left: int) -> bool:
+        """Whether drafts take more than half of what is left of a step, or are where they do not pay; a row that had
+        none lately has none of further passes."""
+        fixed, most = self.config.fixed_tokens, self.config.max_drafts
+        pays = len(rows) <= _LIKELY * (fixed + len(rows))
+        had_some = [self._had_drafts.get((row, int(self.batch.rows.incarnation[row])), True) for row in rows.tolist()]
+        drafts = growth - (num_passes - 1)
+        bound = most * np.where(had_some, num_passes, 1) if pays else 0
+        return bool(2 * growth.sum() > left or (drafts > bound).any())
+
+    def _are_in_order(self, candidates: Sequence[SequenceGroup]) -> bool:
+        """Whether those that got the most leave first, and of them the newest."""
+        is_fair = self.config.policy is PolicyKind.FAIR
+        ranks = [(self._counter(each.request.tenant) if is_fair else 0, each.request.tenant) for each in candidates]
+        places = [(count, each.order) for (count, _), each in zip(ranks, candidates, strict=True)]
+        equal = len({count for count, _ in ranks}) < len({tenant for _, tenant in ranks})
+        return equal or places == sorted(places, reverse=True)
+
+    def _make_room_by(self, leaving: Sequence[SequenceGroup], group: SequenceGroup) -> bool:
         """Whether the group may enter beside others when these have left."""
         blocks, pool = self.batch.blocks, self.batch.blocks.pool
         sequences = [each for other in leaving for each in other.unfinished]
@@ -204,8 +296,16 @@ class CheckedScheduler(Scheduler):
         taken = {block for each in group.computing for block in blocks.cached_start(each).blocks}
         holders = Counter(block for each in sequences for block in each.block_table)
         num_freed = sum(count == pool.ref_count(block) for block, count in holders.items() if block not in taken)
-        needed, reserve = self._room._blocks_needed(group, to_grow)
-        return blocks.missing(needed, reserve=reserve) <= num_freed
+        needed, reserve = self._needed_by(group)
+        return needed + max(reserve, blocks._watermark_blocks) <= pool.num_free + num_freed
+
+    def _needed_by(self, group: SequenceGroup) -> tuple[int, int]:
+        """Blocks that a group takes as it enters, and that it leaves then for the next tokens of all."""
+        if group.request.key not in self.swapped:
+            taken = self.batch.blocks.blocks_to_allocate(group.computing)
+            return taken, self._growth() + self._first_growth(group)
+        to_decode = self._needed_now()
+        return self.swap_space.blocks_needed(group.computing) + to_decode, self._growth() - to_decode
 
     def _counter(self, tenant: str) -> int:
         """What the policy `fair` says that a tenant got."""
@@ -219,12 +319,16 @@ class CheckedScheduler(Scheduler):
         self._observe_fairness()
         are_trials, num_before = self.trials.are_on, self.num_preemptions
         first = next(iter(self.waiting.next_few(1)), None) if len(self.waiting) <= admission._NUM_LOOKED_AT else None
+        table = self.batch.rows
+        prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
         plan = super().schedule(now)
         self._observe_fairness()
         self._check()
         self._check_stop()
         if plan is not None and self.num_preemptions == num_before and not (are_trials or self.trials.are_on):
             self._check_shares(plan, first)
+            if prefilling:
+                self._check_first(plan, prefilling)
         # With drafts it is not known how much of a step was kept for them.
         is_full = plan is None or plan.max_drafts is not None or plan.num_tokens >= self.config.max_num_batched_tokens
         if not is_full and len(rows := self.batch.rows.prefilling()):
@@ -238,6 +342,20 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
 
+    def _check_first(self, plan: StepPlan, prefilled: Mapping[int, tuple[int, int]]) -> None:
+        """The first prompt goes on by its share of what decodes leave at least, or to its end. `prefilled` has the
+        order and the length of those that were in the batch before."""
+        table, chunks = self.batch.rows, dict(zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True))
+        row, (order, length) = min(prefilled.items(), key=lambda each: (each[1][0], each[0]))
+        is_first = all(table.order[each.row] > order for each in plan.assign) and row not in plan.release.tolist()
+        if plan.max_drafts is not None or not is_first:
+            return
+        num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
+        left = self.config.max_num_batched_tokens - num_decodes
+        if chunks.get(row, 0) < min(length, max(1, int(left * self.config.max_prefill_share))):
+            name = self.batch.sequence(row).request.request_id
+            self._report(AssertionError(f"{name} is first, and gets {chunks.get(row, 0)} of {left} tokens of a step"))
+
     def _check_stop(self) -> None:
         """Who is next and does not enter finds no room."""
         if (stopped := self.stopped) is None or stopped.why not in (Obstacle.ROWS, Obstacle.BLOCKS):
@@ -245,7 +363,7 @@ class CheckedScheduler(Scheduler):
         group = None if stopped.key is None else self.group(stopped.key)
         if group is None or group.request.is_offer or group.request.key not in self.waiting:
             return
-        if self._make_room_by((), group, self._room.to_grow()):
+        if self._make_room_by((), group):
             self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
 
     def _check_shares(self, plan: StepPlan, first: SequenceGroup | None) -> None:
@@ -304,6 +422,7 @@ class CheckedScheduler(Scheduler):
             if self._place_of[first.key] < self._place_of[group.request.key]:
                 self._report(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
         num_cached = group.cached_tokens
+        self._started_at.setdefault(group.request.key, now)
         super()._start(group, now)
         if num_cached not in (None, group.cached_tokens):
             self._report(AssertionError(f"{group.request.request_id} counts its own blocks as cached"))
@@ -313,28 +432,9 @@ class CheckedScheduler(Scheduler):
             self._fairness.observe(frozenset(self._tenants_with_next()))
 
     def log_cache(self) -> CacheLog:
-        """Whoever is told of changes knows what is cached, and what that is."""
-        log = super().log_cache()
-        told, take, pool = set(self.batch.blocks.pool.sealed_hashes()), log.take, self.batch.blocks.pool
-
-        def take_checked() -> CacheChanges | None:
-            nonlocal pool
-            if (changes := take()) is None:
-                return None
-            # What was there before the log is asked for apart.
-            if self.batch.blocks.pool is not pool:
-                told.clear()
-                pool = self.batch.blocks.pool
-            told.difference_update(changes.removed)
-            told.update(changes.stored)
-            if told != set(self.batch.blocks.pool.sealed_hashes()):
-                self._report(AssertionError("watchers are told of other blocks than are cached"))
-            if any(each not in (None, self._names[content][3]) for content, each in changes.stored.items()):
-                self._report(AssertionError("watchers are told of other tokens than blocks hold"))
-            return changes
-
-        log.take = take_checked
-        return log
+        """Whoever is told of changes knows what is cached, and what that is, and is told of nothing that is as it
+        was."""
+        return watched_log(super().log_cache(), self, self._names)
 
     def _break_promise(self) -> bool:
         before = list(self.promises)
@@ -351,25 +451,43 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{request.request_id} comes with another tenant, adapter, salt or prompt"))
             if asked.front is None and request.priority != asked.priority:
                 self._report(AssertionError(f"{request.request_id} comes with priority {request.priority}"))
+        is_full = self._is_full(request)
         try:
             super().submit(request, now)
         except QueueFullError:
-            self._check_refusal(request)
+            if not is_full:
+                self._report(AssertionError(f"{request.request_id} is refused by a queue that has room"))
             raise
+        if is_full:
+            self._report(AssertionError(f"{request.request_id} is taken by a queue that has no room"))
         self._times_of[request.key] = [now]
+        added = len(request.prompt) + sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
+        if self.waiting._tokens[request.key] != added:
+            self._report(AssertionError(f"{request.request_id} counts {self.waiting._tokens[request.key]} tokens"))
         self._check()
 
-    def _check_refusal(self, request: CoreRequest) -> None:
-        """A full queue refuses only what it has no room for, and no tenant that has nothing in it before it is full by
-        the share that is kept for such ones."""
-        tokens, own = [each.num_tokens_to_compute for each in self.waiting], self.waiting.num_of(request.tenant)
+    def _is_full(self, request: CoreRequest) -> bool:
+        """Whether the queue has no room for a request: tenants share it, and who has less than its share finds room
+        beyond the bounds."""
+        config, counted = self.config, self.waiting._tokens
+        waiting = [each.request for each in self.waiting]
+        num_tenants = len({request.tenant, *(each.tenant for each in waiting)})
+        own = [each for each in waiting if each.tenant == request.tenant]
         added = len(request.prompt) + sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
-        extra = 1 if own else 1 + self.config.tenant_overflow * (len(self.waiting.tenants()) > 0)
-        is_full = len(tokens) + 1 > int(extra * self.config.max_waiting_requests)
-        if request.accepted_before or not (
-            is_full or sum(tokens) + added > int(extra * self.config.max_waiting_tokens)
-        ):
-            self._report(AssertionError(f"{request.request_id} is refused by a queue that has room"))
+
+        def lacks(bound: int, total: int, held: int, added: int) -> bool:
+            if not total or total + added <= bound:
+                return False
+            has_share = not held or held + added <= max(bound // num_tenants, 1)
+            return num_tenants == 1 or not has_share or total + added > bound + int(bound * config.tenant_overflow)
+
+        def tokens(requests: list[CoreRequest]) -> int:
+            return sum(counted[each.key] for each in requests)
+
+        return not request.accepted_before and (
+            lacks(config.max_waiting_requests, len(waiting), len(own), 1)
+            or lacks(config.max_waiting_tokens, tokens(waiting), tokens(own), added)
+        )
 
     def abort(self, key: RequestKey) -> bool:
         done = super().abort(key)
@@ -401,7 +519,18 @@ class CheckedScheduler(Scheduler):
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         charged = self._charged_drafts()
+        step = self.in_flight[0] if self.in_flight else None
+        if self.trials.are_on and step is not None:
+            sequences = self.batch.rows.sequences_in(step.rows)
+            self._num_answered.update({each.request.key for each in sequences if each is not None})
         events = super().apply(result, now)
+        if step is not None and result.num_drafts is not None:
+            places = zip(step.rows.tolist(), step.incarnations.tolist(), strict=True)
+            self._had_drafts.update(zip(places, (result.num_drafts > 0).tolist(), strict=True))
+        if step is not None and not step.has_chunks:
+            self._decode_s = now - max(step.planned, self._answered_at)
+        if self._pace._step_s != self._decode_s:
+            self._report(AssertionError(f"a step of decodes took {self._decode_s} s, {self._pace._step_s} are noted"))
         for client, batch in events.items():
             for handle in batch.handles:
                 # When it came, and when its first token did.
@@ -420,7 +549,11 @@ class CheckedScheduler(Scheduler):
         if times is None:
             # That of a pin which is computed again.
             return
-        came, first = times[0], times[-1]
+        came, first, started = times[0], times[-1], self._started_at.pop(key)
+        if usage.preemptions != (count := self._num_preempted.pop(key, 0)):
+            self._report(AssertionError(f"{usage} of a request that was preempted {count} times"))
+        if abs(came + usage.queue_s - started) > _TOLERANCE_S:
+            self._report(AssertionError(f"{usage} of a request that came at {came}, and entered at {started}"))
         before = usage.queue_s + usage.prefill_s
         is_right = abs(came + before + usage.decode_s - now) < _TOLERANCE_S and came + before < now + _TOLERANCE_S
         if not is_right or (first > came and came + before > first + _TOLERANCE_S):
@@ -449,7 +582,10 @@ class CheckedScheduler(Scheduler):
         return check
 
     def take_preparations(self) -> list[Preparation]:
+        wanted = self._turns.wanted(self.preparations)
         told = super().take_preparations()
+        if (wrong := self._turns.wrong(wanted, [each.need for each in told])) is not None:
+            self._report(AssertionError(wrong))
         self._check()
         return told
 
@@ -463,10 +599,16 @@ class CheckedScheduler(Scheduler):
         self._check()
         return events
 
+    def lose_in_flight(self, detail: str | None = None) -> None:
+        super().lose_in_flight(detail)
+        if not self.in_flight and (loss := self.trials._loss) is not None and loss.progress:
+            self._report(AssertionError("a loss without a step in flight counts for requests"))
+
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
         """A link that broke counts against nobody where steps were answered over it, and nobody is at fault before it
         was tried alone."""
         loss, has_answered, before = self.trials._loss, self.trials._has_answered, dict(self.trials._losses)
+        self._num_answered.clear()
         events = super().judge_loss(was_alive=was_alive)
         if was_alive and has_answered and self.trials._losses != before:
             self._report(AssertionError("a link that broke counts against a request"))
@@ -487,6 +629,26 @@ class CheckedScheduler(Scheduler):
         self._report(AssertionError(f"a worker refuses a step: {detail}"))
         return super().refuse_in_flight(detail)
 
+    def _requeue_passed(self, now: float) -> None:
+        before, num_running = self.trials._suspects, len(self.running)
+        super()._requeue_passed(now)
+        if len(self.running) < num_running and not self.trials.are_on:
+            self._report(AssertionError("requests make way for suspects, and there is none"))
+        passed = [key for key in before if key not in self.trials._suspects and self.group(key) is not None]
+        if early := [key for key in passed if self._num_answered[key] < _STEPS_TO_PASS]:
+            self._report(AssertionError(f"suspects {early} pass after fewer than {_STEPS_TO_PASS} steps"))
+
+    def _hold(self, group: SequenceGroup) -> bool:
+        held = super()._hold(group)
+        if held:
+            num_cached = len(self.batch.blocks.cached_start(group.computing[0]).blocks)
+            ends = [end for _, end, key in self.batch.underway.awaited() if key == group.request.key]
+            least = max(1, min(_MIN_TOKENS, self.config.max_num_batched_tokens // _MIN_SHARE) // self.config.block_size)
+            if ends and max(ends) - num_cached < least:
+                name = group.request.request_id
+                self._report(AssertionError(f"{name} waits for {max(ends) - num_cached} blocks of another one"))
+        return held
+
     def void_in_flight(self, now: float) -> None:
         if self._fairness is not None:
             for group in (*self.running, *self.swapped):
@@ -506,14 +668,19 @@ class CheckedScheduler(Scheduler):
         waiting, before = self.waiting.tenants() | self.swapped.tenants(), 0
         if comes_back := self.config.policy is PolicyKind.FAIR and bool(waiting) and tenant not in waiting:
             before = self._counter(tenant)
+        floor, last = (self.policy._floor, self._last_turn) if isinstance(self.policy, FairPolicy) else (0, None)
+        count = self._counter(tenant) if last is not None and not waiting else 0
         super()._enqueue(group)
+        if last is not None and not waiting and self._counter(tenant) != max(count, floor, self._counter(last)):
+            self._report(AssertionError(f"{tenant} comes alone, and starts from another count than {last} has"))
         if comes_back and self._counter(tenant) != max(before, min(map(self._counter, waiting))):
             self._report(AssertionError(f"{tenant} comes back ahead of all that wait, or behind"))
 
     def _preempt_for_decodes(self, now: float) -> bool:
         self._makes_slots = True
         try:
-            return super()._preempt_for_decodes(now)
+            self._has_preempted = super()._preempt_for_decodes(now)
+            return self._has_preempted
         finally:
             self._makes_slots = False
 
@@ -541,6 +708,7 @@ class CheckedScheduler(Scheduler):
             if self._counter(tenant) < most or group is not self.running.last_of(tenant):
                 self._report(AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others"))
         super()._preempt(group, now)
+        self._num_preempted[group.request.key] += 1
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
             self._fairness.leaves(group)
@@ -548,7 +716,13 @@ class CheckedScheduler(Scheduler):
     def pin(
         self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
     ) -> Pin:
-        made = super().pin(tenant, token_ids, now, time_to_live, adapter)
+        try:
+            made = super().pin(tenant, token_ids, now, time_to_live, adapter)
+        except PinQuotaError:
+            if not self._exceeds_quota(tenant, token_ids, adapter):
+                self._report(AssertionError(f"{tenant} may not pin blocks that there is room for"))
+            raise
+        self._pinned_until[made.pin_id] = now + time_to_live, time_to_live
         pinned = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
         if len(pinned) > self.config.pin_quota * self.config.num_blocks:
             self._report(AssertionError(f"{tenant} pins {len(pinned)} blocks of {self.config.num_blocks}"))
@@ -558,19 +732,43 @@ class CheckedScheduler(Scheduler):
             self._report(AssertionError(f"all pin {count} blocks of {self.config.num_blocks}"))
         return made
 
+    def _exceeds_quota(self, tenant: str, token_ids: list[int], adapter: Adapter | None) -> bool:
+        """Whether pins would have too many blocks with this one."""
+        size, num_blocks = self.config.block_size, self.config.num_blocks
+        names = PrefixHashes(cache_root(tenant, adapter), size).first(len(token_ids) // size, token_ids)
+        own = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
+        every = {name for each in self.pins for name in each.hashes}
+        return len(own.union(names)) > int(self.config.pin_quota * num_blocks) or len(every.union(names)) > int(
+            self.config.max_pinned * num_blocks
+        )
+
     def expire_pins(self, now: float) -> None:
         before = list(self.pins)
         super().expire_pins(now)
         if early := [pin.pin_id for pin in before if self.pins.of_key(pin.key) is None and pin.expires_at > now]:
             self._report(AssertionError(f"pins {early} end before their time"))
+        if scheduler_core._MAX_EXPIRED > 1 and (wrong := [pin for pin in self.pins if self._holds_wrongly(pin, now)]):
+            told = [(len(pin.blocks), len(pin.token_ids), self._pinned_until[pin.pin_id]) for pin in wrong]
+            self._report(AssertionError(f"at {now} pins hold more or fewer blocks than they are to: {told}"))
+
+    def _holds_wrongly(self, pin: Pin, now: float) -> bool:
+        """Whether a pin holds other blocks than its time says: all in its first half, then an eighth fewer each
+        sixteenth."""
+        ends_at, seconds = self._pinned_until[pin.pin_id]
+        num_blocks = len(pin.token_ids) // self.config.block_size
+        num_parts = min(num_blocks, _NUM_PARTS)
+        left = 2 * (ends_at - now) / seconds * num_parts
+        least, most = (min(math.ceil(left + each), num_parts) for each in (-_TOLERANCE_S, _TOLERANCE_S))
+        held = len(pin.blocks)
+        return pin.is_held and not -(-num_blocks * least // num_parts) <= held <= -(-num_blocks * most // num_parts)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         before = [group.request.key for group in self.waiting if group.request.key.client != PIN_CLIENT]
-        ends = [pin.expires_at for pin in self.pins]
+        ends = {pin.pin_id: pin.expires_at for pin in self.pins}
         failures = super().refit(config, now)
         self._watch_pins()
         # Blocks of another size give other ids.
-        if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends) + 1e-6]:
+        if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
             self._report(AssertionError(f"pins {longer} last longer than they were to"))
         failed = {failure.key for failure in failures}
         if lost := [key for key in before if key not in failed and self.group(key) is None]:
@@ -613,9 +811,22 @@ class CheckedScheduler(Scheduler):
     def _check(self) -> None:
         self._num_checks += 1
         self._adapter_use.observe()
+        self._turns.wanted(self.preparations)
+        self._check_sealed()
+        waits = self.preparations
+        kinds = Counter(type(each.need) for each in waits._underway.values())
+        if max(kinds[Constraint], kinds[Adapter]) > _UNDERWAY:
+            self._report(AssertionError(f"{kinds} are prepared at once"))
+        coming = {each.need for each in waits._underway.values()}.union(*waits._wanted.values())
+        if lost := waits._held.keys() - coming:
+            self._report(AssertionError(f"requests wait for {lost}, which nobody prepares"))
         for pool in (self.batch.blocks.pool, self.batch.blocks.host.pool):
-            if self._num_checks % _POOLS_LOOKED_AT == 0 and (wrong := out_of_order(pool)) is not None:
+            if self._num_checks % _LOOKED_AT == 0 and (wrong := out_of_order(pool)) is not None:
                 self._report(AssertionError(wrong))
+        if self._num_checks % _LOOKED_AT == 0 and not all(map(_adds_up, (self.running, self.swapped, self.waiting))):
+            self._report(AssertionError("a queue counts other groups or tokens than it has"))
+        if self._num_checks % (2 * _LOOKED_AT) == 0 and (wrong := self._onlooker.look(self)) is not None:
+            self._report(AssertionError(wrong))
         if lost := [pin.pin_id for pin in self.pins if not pin.is_held and self.group(pin.key) is None]:
             self._report(AssertionError(f"pins {lost} hold nothing, and nobody computes them"))
         try:
@@ -625,11 +836,42 @@ class CheckedScheduler(Scheduler):
             self._report(error)
             raise
 
+    def _check_sealed(self) -> None:
+        """What a row counts as sealed was sealed once, by whomever, or another row of the request is to seal it."""
+        table = self.batch.rows
+        now = table.incarnation * (1 << 32) + table.num_sealed
+        for row in (table.active & (now != self._num_sealed)).nonzero()[0].tolist():
+            count, sequence = int(table.num_sealed[row]), self.batch.sequence(row)
+            if not count or sequence.prefix_hashes.between(count - 1, count, sequence.token_ids)[0] in self._names:
+                continue
+            # To be looked at again.
+            now[row] = -1
+            others = self.running.get(sequence.request.key).unfinished
+            if not any(
+                each is not sequence
+                and each.block_table[count - 1 : count] == sequence.block_table[count - 1 : count]
+                and each.row is not None
+                and table.num_sealed[each.row] < count
+                for each in others
+            ):
+                self._report(AssertionError(f"row {row} counts {count} blocks as sealed, and nobody seals the last"))
+        self._num_sealed = now
+
     @staticmethod
     def _report(error: Exception) -> None:
         node = CLOCK.get()
         assert isinstance(node, Node)
         node.fail(error)
+
+
+def _adds_up(queue: GroupQueue) -> bool:
+    """Whether a queue counts what it has."""
+    groups, tokens = Counter[str](), Counter[str]()
+    for group in queue:
+        groups[group.request.tenant] += 1
+        tokens[group.request.tenant] += queue._tokens[group.request.key]
+    are_right = groups == queue._num_of_tenant and tokens == queue._tokens_of_tenant
+    return are_right and queue.num_tokens == tokens.total() and len(queue) == groups.total()
 
 
 def expire_checked(leases: Leases, now: float, pool: BlockPool) -> None:

@@ -50,7 +50,7 @@ from tests.sim.world.sleeps import CheckedLoop, Operator
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, watched_errors
+from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, parent_of, watched_errors
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.app import serve_until_discarded
@@ -752,7 +752,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
     with (
         watched_errors(lambda: clusters[-1].cores[host()].is_late),
-        ordered(CheckedScheduler._report),
+        ordered(CheckedScheduler._report, lambda name: parent_of(clusters[-1].names, name)),
         simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),

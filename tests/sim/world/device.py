@@ -235,11 +235,11 @@ class HashRunner(FakeRunner):
                     state.prefixes.append(0)
                 continue
             mix = mixed(self._readable.read(self._rows[source].blocks, end), self.model)
+            pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
             if sampling.num_candidates is not None:
-                best, logprobs = candidates(mix, sampling.num_candidates)
+                best, logprobs = candidates(mix, sampling.num_candidates, pattern)
                 searching.append(RowCandidates(row, np.array(best, np.int32), np.array(logprobs, np.float32)))
                 continue
-            pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
             rules, banned = sampling.rules, frozenset[int]()
             if rules is not None and end - state.num_prompt_tokens < rules.min_tokens:
                 banned = frozenset(rules.stop_token_ids.tolist())

@@ -42,6 +42,15 @@ LEASES = (*MOVES, *_OF_LEASES)
 """Leases are renewed while blocks that move take so many messages, too."""
 
 
+_OF_TIES: dict[str, int] = {"tests.sim.world.model._LEAST_STEP": 256}
+TIES = tuple(_OF_TIES)
+"""Candidates of beams have few different log probabilities, so that many beams are equally likely."""
+
+_OF_CROWDS: dict[str, int] = {"scheduler_svc.core.policy._MANY": 2}
+CROWDS = tuple(_OF_CROWDS)
+"""Few requests leave a queue together as many do."""
+
+
 def draw_low_limits(draw: Random) -> tuple[str, ...]:
     """The names of the limits that are low in a world: none of them in half of all worlds."""
     is_usual = draw.random() < 0.5
@@ -60,7 +69,7 @@ REPLAYS = (
 @contextmanager
 def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block, these limits are low."""
-    limits = {**_LOWEST, **_OF_MOVES, **_OF_LEASES}
+    limits = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
     with ExitStack() as stack:
         for name in names:
             module, _, constant = name.rpartition(".")

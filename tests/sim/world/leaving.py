@@ -20,10 +20,11 @@ _FREED_AT: WeakKeyDictionary[BlockPool, dict[BlockId, int]] = WeakKeyDictionary(
 
 
 @contextmanager
-def ordered(fail: Callable[[Exception], object]) -> Iterator[None]:
+def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash], BlockHash | None]) -> Iterator[None]:
     """Inside the block leases make way in the order in which they were given, and it is known in which order blocks
     were freed, and so in which they are to be handed out: those without a name first, and then those that were freed
-    first; of blocks freed together the ends of prefixes first."""
+    first; of blocks freed together the ends of prefixes first. `parent_of` says which block comes before one of this
+    name."""
     free_blocks, restore_block, end_one = BlockPool.free, BlockPool.restore, Leases.give_way
 
     def note(pool: BlockPool, blocks: Iterable[BlockId]) -> None:
@@ -32,6 +33,12 @@ def ordered(fail: Callable[[Exception], object]) -> Iterator[None]:
             times[_NEWEST] = times[block] = times.get(_NEWEST, 0) + 1
 
     def free(pool: BlockPool, *tables: Sequence[BlockId]) -> None:
+        for table in tables:
+            later = set[BlockHash]()
+            for name in filter(None, reversed(pool.hashes_of(table))):
+                if parent_of(name) in later:
+                    fail(AssertionError("the beginning of a prefix is to make way before its end"))
+                later.add(name)
         note(pool, (block for table in tables for block in reversed(table)))
         free_blocks(pool, *tables)
 
@@ -103,4 +110,5 @@ class AdapterUse:
 
     def drained(self) -> set[Adapter]:
         """Those that make way for others."""
-        return {adapter for adapter in self._slots.num_rows() if not self._slots.is_ready(adapter)}
+        slots = self._slots
+        return {adapter for adapter, slot in slots._of_adapter.items() if slots._slots[slot].is_drained}

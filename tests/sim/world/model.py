@@ -4,6 +4,7 @@
 that is wrong, stale or early changes each of them.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ _MODEL = 0x5851_F42D_4C95_7F2D
 _STRIDE = 37
 """Has no factor in common with the size of the vocabulary, so candidates differ."""
 _EOS_OF_256 = 3
+_LEAST_STEP = 1
+"""Log probabilities of candidates are multiples of so many 1024ths."""
 
 
 class Draw(NamedTuple):
@@ -70,10 +73,18 @@ def line_of(mix: int, token_id: int, count: int) -> Line:
     return Line(-(1 + number % 4096) / 512, 1 + number % 7, ids, logprobs)
 
 
-def candidates(mix: int, count: int) -> tuple[list[int], list[float]]:
-    """The most likely tokens, best first, and their log probabilities, which float32 holds exactly."""
+def candidates(mix: int, count: int, pattern: str = "") -> tuple[list[int], list[float]]:
+    """The most likely tokens, best first, and their log probabilities, which float32 holds exactly. With a pattern such
+    as [a-e]+ all but these letters and, now and then, the end are banned."""
+    if pattern:
+        first, size = NUM_SPECIAL_TOKENS + ord(pattern[1]) - ord("a"), ord(pattern[3]) - ord(pattern[1]) + 1
+        number = _scrambled(mix + 1)
+        allowed = [first + (number + place) % size for place in range(size)] + [EOS_TOKEN_ID] * (number >> 40 & 3 == 0)
+        banned = [each for each in range(VOCAB_SIZE) if each not in allowed]
+        logprobs = [-(1.0 + place) * _LEAST_STEP / 1024 for place in range(len(allowed))]
+        return (allowed + banned)[:count], (logprobs + [-math.inf] * len(banned))[:count]
     number = _scrambled(mix + 1)
-    first, step = number % VOCAB_SIZE, 1 + (number >> 20) % 512
+    first, step = number % VOCAB_SIZE, (1 + (number >> 20) % 512 // _LEAST_STEP) * _LEAST_STEP
     places = range(min(count, VOCAB_SIZE))
     return [(first + place * _STRIDE) % VOCAB_SIZE for place in places], [-(1 + p) * step / 1024 for p in places]
 

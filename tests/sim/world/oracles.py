@@ -139,7 +139,10 @@ class Witness:
         self._demand(usage.cached_tokens <= usage.prompt_tokens, f"{usage} has more cached than there is")
         counts = self.expected.num_generated
         self._demand(counts is None or usage.generated_tokens in counts, f"{usage}, not {counts} tokens")
-        self._lines(self.request.prompt[1:], prompt, self.expected.prompt_lines, self.request.options.prompt_logprobs)
+        start = self.request.options.prompt_logprobs_start or 1
+        self._lines(
+            self.request.prompt[start:], prompt, self.expected.prompt_lines, self.request.options.prompt_logprobs
+        )
 
     def _lines(
         self, token_ids: Sequence[int], seen: Sequence[PositionLogprobs], expected: Sequence[Line], count: int | None

@@ -1,5 +1,6 @@
 """What each request says undisturbed: a straightforward implementation, which shares nothing with the services."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -31,7 +32,7 @@ class ExpectedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All that a request says. `prompt_lines` are of the prompt's second token and on.
+    """All that a request says. `prompt_lines` are of the prompt's second token and on, or of what is asked for.
 
     Attributes:
         num_generated: What its usage may say of generated tokens: of a scheduler, or of a gateway that lost it.
@@ -121,7 +122,8 @@ def _prompt_lines(request: Generate, model: int) -> tuple[Line, ...]:
     if count is None:
         return ()
     mixes = mixed_prefixes(Prefixes(request.prompt, digest_of(request.adapter)).hashes(0, len(request.prompt)), model)
-    return tuple(line_of(mix, token_id, count) for mix, token_id in zip(mixes, request.prompt[1:], strict=False))
+    lines = (line_of(mix, token_id, count) for mix, token_id in zip(mixes, request.prompt[1:], strict=False))
+    return tuple(lines)[(request.options.prompt_logprobs_start or 1) - 1 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class _Beam:
 def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
     """As transformers searches: all beams' candidates in one list; the best that do not end go on."""
     options, ending = request.options, _ending(request.options)
-    search = options.beam_search
+    search, pattern = options.beam_search, "" if options.constraint is None else options.constraint.regex or ""
     assert search is not None
     width, penalty = search.beam_width, 1.0 if search.length_penalty is None else search.length_penalty
     most, adapter = max(2, 1 + len(ending)) * width, digest_of(request.adapter)
@@ -145,7 +147,9 @@ def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
         for number, beam in enumerate(beams):
             position = len(request.prompt) + length - 1
             mix = mixed(Prefixes((*request.prompt, *beam.token_ids), adapter).hashes(0, position), model)
-            for place, (token_id, logprob) in enumerate(zip(*candidates(mix, most), strict=True)):
+            for place, (token_id, logprob) in enumerate(zip(*candidates(mix, most, pattern), strict=True)):
+                if logprob == -math.inf:
+                    continue
                 line = Line(logprob, place + 1, *candidates(mix, options.logprobs or 0))
                 child = _Beam((*beam.token_ids, token_id), beam.logprob + logprob, (*beam.lines, line))
                 joined.append((-child.logprob, number, place, child))

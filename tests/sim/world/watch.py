@@ -54,6 +54,12 @@ Names = dict[BlockHash, tuple[int, int, str, CachedTokens]]
 tenants share no blocks, and neither do requests of one tenant with other salts - and what watchers are told of it."""
 
 
+def parent_of(names: Names, name: BlockHash) -> BlockHash | None:
+    """The block before one; None where it is the first, or has a name of another kind, as in recordings."""
+    known = names.get(name)
+    return None if known is None else known[3].parent
+
+
 class FalseSealError(BlockError):
     """A worker calls a block final that does not hold what its name says."""
 
@@ -78,6 +84,31 @@ class NamingBlocks(BlockManager):
         if any(self._names[name][2] != owner for name in hashes):
             raise FalseSealError(f"a block of {owner} has the name of another one's")
         return super().seal(sequence, first, end)
+
+    def take(self, count: int) -> list[BlockId]:
+        """What could be hit in them is in host memory then, where it keeps that, as far as that has room."""
+        host, lost = self.host, list[BlockHash]()
+        if host.caches:
+            names = self.pool.hashes_of(list(itertools.islice(self.pool._free, count)))
+            lost = list(filter(None, names))[-host.pool.num_free :] if host.pool.num_free else []
+        blocks = super().take(count)
+        if any(name not in host for name in lost):
+            report(AssertionError("what the pool hands out for other content is not in host memory, which has room"))
+        return blocks
+
+    def reclaim(self) -> bool:
+        """Requests give back their blocks in the order in which they have ended."""
+        before = self.retired
+        done = super().reclaim()
+        if self.retired != before[len(before) - len(self.retired) :]:
+            report(AssertionError("blocks of a finished request are free before those of one that ended earlier"))
+        return done
+
+
+def report(error: Exception) -> None:
+    node = CLOCK.get()
+    assert isinstance(node, Node)
+    node.fail(error)
 
 
 class CheckedSeals(SealInventory):
@@ -114,9 +145,7 @@ class CheckedSeals(SealInventory):
     def end_transfer(self, sealed: SealedBlocks) -> None:
         super().end_transfer(sealed)
         if late := set(sealed.block_ids.tolist()) - self._arriving:
-            node = CLOCK.get()
-            assert isinstance(node, Node)
-            node.fail(FalseSealError(f"blocks {late} are sealed for a session that is over"))
+            report(FalseSealError(f"blocks {late} are sealed for a session that is over"))
 
     def end_session(self) -> None:
         """What comes for the session before gets no seal any more."""
