@@ -586,6 +586,13 @@ class CheckedScheduler(Scheduler):
         told = super().take_preparations()
         if (wrong := self._turns.wrong(wanted, [each.need for each in told])) is not None:
             self._report(AssertionError(wrong))
+        waits = self.preparations
+        kinds = Counter(type(each.need) for each in waits._underway.values())
+        if max(kinds[Constraint], kinds[Adapter]) > _UNDERWAY:
+            self._report(AssertionError(f"{kinds} are prepared at once"))
+        coming = {each.need for each in waits._underway.values()}.union(*waits._wanted.values())
+        if lost := waits._held.keys() - coming:
+            self._report(AssertionError(f"requests wait for {lost}, which nobody prepares"))
         self._check()
         return told
 
@@ -813,13 +820,6 @@ class CheckedScheduler(Scheduler):
         self._adapter_use.observe()
         self._turns.wanted(self.preparations)
         self._check_sealed()
-        waits = self.preparations
-        kinds = Counter(type(each.need) for each in waits._underway.values())
-        if max(kinds[Constraint], kinds[Adapter]) > _UNDERWAY:
-            self._report(AssertionError(f"{kinds} are prepared at once"))
-        coming = {each.need for each in waits._underway.values()}.union(*waits._wanted.values())
-        if lost := waits._held.keys() - coming:
-            self._report(AssertionError(f"requests wait for {lost}, which nobody prepares"))
         for pool in (self.batch.blocks.pool, self.batch.blocks.host.pool):
             if self._num_checks % _LOOKED_AT == 0 and (wrong := out_of_order(pool)) is not None:
                 self._report(AssertionError(wrong))
