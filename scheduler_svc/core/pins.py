@@ -183,7 +183,7 @@ class Pins:
             )
 
     def hold(self, pin: Pin, pool: BlockPool) -> bool:
-        """Adds a reference to each of the blocks that are left to a pin. Returns whether all of the pin's were there."""
+        """Adds a reference to each block that its time leaves to a pin. Returns whether all that it had were there."""
         blocks = pool.hits(pin.hashes)
         if len(blocks) < len(pin.hashes):
             return False

@@ -3,6 +3,7 @@ policies, pins, leases and trials promise."""
 
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -178,17 +179,17 @@ class CheckedScheduler(Scheduler):
 
         def grow_beside(rows: Array) -> tuple[Array | None, int]:
             num_free, left = self.batch.blocks.pool.num_free, self.batch.draft.budget - len(rows)
-            growth = grow(rows)
-            if growth[0] is not None and self._grows_too_far(rows, *growth, left):
+            growth, num_passes = grow(rows)
+            if growth is not None and self._grows_too_far(rows, growth, num_passes, left):
                 self._report(AssertionError(f"{len(rows)} rows get {growth} tokens more of {left}"))
             if self.batch.blocks.pool.num_free < min(num_free, self.batch.blocks._watermark_blocks):
                 self._report(AssertionError("drafts take blocks that are kept for next tokens"))
-            return growth
+            return growth, num_passes
 
         add_chunk = self._shares.add_chunk
 
-        def add(row: int, *arguments: int) -> None:
-            add_chunk(row, *arguments)
+        def add(row: int, shortest_behind: int = sys.maxsize) -> None:
+            add_chunk(row, shortest_behind)
             aside, length = self.batch.draft.aside, self.batch.rows.num_uncomputed(row)
             if aside and aside[-1][0] == row and aside[-1][1] and not self._is_shorter_behind(row, length):
                 name = self.batch.sequence(row).request.request_id
