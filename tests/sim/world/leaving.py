@@ -33,7 +33,8 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
             times[_NEWEST] = times[block] = times.get(_NEWEST, 0) + 1
 
     def free(pool: BlockPool, *tables: Sequence[BlockId]) -> None:
-        for table in tables:
+        # Host memory frees what a step loads for several requests as one table.
+        for table in tables if pool.log is not None else ():
             later = set[BlockHash]()
             for name in filter(None, reversed(pool.hashes_of(table))):
                 if parent_of(name) in later:
