@@ -17,7 +17,7 @@ KEPT: dict[str, str] = {
     "what a process has for its life, or for the life of its model": """
         AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses
         FreeQueue._next FreeQueue._previous Gateway._background HttpServer.servers KeyEntry.__dict__
-        KeyEntry.__pydantic_fields_set__ KeyRing._by_hash KeyRing._signatures RowTable._free RowTable.sequences
+        KeyEntry.__pydantic_fields_set__ KeyRing._callers KeyRing._signatures RowTable._free RowTable.sequences
         ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
     "one entry for each replica or gateway that is known": """
         CacheFeed._watchers Members._fixed Members.links Offers._links ReplicaRecords._places ReplicaRecords._records

@@ -654,7 +654,7 @@ class Watch:
             keys, keeps = gateway.authenticator, gateway._generator.durable_reads.keeps
             assert isinstance(keys, KeyRing)
             running = Counter(live.request.tenant for live in gateway._ledger if not (live.is_over and keeps(live)))
-            for caller in (known.caller for known in keys._by_hash.values()):
+            for caller in keys._callers.values():
                 num_running = running[caller.tenant] + gateway._ledger._num_arriving
                 if len(caller.account._running) > num_running and not self.running[host].is_stopped:
                     yield f"{host} counts requests of {caller.tenant} that are over"
