@@ -285,6 +285,15 @@ def _check(violations: Violations, body: TokensBody) -> None:
             role = _ROLES.get(type(block), message.role)
             if message.role != role:
                 _add_misplaced(violations, position, number, block, role)
+    known = set[str]()
+    for position, tool in enumerate(body.tools or ()):
+        if violations.are_enough:
+            return
+        if isinstance(tool, ToolDefinition):
+            if tool.name in known:
+                shown = f'is "{shortened(tool.name)}", as that of a tool before it; names must be unique'
+                violations.add(f"tools[{position}].name", shown)
+            known.add(tool.name)
     choice, names = body.tool_choice, [tool.name for tool in _shown_tools(body)]
     if choice is None:
         return

@@ -208,7 +208,8 @@ void for_passes(const ProductArgs& args, int64_t begin, int64_t end, Function fu
   for (; begin < end; begin += kMaxTokens) {
     const int64_t tokens = end - begin < kMaxTokens ? end - begin : kMaxTokens;
     const int64_t passes = (tokens * line + kBytes - 1) / kBytes, step = padded((tokens + passes - 1) / passes, kPanel);
-    for (int64_t at = 0; at < tokens; at += step) function(begin + at, begin + (at + step < tokens ? at + step : tokens));
+    for (int64_t at = 0; at < tokens; at += step)
+      function(begin + at, begin + (at + step < tokens ? at + step : tokens));
   }
 }
 

@@ -15,9 +15,9 @@ _TABLES = (dict, list, set, deque)
 
 KEPT: dict[str, str] = {
     "what a process has for its life, or for the life of its model": """
-        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses
-        FreeQueue._next FreeQueue._previous Gateway._background HttpServer.servers KeyEntry.__dict__
-        KeyEntry.__pydantic_fields_set__ KeyRing._callers KeyRing._signatures RowTable._free RowTable.sequences
+        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses FreeQueue._next
+        FreeQueue._previous Gateway._background HttpServer.servers KeyEntry.__dict__ KeyEntry.__pydantic_fields_set__
+        KeyRing._callers KeyRing._signatures _Entries.by_hash _Entries.by_id RowTable._free RowTable.sequences
         ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
     "one entry for each replica or gateway that is known": """
         CacheFeed._watchers Members._fixed Members.links Offers._links ReplicaRecords._places ReplicaRecords._records
@@ -53,10 +53,12 @@ KEPT: dict[str, str] = {
         Outgoing.has_room Outgoing.moved Outgoing.refusals Pin.blocks Pin.hashes Pin.token_ids PrefixHashes._hashes
         Request.emitted Request.prompt Sequence.token_ids SequenceGroup.sequences Timeline.milestones""",
     "of classes of these tests, which have more attributes": """
-        BlockManager._names Scheduler._compiled Scheduler._names Scheduler._own_losses Scheduler._place_of
-        Scheduler._times_of Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names
-        _ObservedHashes._hashes _RecordedScheduler._compiled _RecordedScheduler._names _RecordedScheduler._own_losses
-        _RecordedScheduler._place_of _RecordedScheduler._times_of _RecordedScheduler.asked
+        BlockFile._written BlockManager._names Scheduler._compiled Scheduler._had_drafts Scheduler._names
+        Scheduler._own_losses Scheduler._pinned_until Scheduler._place_of Scheduler._started_at Scheduler._times_of
+        Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names _ObservedHashes._hashes
+        _RecordedScheduler._compiled _RecordedScheduler._had_drafts _RecordedScheduler._names
+        _RecordedScheduler._own_losses _RecordedScheduler._pinned_until _RecordedScheduler._place_of
+        _RecordedScheduler._started_at _RecordedScheduler._times_of _RecordedScheduler.asked
         _RecordedScheduler.forgotten""",
 }
 """Tables that may hold something when all is quiet, by the reason."""

@@ -482,8 +482,11 @@ class Watch:
                 found[table] = list(table._connections.values())
         return found
 
-    def _cancelled_runs(self, now: float, tables: Mapping[str, Requests]) -> Iterator[str]:
+    def _cancelled_runs(
+        self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
+    ) -> Iterator[str]:
         """Requests that go on though their tenant has ended them, at schedulers that heard of it."""
+        connected = self._connected(gateways, tables)
         for each in list(self._cancelled):
             if not each.is_heard and now - each.at > _HEARD_S:
                 each.is_heard = True
@@ -492,7 +495,7 @@ class Watch:
                     each.connections = None
             owned = [one for one in each.table._by_id.get(each.named, ()) if one.nonce in each.nonces]
             running = [one for one in owned if not one.is_over and (each.connections is not None or one.reader)]
-            if each.is_heard and each.table in tables.values() and running:
+            if each.is_heard and each.table in connected and running:
                 yield f"{each.named} runs, and was cancelled"
 
     def look(self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> str | None:
@@ -508,7 +511,7 @@ class Watch:
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         found |= dict.fromkeys(self._idle(), _IDLE_S)
         found |= dict.fromkeys(self._useless_leases(), self.patience_s)
-        found |= dict.fromkeys(self._cancelled_runs(now, tables), 0.0)
+        found |= dict.fromkeys(self._cancelled_runs(now, gateways, tables), _HEARD_S)
         found |= dict.fromkeys(self._overcounted(gateways), _IDLE_S)
         found |= dict.fromkeys(self._computed_on(gateways, tables), self._abort_s)
         found |= dict.fromkeys(self._without_usage(gateways), _USAGE_S)

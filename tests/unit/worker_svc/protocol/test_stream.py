@@ -140,8 +140,11 @@ async def test_nothing_holds_a_session_that_is_over(tmp_path: Path) -> None:
         yield worker_pb2.RunRequest(attach=attach)
         await asyncio.get_running_loop().create_future()
 
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if isinstance(each, StepStream)}
     responses = worker._servicer.Run(requests(), cast(Any, None))
     assert (await anext(aiter(responses))).HasField("attached")
+    assert [each for each in gc.get_objects() if isinstance(each, StepStream) and id(each) not in before]
     loaded = worker._servicer._loaded
     assert loaded is not None
     assert loaded.disk is not None
@@ -149,7 +152,7 @@ async def test_nothing_holds_a_session_that_is_over(tmp_path: Path) -> None:
     await asyncio.wrap_future(loaded.disk.submit(lambda: None))
     del responses
     gc.collect()
-    assert not [each for each in gc.get_objects() if isinstance(each, StepStream)]
+    assert not [each for each in gc.get_objects() if isinstance(each, StepStream) and id(each) not in before]
     await worker.stop()
 
 
