@@ -397,15 +397,20 @@ class Requests:
 
     # Requests end
 
-    def end(self, owned: OwnedRequest, usage: Usage | None) -> None:
-        """The reader of a durable request needs no more of it; what came is kept, with what it has cost so far."""
+    def end(self, owned: OwnedRequest, usage: Usage | None, *, is_read_on: bool = False) -> bool:
+        """The reader of a durable request needs no more of it; what came is kept, with what it has cost so far. One that
+        `is_read_on` goes on to be sent what it lacks, if it is, and then the end; returns whether that is so."""
         if not owned.is_over:
             self._abort(owned.key)
             if usage is not None:
                 owned.history.add_end(RequestEnd(owned.key.handle, usage))
         owned.is_over = True
         self._durable.changed()
+        if is_read_on and self._is_replayed(owned):
+            self._update(owned)
+            return True
         self.detach(owned)
+        return False
 
     def end_unread(self, gateway_id: str) -> None:
         """Ends a gateway's requests without a reader, except durable ones."""

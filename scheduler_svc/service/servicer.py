@@ -371,17 +371,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _abort(self, abort: scheduler_pb2.Abort, reader: Reader) -> None:
         owned = reader.request
         usage = None if owned is None else self._loop.usage_so_far(owned.key)
-        if owned is None and not abort.HasField("sequence_index"):
+        is_of_sequence = abort.HasField("sequence_index")
+        if owned is None and not is_of_sequence:
             # Of what is forgotten, the rest may be on its way.
             reader.connection.outbox.drop_replay(reader.handle)
-        if abort.HasField("sequence_index"):
+        if is_of_sequence:
             if owned is None or usage is None:
                 return
             self._loop.abort_sequence(owned.key, abort.sequence_index)
             if self._loop.usage_so_far(owned.key) is not None:
                 return
         if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
-            self._requests.end(owned, usage)
+            # Of the other sequences the reader may lack something yet; the usage comes with the end.
+            if self._requests.end(owned, usage, is_read_on=is_of_sequence):
+                return
         elif owned is not None:
             self._requests.forget(owned)
         if abort.wants_usage:

@@ -30,9 +30,10 @@ def test_worlds_that_once_failed() -> None:
     """By loads of adapters that never ended (288), by a request that displaced nobody though room had become enough
     (720201), by one that displaced others for rows that are kept for an offer (1130626), by workers that died of a
     request between two looks (1130164, which was no fault), by blocks that came for a request that was over, of which
-    gateways heard with the next step only (1520103), and by blocks from disk in the place of others that had yet to be
-    swapped out (54, as it was)."""
-    for seed in (288, 720201, 1130626, 1130164, 1520103):
+    gateways heard with the next step only (1520103), by a stop string that ended a request of which a reader still
+    lacked something (41292), and by blocks from disk in the place of others that had yet to be swapped out (54, as it
+    was)."""
+    for seed in (288, 720201, 1130626, 1130164, 1520103, 41292):
         check_world(draw_plan(seed))
     check_world(replace(draw_plan(54), faults=(), low_limits=()))
 

@@ -202,6 +202,27 @@ def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_e
         bench.requests.find(owned.tenant, owned.request_id)
 
 
+def test_a_stop_string_that_ends_a_request_leaves_its_reader_what_it_lacks_of_other_sequences(bench, monkeypatch):
+    monkeypatch.setattr("scheduler_svc.service.outbox._REPLAYED_AT_ONCE", 2)
+    second = bench.connect("gateway-b", credit=1)
+    owned = bench.admit(make_request(3), bench.connect(), durable=True)
+    for _ in range(7):
+        bench.step(owned)
+    bench.requests.attach(owned, Reader(second, Handle(9)), Held())
+    assert offsets_of(take_all(second), 9) == [0, 1]
+    loop, _ = make_step_loop(Scheduler(make_config()))
+    usages = iter([NO_USAGE, None])
+    monkeypatch.setattr(loop, "usage_so_far", lambda key: next(usages))
+    monkeypatch.setattr(loop, "abort_sequence", lambda key, index: None)
+    abort = scheduler_pb2.Abort(handle=9, sequence_index=1, wants_usage=True)
+    SchedulerServicer(loop, bench.requests)._abort(abort, Reader(second, Handle(9)))
+    second.outbox.add_credit(100)
+    rest = take_all(second)
+    assert offsets_of(rest, 9) == [2, 3, 4, 5, 6]
+    assert ends_of(rest) == [9]
+    assert not any(each.aborted for each in rest)
+
+
 def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(bench, monkeypatch):
     monkeypatch.setattr(table, "MAX_UNDELIVERED", 5)
     first = bench.connect()
