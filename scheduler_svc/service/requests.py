@@ -398,8 +398,8 @@ class Requests:
     # Requests end
 
     def end(self, owned: OwnedRequest, usage: Usage | None, *, is_read_on: bool = False) -> bool:
-        """The reader of a durable request needs no more of it; what came is kept, with what it has cost so far. One that
-        `is_read_on` goes on to be sent what it lacks, if it is, and then the end; returns whether that is so."""
+        """The reader of a durable request needs no more of it; what came is kept, with what it has cost so far. Who
+        reads on is sent what it lacks, where that is on its way, and then the end; returns whether that is so."""
         if not owned.is_over:
             self._abort(owned.key)
             if usage is not None:
