@@ -414,7 +414,8 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
 _USAGE_S = 1.5
 """Gateways wait for a second."""
 _HEARD_S = 1.0
-"""By then each scheduler has heard of a request that was cancelled, if its connections still stand."""
+"""By then each scheduler has heard of a request that was cancelled, if its connections still stand and no submissions
+hold up what is sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -488,7 +489,7 @@ class Watch:
         """Requests that go on though their tenant has ended them, at schedulers that heard of it."""
         connected = self._connected(gateways, tables)
         for each in list(self._cancelled):
-            if not each.is_heard and now - each.at > _HEARD_S:
+            if not each.is_heard and now - each.at > max(_HEARD_S, self._abort_s):
                 each.is_heard = True
                 if list(each.table._connections.values()) != each.connections:
                     # The call may have been lost.
