@@ -282,8 +282,10 @@ class Circumstances:
 
     def check_refusal(self, request: Request, error: QuireError, witness: Witness | None = None) -> None:
         """A call fails only by what its client wants, by the limits of its key, or by what breaks. Full queues refuse
-        nothing that has begun, as its witness has seen: its client waits for a place."""
-        has_begun = witness is not None and witness.num_events > 0 and self.trouble_s <= _PATIENCE_S
+        nothing that has begun, as its witness has seen: its client waits for a place. Of a call with several prompts
+        one may be refused while another one has begun."""
+        is_one = not (isinstance(request, Generate) and request.others)
+        has_begun = is_one and witness is not None and witness.num_events > 0 and self.trouble_s <= _PATIENCE_S
         is_full = error.reason in ("QUEUE_FULL", "DURABLE_LIMIT")
         if (has_begun and is_full) or not any(self._reasons(request, error)):
             raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
