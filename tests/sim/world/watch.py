@@ -414,19 +414,26 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
 _USAGE_S = 1.5
 """Gateways wait for a second."""
 _HEARD_S = 1.0
-"""By then each scheduler has heard of a request that was cancelled, if its connections still stand and no submissions
-hold up what is sent."""
+"""By then a scheduler has heard what its gateways have written to it, if nothing was in the way."""
 
 
 @dataclass(slots=True, eq=False)
 class _Cancelled:
     """A request that a tenant has cancelled by its id, as it is at a scheduler: by the nonces that were known there.
-    Without `connections` the scheduler may not have heard of it, and who reads it is not to go on."""
+    Without `connections` the scheduler may not have heard of it, and who reads it is not to go on.
+
+    Attributes:
+        unwritten: What gateways had yet to write to the scheduler when the client was told: the end of a plain request
+            may be among it, behind submissions that go out slowly. Of a durable one a call has told the scheduler.
+        at: Since when that is written, and nothing is in the way.
+    """
 
     named: tuple[str, str]
     nonces: set[int]
+    host: str
     table: Requests
     connections: list[Connection] | None
+    unwritten: list[object]
     at: float
     is_heard: bool = False
 
@@ -458,18 +465,26 @@ class Watch:
         """A client is about to cancel a request of a tenant and an id. What is returned is to be called with the time
         when it was told that this is done."""
         connected = self._connected(gateways, tables)
-        nonces = {table: {owned.nonce for owned in table._by_id.get(named, ())} for table in tables.values()}
-        known = {table: each for table, each in nonces.items() if each}
+        owned = [(host, table, list(table._by_id.get(named, ()))) for host, table in tables.items()]
+        known = [each for each in owned if each[2]]
 
         def done(now: float) -> None:
             still = self._connected(gateways, tables)
-            for table, own in known.items():
+            for host, table, own in known:
                 connections = connected.get(table)
                 is_sure = connections is not None and still.get(table) == connections
                 if is_sure or len(known) == 1:
-                    self._cancelled.append(_Cancelled(named, own, table, connections if is_sure else None, now))
+                    sure, nonces = connections if is_sure else None, {each.nonce for each in own}
+                    is_called = all(each.durable is not None for each in own)
+                    unwritten = [] if is_called else self._unwritten(gateways, host)
+                    self._cancelled.append(_Cancelled(named, nonces, host, table, sure, unwritten, now))
 
         return done
+
+    def _unwritten(self, gateways: Mapping[str, Gateway], host: str) -> list[object]:
+        """What gateways have yet to write to a scheduler."""
+        links = (gateway._generator.replicas.links.get(self.address_of(host)) for gateway in gateways.values())
+        return [mail for link in links if link is not None for mail in link._outbox]
 
     def _connected(
         self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
@@ -488,10 +503,13 @@ class Watch:
     ) -> Iterator[str]:
         """Requests that go on though their tenant has ended them, at schedulers that heard of it."""
         connected = self._connected(gateways, tables)
-        for each in list(self._cancelled):
-            if not each.is_heard and now - each.at > max(_HEARD_S, self._abort_s):
+        for each in self._cancelled:
+            unwritten = set(map(id, () if each.is_heard else self._unwritten(gateways, each.host)))
+            if each.table not in connected or any(id(mail) in unwritten for mail in each.unwritten):
+                each.at = now
+            elif not each.is_heard and now - each.at > _HEARD_S:
                 each.is_heard = True
-                if list(each.table._connections.values()) != each.connections:
+                if connected[each.table] != each.connections:
                     # The call may have been lost.
                     each.connections = None
             owned = [one for one in each.table._by_id.get(each.named, ()) if one.nonce in each.nonces]
