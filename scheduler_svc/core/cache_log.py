@@ -23,8 +23,9 @@ class CachedTokens:
 class CacheChanges:
     """Changes of a prefix cache, in the order in which they are to be applied: all cleared, then removed, then stored.
 
-    A block in `stored` has None if its tokens are not known: an earlier scheduler sealed it. It is stored again,
-    with its tokens, when a request uses it. Of stored blocks that follow each other, the parent comes first.
+    A block in `stored` has None if its tokens are not known: an earlier scheduler sealed it, or it came from elsewhere.
+    It is stored again, with its tokens, when a request uses or computes it. Of stored blocks that follow each other,
+    the parent comes first.
 
     `tier_stored` and `tier_removed` are changes of the tier below the pool, where a block may be beside the pool. Their
     tokens are those of the pool's block of the same name. A block is stored again when its tokens become known.
@@ -60,37 +61,36 @@ class CacheLog:
         # before, and whose tokens are known now.
         self._in_tier: dict[BlockHash, bool | None] = {}
         self._in_host: dict[BlockHash, bool | None] = {}
-        # Blocks whose tokens are not known, and blocks that `take` has handed out and will again, with tokens.
+        # Blocks whose tokens are not known, and those of `_stored` that `take` has handed out before.
         self._unread: set[BlockHash] = set()
-        self._retold: dict[BlockHash, CachedTokens] = {}
+        self._retold: set[BlockHash] = set()
 
     def stored(self, content: BlockHash, tokens: CachedTokens) -> None:
         """A block was sealed."""
         if content in self._removed:
             # For who asks it never left, but maybe its tokens were not known.
             del self._removed[content]
-            self._retold[content] = tokens
-        else:
-            self._stored[content] = tokens
+            self._retold.add(content)
+        self._stored[content] = tokens
 
     def restored(self, content: BlockHash) -> None:
-        """A block that an earlier scheduler sealed is in the cache."""
+        """A block that an earlier scheduler sealed is in the cache, or one that came from elsewhere."""
         self._stored[content] = None
         self._unread.add(content)
 
     def removed(self, content: BlockHash) -> None:
         """A block was handed out for other content."""
         self._unread.discard(content)
-        self._retold.pop(content, None)
-        if content in self._stored:
-            del self._stored[content]
-        else:
+        is_new = content in self._stored and content not in self._retold
+        self._stored.pop(content, None)
+        self._retold.discard(content)
+        if not is_new:
             self._removed[content] = None
 
     def cleared(self) -> None:
         """The pool is gone, and what was known of the tiers."""
         self._is_cleared = True
-        self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, {}, {}, {}
+        self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, set(), {}, {}
         self._unread.clear()
 
     def tier_changed(self, content: BlockHash, *, is_stored: bool) -> None:
@@ -117,25 +117,26 @@ class CacheLog:
             self._in_tier.setdefault(content, None)
         if content in self.host:
             self._in_host.setdefault(content, None)
-        if content in self._stored:
-            self._stored[content] = tokens
-        else:
-            self._retold[content] = tokens
+        if content not in self._stored:
+            self._retold.add(content)
+        # Behind its parent, which may have come, or been read, after it.
+        self._stored.pop(content, None)
+        self._stored[content] = tokens
 
     def take(self) -> CacheChanges | None:
         """What changed since the last call; None if nothing did."""
         in_tier, in_host = self._in_tier, self._in_host
-        if not (self._is_cleared or self._removed or self._stored or self._retold or in_tier or in_host):
+        if not (self._is_cleared or self._removed or self._stored or in_tier or in_host):
             return None
         changes = CacheChanges(
             self._is_cleared,
             list(self._removed),
-            {**self._stored, **self._retold},
+            self._stored,
             *_parted(in_tier),
             *_parted(in_host),
         )
         self._is_cleared = False
-        self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, {}, {}, {}
+        self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, set(), {}, {}
         return changes
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart, OutOfBlocksError
-from scheduler_svc.core.cache_log import CachedTokens, CacheLog
+from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.moves import MoveCounts
@@ -86,9 +86,8 @@ class BlockManager:
 
     def _allocate_one(self, sequence: Sequence, shared: list[BlockId]) -> int:
         assert not sequence.block_table, "the sequence has blocks already"
-        if (log := self.pool.log) is not None and log.has_unread:
-            self._read(log, sequence, len(shared))
         self.pool.touch(shared)
+        self.tell(sequence, 0, len(shared))
         if self.host.caches:
             shared = [*shared, *self._from_host(sequence, len(shared))]
         fresh = self.take(self.blocks_for(sequence.num_tokens) - len(shared))
@@ -105,6 +104,7 @@ class BlockManager:
         fills. Ends before the first block that is in neither, and takes those between that the pool has."""
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
+        sealed: list[tuple[BlockId, BlockHash]] = []
         for index in range(start, self.num_shareable(sequence)):
             (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
             if hit := self.pool.hits((content,)):
@@ -121,9 +121,9 @@ class BlockManager:
             self.host.load(host, block)
             blocks[index - start] = block
             self.pool.seal(block, content)
-            self.sealed_by_step.append((block, content))
-            if self.pool.log is not None:
-                self.pool.log.stored(content, self._cached_tokens(sequence, index))
+            sealed.append((block, content))
+        self.sealed_by_step += sealed
+        self.tell(sequence, start, start + len(blocks), sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [block for block in blocks if block is not None]
@@ -193,12 +193,23 @@ class BlockManager:
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         pairs = zip(sequence.block_table[first:end], hashes, strict=True)
         sealed = [(block, content) for block, content in pairs if self.pool.seal(block, content)]
-        if self.pool.log is not None and sealed:
-            fresh = {content for _, content in sealed}
-            for index, content in enumerate(hashes, first):
-                if content in fresh:
-                    self.pool.log.stored(content, self._cached_tokens(sequence, index))
+        self.tell(sequence, first, end, sealed)
         return sealed
+
+    def tell(
+        self, sequence: Sequence, first: int, end: int, sealed: SequenceOf[tuple[BlockId, BlockHash]] = ()
+    ) -> None:
+        """The sequence has full blocks with logical indices from `first` to before `end`, of which `sealed` are new in
+        the cache. The log is told what these hold, and those whose tokens it does not know."""
+        log = self.pool.log
+        if log is None or not (sealed or log.has_unread):
+            return
+        fresh = {content for _, content in sealed}
+        for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
+            if content in fresh:
+                log.stored(content, self._cached_tokens(sequence, index))
+            elif log.is_unread(content):
+                log.read(content, self._cached_tokens(sequence, index))
 
     def _cached_tokens(self, sequence: Sequence, index: int) -> CachedTokens:
         """What the sequence's block with this logical index holds."""
@@ -208,12 +219,6 @@ class BlockManager:
         if (adapter := sequence.request.adapter) is None:
             return CachedTokens(parent, token_ids)
         return CachedTokens(parent, token_ids, adapter.digest, adapter.name)
-
-    def _read(self, log: CacheLog, sequence: Sequence, num_blocks: int) -> None:
-        """The sequence takes its first `num_blocks` blocks from the cache: their tokens are known from now on."""
-        for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
-            if log.is_unread(content):
-                log.read(content, self._cached_tokens(sequence, index))
 
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
@@ -415,8 +420,9 @@ class SwapSpace:
         how many of its first blocks are sealed. Raises OutOfBlocksError."""
         pool = self._blocks.pool
         returns = [self._return(sequence) for sequence in sequences]
-        for each in returns:
+        for sequence, each in zip(sequences, returns, strict=True):
             pool.touch(each.hits)
+            self._blocks.tell(sequence, 0, len(each.hits))
         gpu_of: dict[BlockId, BlockId] = {}
         for sequence, each in zip(sequences, returns, strict=True):
             pool.touch([gpu_of[block] for block in each.from_host if block in gpu_of])

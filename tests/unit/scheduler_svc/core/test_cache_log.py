@@ -3,6 +3,10 @@
 from quire.prefix_hashes import root_hash
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
+from scheduler_svc.core.host_memory import HostMemory
+from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.moves import MoveCounts
+from scheduler_svc.core.sequence import Sequence
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import Driver, make_config, make_request
 
@@ -75,3 +79,73 @@ def test_a_block_below_the_pool_that_is_told_anew_and_leaves_is_told_to_have_lef
     changes = log.take()
     assert (changes.tier_removed, changes.host_removed) == ([content], [content])
     assert (changes.tier_stored, changes.host_stored) == ([], [])
+
+
+def test_a_block_from_disk_behind_blocks_of_the_host_is_told_with_its_tokens_when_a_request_uses_it():
+    driver = Driver(make_config(num_blocks=8, num_host_blocks=2, caches_on_host=True), max_in_flight=1)
+    mirror = CacheMirror(driver.scheduler)
+    run(driver, 1, PROMPT)
+    run(driver, 2, [49])
+    driver.tell_disk(driver.device.keep_on_disk(100))
+    run(driver, 3, list(range(20, 49)))
+    mirror.check()
+    assert mirror.host == set(HASHES[:2])
+    driver.submit(again := make_request(4, prompt=PROMPT, max_tokens=1))
+    driver.tell()
+    driver.compile_next()
+    mirror.check()
+    assert mirror.blocks[HASHES[2]] is None
+    driver.finish(again)
+    mirror.check()
+    assert driver.usage[4].cached_tokens == 12
+    assert [mirror.blocks[content].token_ids for content in HASHES] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:12]]
+
+
+def test_blocks_that_came_are_told_with_their_tokens_when_a_request_that_was_swapped_out_comes_back_to_them():
+    blocks, log = BlockManager(8, 4, 0.0), CacheLog()
+    blocks.host, blocks.pool.log = HostMemory(8, MoveCounts()), log
+    space, pool = SwapSpace(blocks), blocks.pool
+    sequence = Sequence(make_request(1, prompt=PROMPT), 0, list(PROMPT), PrefixHashes(root_hash(""), 4))
+    blocks.allocate([sequence])
+    blocks.seal(sequence, 0, 3)
+    sequence.num_swapped_tokens = 12
+    space.swap_out([sequence])
+    pool.free(pool.allocate(8))
+    came = pool.allocate(3)
+    blocks.seal_moved(zip(came, HASHES, strict=True))
+    pool.free(came)
+    assert log.take().stored == dict.fromkeys(HASHES)
+    space.swap_in([sequence])
+    assert sequence.block_table[:3] == came
+    assert [each.token_ids for each in log.take().stored.values()] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:12]]
+
+
+def test_a_block_that_came_while_a_request_computed_it_is_told_with_its_tokens():
+    driver = Driver(make_config(), max_in_flight=1)
+    mirror = CacheMirror(driver.scheduler)
+    driver.submit(request := make_request(1, prompt=PROMPT, max_tokens=1))
+    driver.next_plan()
+    blocks = driver.scheduler.batch.blocks
+    (block,) = blocks.pool.allocate(1)
+    blocks.seal_moved([(block, HASHES[0])])
+    blocks.pool.free([block])
+    mirror.check()
+    assert mirror.blocks == {HASHES[0]: None}
+    driver.finish(request)
+    mirror.check()
+    assert None not in mirror.blocks.values()
+
+
+def test_a_block_is_told_behind_its_parent_whatever_was_known_of_both():
+    (parent, child, _), log = HASHES, CacheLog()
+    tokens = {parent: CachedTokens(None, PROMPT[:4]), child: CachedTokens(parent, PROMPT[4:8])}
+    log.restored(parent)
+    log.take()
+    log.read(parent, tokens[parent])
+    log.stored(child, tokens[child])
+    assert [*log.take().stored.items()] == [*tokens.items()]
+    log.cleared()
+    log.restored(child)
+    log.stored(parent, tokens[parent])
+    log.read(child, tokens[child])
+    assert [*log.take().stored.items()] == [*tokens.items()]
