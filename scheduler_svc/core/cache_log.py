@@ -119,8 +119,6 @@ class CacheLog:
             self._in_host.setdefault(content, None)
         if content not in self._stored:
             self._retold.add(content)
-        # Behind its parent, which may have come, or been read, after it.
-        self._stored.pop(content, None)
         self._stored[content] = tokens
 
     def take(self) -> CacheChanges | None:
@@ -131,7 +129,7 @@ class CacheLog:
         changes = CacheChanges(
             self._is_cleared,
             list(self._removed),
-            self._stored,
+            _parents_first(self._stored),
             *_parted(in_tier),
             *_parted(in_host),
         )
@@ -152,3 +150,16 @@ def _parted(changes: dict[BlockHash, bool | None]) -> tuple[list[BlockHash], lis
     """The blocks that are to be told as stored, and those that left."""
     left = [content for content, is_stored in changes.items() if is_stored is False]
     return [content for content in changes if changes[content] is not False], left
+
+
+def _parents_first(stored: dict[BlockHash, CachedTokens | None]) -> dict[BlockHash, CachedTokens | None]:
+    """The same, each behind its parent: that may have come, or become known, after it."""
+    ordered: dict[BlockHash, CachedTokens | None] = {}
+    for content in stored:
+        chain: list[BlockHash] = []
+        place: BlockHash | None = content
+        while place is not None and place in stored and place not in ordered:
+            chain.append(place)
+            place = None if (tokens := stored[place]) is None else tokens.parent
+        ordered.update((each, stored[each]) for each in reversed(chain))
+    return ordered

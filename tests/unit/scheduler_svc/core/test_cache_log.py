@@ -146,6 +146,6 @@ def test_a_block_is_told_behind_its_parent_whatever_was_known_of_both():
     assert [*log.take().stored.items()] == [*tokens.items()]
     log.cleared()
     log.restored(child)
-    log.stored(parent, tokens[parent])
     log.read(child, tokens[child])
+    log.stored(parent, tokens[parent])
     assert [*log.take().stored.items()] == [*tokens.items()]
