@@ -40,6 +40,10 @@ def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
             report(AssertionError("watchers are told of other tokens than blocks hold"))
         if changes.stored.keys() - changed:
             report(AssertionError("watchers are told of blocks again that are as they were"))
+        places = {content: place for place, content in enumerate(changes.stored)}
+        parents = [(content, each.parent) for content, each in changes.stored.items() if each is not None]
+        if any(parent is not None and places.get(parent, -1) > places[content] for content, parent in parents):
+            report(AssertionError("watchers are told of a block before its parent"))
         changed.clear()
         on_disk.difference_update(changes.tier_removed)
         on_disk.update(changes.tier_stored)
