@@ -358,13 +358,13 @@ class CheckedScheduler(Scheduler):
             self._report(AssertionError(f"{name} is first, and gets {chunks.get(row, 0)} of {left} tokens of a step"))
 
     def _check_stop(self) -> None:
-        """Who is next and does not enter finds no room."""
+        """Who is next and does not enter finds no room, or waits for blocks that it asked for with this step."""
         if (stopped := self.stopped) is None or stopped.why not in (Obstacle.ROWS, Obstacle.BLOCKS):
             return
         group = None if stopped.key is None else self.group(stopped.key)
         if group is None or group.request.is_offer or group.request.key not in self.waiting:
             return
-        if self._make_room_by((), group):
+        if group.request.key not in self.preparations._need_of and self._make_room_by((), group):
             self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
 
     def _check_shares(self, plan: StepPlan, first: SequenceGroup | None) -> None:
