@@ -21,6 +21,7 @@ from quire.rpc.server import ConnectionLimits, RpcServer
 from tests.support.grpc_types import channelz_stub, health_stub
 from tests.support.ports import free_port
 from tests.support.processes import until_true
+from tests.support.scheduler_process import until
 
 SERVICE = "quire.test.Echo"
 SHORT_CONNECTIONS = ConnectionLimits(max_age_s=0.5)
@@ -207,6 +208,12 @@ async def test_it_shows_what_the_connections_of_the_server_have_done() -> None:
     for _ in range(3):
         assert await health_of(server.address, "") == NOT_SERVING
     async with open_channel(server.admin.address) as channel:
-        servers = (await channelz_stub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=30)).server
-    assert sum(each.data.calls_succeeded for each in servers) >= 3
+        stub = channelz_stub(channel)
+
+        async def has_counted() -> bool:
+            """gRPC counts a call when it is over at the server, which may be after its answer has come."""
+            servers = (await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=30)).server
+            return sum(each.data.calls_succeeded for each in servers) >= 3
+
+        await until(has_counted)
     await server.stop(0)
