@@ -142,6 +142,7 @@ class CheckedScheduler(Scheduler):
     def _make_pools(self) -> None:
         super()._make_pools()
         requeue, victims, take_slot = self._placement.requeue, self._room.victims, self.batch.adapters.take
+        fits = self._room.fits
         grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
         self._had_drafts: dict[tuple[int, int], bool] = {}
         self._decode_s, self._num_sealed = 0.0, np.zeros(self.config.max_num_seqs, np.int64)
@@ -164,6 +165,13 @@ class CheckedScheduler(Scheduler):
             if self.config.policy is PolicyKind.FAIR and (alike := self._that_hold_little(group, candidates)):
                 self._report(AssertionError(f"{group.request.tenant} displaces {alike}, who hold no more"))
             return chosen
+
+        def fits_beside(group: SequenceGroup, to_grow: int) -> bool:
+            does_fit = fits(group, to_grow)
+            # Looked at here, since room may come while no step is planned. An offer needs more than it takes to enter.
+            if not (does_fit or group.request.is_offer) and self._make_room_by((), group):
+                self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
+            return does_fit
 
         def take(adapter: Adapter, kept: set[Adapter]) -> int | None:
             before, owed = self.batch.adapters.num_rows(), {*self.preparations._owed.values()}
@@ -197,7 +205,7 @@ class CheckedScheduler(Scheduler):
 
         self._shares.add_chunk = add
         self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
-        self.batch._growth_of = grow_beside
+        self.batch._growth_of, self._room.fits = grow_beside, fits_beside
 
     def _with_room(self, enter: F, *, comes_back: bool) -> F:
         """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back in,
@@ -325,7 +333,6 @@ class CheckedScheduler(Scheduler):
         plan = super().schedule(now)
         self._observe_fairness()
         self._check()
-        self._check_stop()
         if plan is not None and self.num_preemptions == num_before and not (are_trials or self.trials.are_on):
             self._check_shares(plan, first)
             if prefilling:
@@ -356,16 +363,6 @@ class CheckedScheduler(Scheduler):
         if chunks.get(row, 0) < min(length, max(1, int(left * self.config.max_prefill_share))):
             name = self.batch.sequence(row).request.request_id
             self._report(AssertionError(f"{name} is first, and gets {chunks.get(row, 0)} of {left} tokens of a step"))
-
-    def _check_stop(self) -> None:
-        """Who is next and does not enter finds no room, or waits for blocks that it asked for with this step."""
-        if (stopped := self.stopped) is None or stopped.why not in (Obstacle.ROWS, Obstacle.BLOCKS):
-            return
-        group = None if stopped.key is None else self.group(stopped.key)
-        if group is None or group.request.is_offer or group.request.key not in self.waiting:
-            return
-        if group.request.key not in self.preparations._need_of and self._make_room_by((), group):
-            self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
 
     def _check_shares(self, plan: StepPlan, first: SequenceGroup | None) -> None:
         """In a step that is full, a prompt gets no more than its share where a shorter one behind it gets a part, or
