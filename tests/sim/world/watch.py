@@ -20,6 +20,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
+from quire.compatibility import UNKNOWN_MODEL
 from quire.prefix_hashes import BlockHash
 from quire.rpc.errors import FailedPrecondition
 from quire.rpc.patience import LAST_LOOK_S
@@ -626,19 +627,22 @@ class Watch:
                 yield from (f"{host} has not noticed that {each} is silent" for each in stopped)
 
     def _left(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Requests that wait at a replica that runs no steps while another one does. Where it runs again they are tried
-        there, however soon its worker dies of that."""
+        """Requests that wait at a replica that runs no steps while another one with their model does: only that one can
+        go on from the tokens that they have. Where the first one runs again they are tried there, however soon its
+        worker dies of that."""
         times = {host: each.num_times_ready for host, each in tables.items() if isinstance(each, CheckedRequests)}
         for host, gateway in gateways.items():
             replicas = gateway._generator.replicas
-            ready = [address for address, link in replicas.links.items() if link.is_ready]
-            if not ready or self.running[host].is_stopped:
+            running = {address: link.model for address, link in replicas.links.items() if link.is_ready}
+            if not running or self.running[host].is_stopped:
                 continue
             for each in gateway._ledger:
+                model = each.model if each.num_generated_tokens else UNKNOWN_MODEL
+                ready = [at for at, own in running.items() if own == model or UNKNOWN_MODEL in (own, model)]
                 # Its own clock: here no process runs.
                 is_silent = self.running[host].monotonic() - each._last_token_at > 1
-                is_left = each.replica is not None and each.replica not in ready and is_silent
-                if is_left and not (each.is_over or each.moves or each.awaits_usage):
+                is_left = each.replica is not None and each.replica not in running and is_silent
+                if ready and is_left and not (each.is_over or each.moves or each.awaits_usage):
                     at = f"{each.replica}, ready {times.get(str(each.replica).partition(':')[0])} times"
                     yield f"{each.request.request_id} of {host} waits at {at}, and {ready[0]} runs steps"
 
