@@ -81,8 +81,9 @@ class Room:
         coming: Collection[RequestKey],
         give_way: Callable[[], bool],
     ) -> None:
-        """`promises` has blocks that are kept for groups that wait, and rows are kept for those and the ones that are
-        `coming`. `give_way` frees blocks that are kept for others than groups that run; False where there are none."""
+        """`promises` has blocks that are kept for groups that wait, and rows are kept for those, and for the ones that
+        are `coming` while they are held. `give_way` frees blocks that are kept for others than groups that run; False
+        where there are none."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running
@@ -133,7 +134,8 @@ class Room:
 
     def _missing_rows(self, group: SequenceGroup) -> int:
         """Rows that the group lacks, beside those that are kept for others."""
-        kept = itertools.chain(self._promises, (key for key in self._coming if key != group.request.key))
+        # One that is coming and not held has its turn behind this group: to keep its rows would hold up both for good.
+        kept = itertools.chain(self._promises, filter(self._waiting.is_held, self._coming))
         num_promised = sum(len(self._waiting.get(key).unfinished) for key in kept)
         return len(group.unfinished) - (self._batch.rows.num_free - num_promised)
 

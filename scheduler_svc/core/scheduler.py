@@ -146,6 +146,8 @@ class Scheduler:
             config,
         )
         self._pace = Pace()
+        # The request for whose blocks there was no room last, and what was given back by then.
+        self._no_room: tuple[RequestKey, int] | None = None
         self.last_step_id = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
@@ -282,21 +284,29 @@ class Scheduler:
     # Pins
 
     def pin(
-        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
+        self,
+        tenant: str,
+        token_ids: list[int],
+        now: float,
+        time_to_live: float,
+        adapter: Adapter | None = None,
+        *,
+        accepted_before: bool = False,
     ) -> Pin:
         """Keeps the whole blocks of a prefix from being evicted: all of them for half of the time (seconds), and then
         fewer and fewer.
 
         The pin holds its blocks at once if all are cached. Otherwise a request of PIN_CLIENT computes them; the
-        events of that client report its end or failure. Pinning a prefix again starts its time anew. Raises a
-        RefusedError and changes nothing.
+        events of that client report its end or failure. The queue's bounds do not hold for a pin that was accepted
+        before. Pinning a prefix again starts its time anew. Raises a RefusedError and changes nothing.
         """
         num_before, pool = len(self.pins), self.batch.blocks.pool
         pin = self.pins.add(tenant, adapter, token_ids, now + time_to_live, time_to_live, pool)
         if not pin.is_held and self.group(pin.key) is None and not self.pins.hold(pin, pool):
             try:
                 # One that is renewed has its quota already, and may not lose it.
-                self.submit(replace(pin.request(), accepted_before=len(self.pins) == num_before), now)
+                accepted_before |= len(self.pins) == num_before
+                self.submit(replace(pin.request(), accepted_before=accepted_before), now)
             except RefusedError:
                 self.pins.remove(pin, pool)
                 raise
@@ -413,7 +423,8 @@ class Scheduler:
         takes the room again. None where there is nothing to fetch or no room; the other request that fetches the blocks
         already, where there is one."""
         group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
-        if group is None or self.trials.are_on:
+        if group is None or self.trials.are_on or self._no_room == (key, blocks.pool.num_releases):
+            # Each step asks again for the one that is next, and has not the time to look at all of its blocks.
             return None
         if group.source is None:
             return self._make_room_from_tier(group) if len(self.tier) else None
@@ -421,6 +432,7 @@ class Scheduler:
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
         if hashes and not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=self._room.is_empty):
+            self._no_room = key, blocks.pool.num_releases
             return None
         group.source = None
         return self._arriving(source, cached if hashes else [], hashes)
@@ -433,6 +445,7 @@ class Scheduler:
         if (others := self.preparations.fetching(hashes[0])) is not None:
             return others
         if not self._room.fits(group, self._room.to_grow()):
+            self._no_room = group.request.key, blocks.pool.num_releases
             return None
         return self._arriving(None, cached, hashes)
 
@@ -874,5 +887,6 @@ class Scheduler:
             self.abort(failure.key)
         for pin in pins:
             with suppress(RefusedError):
-                self.pin(pin.tenant, pin.token_ids, now, pin.expires_at - now, pin.adapter)
+                time_left = pin.expires_at - now
+                self.pin(pin.tenant, pin.token_ids, now, time_left, pin.adapter, accepted_before=True)
         return failures

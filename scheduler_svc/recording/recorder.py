@@ -229,7 +229,14 @@ class _RecordedScheduler(Scheduler):
         )
 
     def pin(
-        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
+        self,
+        tenant: str,
+        token_ids: list[int],
+        now: float,
+        time_to_live: float,
+        adapter: Adapter | None = None,
+        *,
+        accepted_before: bool = False,
     ) -> Pin:
         hider = self._hider
         if self._restored is not None and self._restored.hashes and not self._is_told:
@@ -237,8 +244,9 @@ class _RecordedScheduler(Scheduler):
             _ObservedHashes(cache_root(tenant, adapter), self.config.block_size, self._restored).first(
                 num_blocks, token_ids
             )
+        pin = partial(super().pin, tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
         return self._tell(
-            lambda: super(_RecordedScheduler, self).pin(tenant, token_ids, now, time_to_live, adapter),
+            pin,
             lambda _: messages.pin_message(tenant, token_ids, now, time_to_live, adapter, hider),
         )
 

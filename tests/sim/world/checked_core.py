@@ -222,8 +222,8 @@ class CheckedScheduler(Scheduler):
             ):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             done = enter(group, now)
-            coming = {*self.promises, *self.coming} - {group.request.key}
-            if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in coming):
+            kept = {*self.promises, *filter(self.waiting.is_held, self.coming)} - {group.request.key}
+            if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in kept):
                 self._report(AssertionError(f"{group.request.request_id} takes a row that is kept for another one"))
             left = batch.blocks.pool.num_free - (batch.blocks_for_decodes() if comes_back else 0)
             if left < (0 if alone else max(reserve, batch.blocks._watermark_blocks)):
@@ -298,7 +298,7 @@ class CheckedScheduler(Scheduler):
         """Whether the group may enter beside others when these have left."""
         blocks, pool = self.batch.blocks, self.batch.blocks.pool
         sequences = [each for other in leaving for each in other.unfinished]
-        others = {*self.promises, *self._room._coming} - {group.request.key}
+        others = {*self.promises, *filter(self.waiting.is_held, self._room._coming)} - {group.request.key}
         kept = sum(len(self.waiting.get(key).unfinished) for key in others)
         if len(group.unfinished) + kept > self.batch.rows.num_free + len(sequences):
             return False
@@ -719,10 +719,17 @@ class CheckedScheduler(Scheduler):
             self._fairness.leaves(group)
 
     def pin(
-        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
+        self,
+        tenant: str,
+        token_ids: list[int],
+        now: float,
+        time_to_live: float,
+        adapter: Adapter | None = None,
+        *,
+        accepted_before: bool = False,
     ) -> Pin:
         try:
-            made = super().pin(tenant, token_ids, now, time_to_live, adapter)
+            made = super().pin(tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
         except PinQuotaError:
             if not self._exceeds_quota(tenant, token_ids, adapter):
                 self._report(AssertionError(f"{tenant} may not pin blocks that there is room for"))

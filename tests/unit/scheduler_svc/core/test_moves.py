@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Leases, Tier
 from scheduler_svc.core.preparation import Preparation
@@ -387,6 +387,52 @@ def test_nobody_is_displaced_for_rows_that_are_kept_for_an_offer(others: list[in
     driver.plan()
     assert wide.key in driver.scheduler.running
     assert driver.scheduler.num_preemptions == 1
+
+
+@pytest.mark.parametrize("blocks_first", [False, True])
+def test_rows_that_are_kept_for_a_request_that_comes_do_not_hold_up_those_that_go_before(blocks_first: bool) -> None:
+    driver = Driver(make_config(policy=PolicyKind.PRIORITY, max_num_seqs=2))
+    wide = make_request(2, num_sequences=2, priority=1)
+    driver.submit(offer(asked := moved(1)))
+    driver.plan()
+    assert asked.key in driver.scheduler.promises
+    if not blocks_first:
+        driver.submit(wide)
+    driver.submit(replace(moved(4), replaces=asked.key.handle))
+    (preparation,) = told(driver)
+    if blocks_first:
+        driver.submit(wide)
+    driver.run_what_can()
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.run_what_can()
+    assert driver.finished == {2, 4}
+
+
+def test_a_request_without_room_is_not_looked_at_block_by_block_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(make_config(num_blocks=30, max_num_seqs=4))
+    running(driver, make_request(1, prompt_len=61, max_tokens=40))
+    request = make_request(2, prompt_len=81, max_tokens=2)
+    hashes = PrefixHashes(request.cache_root, 4).first(20, list(request.prompt))
+    driver.scheduler.tier_changed(range(20), hashes)
+    num_looked_up = 0
+    contains = Tier.__contains__
+
+    def count(tier: Tier, content: object) -> bool:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        assert isinstance(content, bytes)
+        return contains(tier, BlockHash(content))
+
+    monkeypatch.setattr(Tier, "__contains__", count)
+    driver.submit(request)
+    driver.run_steps(10)
+    assert request.key in driver.scheduler.waiting
+    assert 20 <= num_looked_up < 60
+    driver.scheduler.abort(make_request(1).key)
+    driver.run_steps(2)
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    assert preparation.arriving.hashes == tuple(hashes)
 
 
 def test_a_promise_is_broken_before_a_request_is_preempted_and_made_again() -> None:

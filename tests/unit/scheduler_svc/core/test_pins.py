@@ -186,3 +186,17 @@ def test_a_pin_that_is_computed_late_holds_what_its_time_leaves() -> None:
     driver.run_what_can()
     # A half of it, as it is over three quarters of its time.
     assert (len(made.blocks), driver.scheduler.pins.num_pinned) == (4, 4)
+
+
+def test_pins_come_with_their_requests_to_another_pool_though_the_queue_is_full() -> None:
+    driver = Driver(make_config(max_waiting_requests=2))
+    pin = driver.scheduler.pin("", list(range(8)), 0.0, 1000.0)
+    driver.run_until_idle()
+    assert pin.is_held
+    for handle in (1, 2, 3):
+        driver.submit(make_request(handle, max_tokens=20))
+        driver.run_steps(1)
+    driver.crash(config=make_config(num_blocks=63, max_waiting_requests=2))
+    assert len(driver.scheduler.pins) == 1
+    driver.run_until_idle()
+    assert driver.scheduler.pins.num_pinned == 2
