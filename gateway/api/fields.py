@@ -20,6 +20,7 @@ PartType = TypeVar("PartType", bound=Part)
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 """vLLM's `cache_salt`."""
 _MESSAGE = re.compile(r"messages\[(\d+)\].*")
+_TOOL = re.compile(r"tools\[(\d+)\](.*)")
 _GROUP = re.compile(r"^(sampling|stopping|output)\.")
 _ASSISTANT, _SYSTEM = "assistant", "system"
 TOOL_CHOICES = {
@@ -78,6 +79,15 @@ async def parse(
 def without_group(field: str) -> str:
     """The name of a field of the validator without the message that has it: "top_p" for "sampling.top_p"."""
     return _GROUP.sub("", field)
+
+
+def with_place_of_tool(field: str, places: Sequence[str]) -> str:
+    """A field of the validator whose tool is named by its place in the body. `places` are those of the prompt's tools,
+    of which a body may have more, since some are left out."""
+    match = _TOOL.fullmatch(field)
+    if match is None or int(match[1]) >= len(places):
+        return field
+    return f"{places[int(match[1])]}{match[2]}"
 
 
 def schema_text(schema: Mapping[str, Any] | None) -> str | None:

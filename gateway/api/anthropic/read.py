@@ -4,7 +4,7 @@ A message of the user may have results of tools besides its text; in a chat each
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
@@ -24,6 +24,7 @@ from gateway.api.fields import (
     parse,
     schema_text,
     tag_of,
+    with_place_of_tool,
     without_group,
 )
 from gateway.request.violations import Violations, shortened
@@ -285,6 +286,13 @@ def _check(violations: Violations, body: TokensBody) -> None:
             role = _ROLES.get(type(block), message.role)
             if message.role != role:
                 _add_misplaced(violations, position, number, block, role)
+    if body.messages and (last := body.messages[-1]).role == "assistant":
+        for number, block in enumerate(last.content):
+            if isinstance(block, ToolUseBlock):
+                path = f"messages[{len(body.messages) - 1}].content[{number}].type"
+                problem = "in the last message, which the answer would continue; send the result of the call after it"
+                violations.add(path, f'is "tool_use" {problem}')
+                break
     known = set[str]()
     for position, tool in enumerate(body.tools or ()):
         if violations.are_enough:
@@ -294,7 +302,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
                 shown = f'is "{shortened(tool.name)}", as that of a tool before it; names must be unique'
                 violations.add(f"tools[{position}].name", shown)
             known.add(tool.name)
-    choice, names = body.tool_choice, [tool.name for tool in _shown_tools(body)]
+    choice, names = body.tool_choice, [tool.name for tool in _shown_tools(body).values()]
     if choice is None:
         return
     if choice.type in ("any", "tool") and not names:
@@ -304,23 +312,32 @@ def _check(violations: Violations, body: TokensBody) -> None:
         violations.add("tool_choice.name", shown)
 
 
-def _shown_tools(body: TokensBody) -> list[ToolDefinition]:
-    """The tools that the model sees: a chat template has one list of them, so it is that of the conversation's end."""
-    known = {tool.name: tool for tool in body.tools or () if isinstance(tool, ToolDefinition)}
-    shown = {name: True for name, tool in known.items() if not tool.defer_loading}
-    for block in (block for message in body.messages for block in message.content):
+def _blocks_of(body: TokensBody) -> Iterator[tuple[str, Block]]:
+    """All blocks, each with its place in the body."""
+    for position, message in enumerate(body.messages):
+        for number, block in enumerate(message.content):
+            yield f"messages[{position}].content[{number}]", block
+
+
+def _shown_tools(body: TokensBody) -> dict[str, ToolDefinition]:
+    """The tools that the model sees, by their places in the body: a chat template has one list of them, so it is that
+    of the conversation's end."""
+    tools = enumerate(body.tools or ())
+    known = {tool.name: (f"tools[{place}]", tool) for place, tool in tools if isinstance(tool, ToolDefinition)}
+    shown = {name: True for name, (_, tool) in known.items() if not tool.defer_loading}
+    for place, block in _blocks_of(body):
         match block:
             case ToolResultBlock(content=list(parts)):
                 shown |= {part.tool_name: True for part in parts if isinstance(part, ToolReferenceBlock)}
             case ToolAdditionBlock(tool=ToolName(name=name)):
                 shown[name] = True
             case ToolAdditionBlock(tool=NewTool(definition=ToolDefinition() as tool)):
-                known[tool.name], shown[tool.name] = tool, True
+                known[tool.name], shown[tool.name] = (f"{place}.tool.definition", tool), True
             case ToolRemovalBlock():
                 shown[block.tool.name] = False
             case _:
                 """It changes no tools."""
-    return [tool for name, tool in known.items() if shown.get(name)]
+    return {place: tool for name, (place, tool) in known.items() if shown.get(name)}
 
 
 def _add_misplaced(violations: Violations, position: int, number: int, block: Part, role: str) -> None:
@@ -365,7 +382,10 @@ def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think:
     choice = body.tool_choice
     return ChatPrompt(
         conversation.prompt,
-        tools=[make_tool(each.name, each.description, each.input_schema, each.strict) for each in _shown_tools(body)],
+        tools=[
+            make_tool(each.name, each.description, each.input_schema, each.strict)
+            for each in _shown_tools(body).values()
+        ],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         response_format=_constraint(body.output_config),
@@ -398,12 +418,13 @@ def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> Reques
     )
 
 
-def param_name(conversation: Conversation, field: str) -> str:
+def param_name(body: TokensBody, conversation: Conversation, field: str) -> str:
     """The name in the body of a field of the validator."""
     if (path := conversation.path_of(field)) is not None:
         return path
     if (match := _TOOL_FIELD.fullmatch(field)) is not None:
-        return f"{match[1]}.input_schema{match[2]}"
+        field = f"{match[1]}.input_schema{match[2]}"
+    field = with_place_of_tool(field, [*_shown_tools(body)])
     if (match := _STOP.fullmatch(field)) is not None:
         return f"stop_sequences{match[1] or ''}"
     if field.startswith(("response_format", "sampling.constraint")):

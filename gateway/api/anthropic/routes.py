@@ -97,7 +97,7 @@ class MessageCall:
         return FrontEnd(_API, self.id, 0, self._model, fields, {}).to_bytes()
 
     def param_name(self, position: int, field: str) -> str:
-        return param_name(self._conversation, field)
+        return param_name(self._body, self._conversation, field)
 
     async def keep(self) -> None:
         """No answer of this API is stored."""
@@ -126,7 +126,7 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         conversation = conversation_of(body)
         is_told = _is_told_to_think(generator, body_limits.rule, body)
         prompt = prompt_of(body, conversation, is_told_to_think=is_told)
-        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
+        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, body, conversation))
         return JSONResponse({"input_tokens": count})
 
     return [

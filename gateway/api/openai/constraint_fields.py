@@ -17,7 +17,7 @@ from gateway.api.fields import schema_text
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
-from quire.constraints.program import schema_options
+from quire.constraints.program import MAX_TAGS, schema_options
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 JsonSchema = dict[str, Any]
@@ -219,6 +219,10 @@ def _check_format(violations: Violations, path: str, format: ResponseFormat, *, 
     if format.type == "structural_tag":
         if not format.structures:
             violations.add(f"{path}.structures", "is missing or empty")
+        # Each structure is compared with each trigger.
+        lists = {"structures": format.structures or (), "triggers": format.triggers or ()}
+        if not all(violations.check_count(f"{path}.{name}", each, MAX_TAGS) for name, each in lists.items()):
+            return
         for position, structure in enumerate(format.structures or ()):
             if not any(each and structure.begin.startswith(each) for each in format.triggers or ()):
                 description = f'is "{shortened(structure.begin)}"; it must begin with one of the triggers'

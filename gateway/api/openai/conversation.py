@@ -163,6 +163,11 @@ def left_out_tools(body: ConversationFields) -> dict[str, str]:
     return {f"tools[{place}].type": tool.type for place, tool in enumerate(tools) if tool.is_left_out}
 
 
+def kept_tools(body: ConversationFields) -> list[str]:
+    """The paths of the functions, or custom tools, that the model sees."""
+    return [f"tools[{place}].{tool.type}" for place, tool in enumerate(body.tools or ()) if not tool.is_left_out]
+
+
 def custom_tools(body: ConversationFields) -> list[CustomDefinition]:
     return [tool.custom for tool in body.tools or () if tool.type == "custom" and tool.custom is not None]
 

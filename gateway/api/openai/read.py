@@ -11,12 +11,13 @@ from starlette.requests import Request
 
 from gateway.api.body import BodyLimits, read_body, validated
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import LongList, parse, without_group
+from gateway.api.fields import LongList, parse, with_place_of_tool, without_group
 from gateway.api.openai.constraint_fields import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,
     chat_message,
+    kept_tools,
     left_out_tools,
     template_options,
     tool_choice_of,
@@ -55,10 +56,8 @@ _DEFAULT_RETENTION, _RETENTION = "5m", re.compile(r"([1-9][0-9]{0,6})([smh])")
 _UNIT_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
 # Fields with the same name and meaning in bodies and in the contract.
 _SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
-# Fields of tools and of earlier calls. In OpenAI's bodies they are nested one level deeper.
-_FIELD_OF_FUNCTION = re.compile(
-    r"(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(name|description|parameters|strict|arguments)"
-)
+# Fields of earlier calls. In OpenAI's bodies they are nested one level deeper.
+_FIELD_OF_FUNCTION = re.compile(r"(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)")
 _ARGUMENTS = "template_options.arguments."
 _RENAMED = {
     "template_options.arguments": "chat_template_kwargs",
@@ -152,6 +151,8 @@ def is_echo_alone(body: CompletionBody) -> bool:
 def param_name(body: GenerationBody, field: str) -> str:
     """The name that a field of the validator has in the body."""
     name = without_group(field)
+    if isinstance(body, ChatBody):
+        name = with_place_of_tool(name, kept_tools(body))
     head, bracket, rest = name.partition("[")
     if isinstance(body, ChatBody):
         if head == "logprobs":

@@ -299,6 +299,9 @@ class ChatShaper:
                 deltas, logprobs, finish = [*self._rests(index), {}], None, self._finish(event)
         usage = self._usage_so_far.after(event)
         ids = token_ids(self._body, event.token_ids) if isinstance(event, Chunk) else {}
+        if not deltas and (logprobs or ids):
+            # Nothing of the tokens is shown, such as reasoning that is left out.
+            deltas = [{}]
         of_prompt = {} if self._started else self._of_prompt()
         for delta in deltas:
             choice = {"index": index, "delta": self._role(index) | delta, "logprobs": logprobs}
@@ -430,8 +433,8 @@ class CompletionShaper:
     def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         for position, (sequences, _) in enumerate(results):
             for sequence in sequences:
-                choice = self._choice(position, self._shown(as_chunk(sequence)))
-                ids = token_ids(self._body, sequence.token_ids)
+                shown = self._shown(as_chunk(sequence))
+                choice, ids = self._choice(position, shown), token_ids(self._body, shown.token_ids)
                 yield choice | self._finish(position, sequence.finished) | ids | self._of_prompt(position)
 
     def _of_prompt(self, position: int) -> dict[str, Any]:

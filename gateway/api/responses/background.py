@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.api.answers import OPENAI, as_json
+from gateway.api.answers import OPENAI, as_json, error_answer
 from gateway.api.durable_streams import EventId, EventWriter
 from gateway.api.responses.background_store import (
     CANCELLED,
@@ -31,7 +31,7 @@ from gateway.api.responses.background_store import (
     no_background,
 )
 from gateway.api.responses.calls import ResponseCall
-from gateway.api.responses.write import ResponseShaper, output_so_far
+from gateway.api.responses.write import ResponseShaper, error_event, output_so_far
 from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.replicas.events import Chunk, Completed, Event, TokenRun
@@ -149,7 +149,8 @@ class BackgroundResponses:
     async def events(
         self, tenant: str, response_id: str, after: int, field_name: str = "starting_after"
     ) -> AsyncGenerator[bytes, None]:
-        """The events behind the number `after`, until the response ends.
+        """The events behind the number `after`, until the response ends. What goes wrong after the first of them, such
+        as a deletion, is the last event.
 
         Raises:
             NotFound: it is not here.
@@ -160,7 +161,7 @@ class BackgroundResponses:
         if last < after and await self.get(tenant, response_id) is not None:
             description = f'is {after}; the last event of response "{response_id:.80}" so far is number {last}'
             raise invalid_field(field_name, description)
-        news = self._news.setdefault(name, _News())
+        news, had = self._news.setdefault(name, _News()), after
         news.num_readers += 1
         try:
             while True:
@@ -182,6 +183,10 @@ class BackgroundResponses:
                         await changed.wait()
                 except TimeoutError:
                     pass
+        except QuireError as error:
+            if after == had:
+                raise
+            yield _EVENTS.event(error_event(error_answer(error, str), after + 1))
         finally:
             news.num_readers -= 1
             if not news.num_readers:

@@ -113,7 +113,7 @@ class ResponseCall:
         return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
 
     def param_name(self, position: int, field: str) -> str:
-        return param_name(self._conversation, field)
+        return param_name(self._body, self._conversation, field)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ResponseShaper:
         texts = generator.model.tokenizer.token_texts

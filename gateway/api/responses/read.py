@@ -26,6 +26,7 @@ from gateway.api.fields import (
     parse,
     schema_text,
     tag_of,
+    with_place_of_tool,
     without_group,
 )
 from gateway.api.openai.constraint_fields import (
@@ -152,11 +153,11 @@ class ReasoningItem(_Item):
 
 
 class ItemReference(_Item):
-    """An item of a stored response of the same tenant, by its id."""
+    """An item of a stored response of the same tenant, by its id. Its type may be absent or null."""
 
     unread: ClassVar[Unread] = field_rule.NOTHING
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] | None = None
     id: str
 
 
@@ -174,7 +175,8 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 def _item_tag(value: Any) -> str | None:
     """AI SDKs leave the type of references out."""
-    if isinstance(value, dict) and value.keys() == {"id"}:
+    is_untyped = isinstance(value, dict) and value.get("type") is None and value.keys() - {"type"} == {"id"}
+    if is_untyped or isinstance(value, ItemReference):
         return "<item_reference>"
     tag = tag_of(value, "message")
     return "<function_call_output>" if tag == "<custom_tool_call_output>" else tag
@@ -366,7 +368,7 @@ def _check(violations: Violations, body: InputBody) -> None:
         )
     if body.text is not None and body.text.format is not None:
         _check_format(violations, body.text.format)
-    _check_tool_choice(violations, body.tool_choice, [tool.name for tool in _kept_tools(body)])
+    _check_tool_choice(violations, body.tool_choice, [tool.name for tool in _kept_tools(body).values()])
     for position, tool in enumerate(body.tools or ()):
         if isinstance(tool, CustomTool):
             check_custom(violations, f"tools[{position}]", tool, is_forced=_requires_call(body.tool_choice))
@@ -374,8 +376,10 @@ def _check(violations: Violations, body: InputBody) -> None:
         _check_output(violations, body)
 
 
-def _kept_tools(body: InputBody) -> list[FunctionTool | CustomTool]:
-    return [tool for tool in body.tools or () if not isinstance(tool, OtherTool)]
+def _kept_tools(body: InputBody) -> dict[str, FunctionTool | CustomTool]:
+    """The tools that the model sees, by their places in the body."""
+    tools = enumerate(body.tools or ())
+    return {f"tools[{position}]": tool for position, tool in tools if not isinstance(tool, OtherTool)}
 
 
 def _requires_call(choice: str | ToolChoiceObject | None) -> bool:
@@ -530,7 +534,7 @@ def prompt_of(body: InputBody, messages: Sequence[ChatMessage]) -> ChatPrompt:
     """The chat of a checked body with these messages."""
     return ChatPrompt(
         messages,
-        tools=[_tool_of(each) for each in _kept_tools(body)],
+        tools=[_tool_of(each) for each in _kept_tools(body).values()],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=_constraint(body.text),
@@ -545,8 +549,9 @@ def _tool_of(tool: FunctionTool | CustomTool) -> Tool:
     return make_tool(tool.name, tool.description, tool.parameters, tool.strict)
 
 
-def param_name(conversation: Conversation, field: str) -> str:
+def param_name(body: InputBody, conversation: Conversation, field: str) -> str:
     """The name in the body of a field of the validator."""
+    field = with_place_of_tool(field, [*_kept_tools(body)])
     if (path := conversation.path_of(field)) is not None:
         return path
     if field.startswith("response_format"):

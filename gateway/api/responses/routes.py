@@ -7,7 +7,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import HTTP_STATUSES, OPENAI, StreamedResponse
+from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
 from gateway.api.event_shapes import ResponseEvent
@@ -25,7 +25,7 @@ from gateway.api.responses.read import (
     prompt_of,
 )
 from gateway.api.responses.store import ResponseStore
-from gateway.api.responses.write import ResponseHead, cancelled_response
+from gateway.api.responses.write import ResponseHead, cancelled_response, error_event
 from gateway.api.shapes import CancelledResponse, DeletedResponse, InputItems, InputTokens, ResponseObject
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
@@ -33,7 +33,6 @@ from gateway.request.text_service import TextService
 from quire import clock
 from quire.rpc.errors import InvalidArgument, invalid_field
 
-_EVENTS = dataclasses.replace(OPENAI, names_events=True)
 _PATH = "/v1/responses/{response_id}"
 
 
@@ -101,7 +100,7 @@ class _ResponseRoutes:
             if await self._background.get(current_caller().tenant, last.request_id) is not None:
                 return self._events_of(last.request_id, last)
             read_back = partial(ResponseCall.read_back, store=self._store)
-            return resumed(self._generator, last, read_back, self._keep_alive_s, _EVENTS)
+            return resumed(self._generator, last, read_back, self._keep_alive_s, _dialect(last.number))
         body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
         call = ResponseCall(
             body, body.model or self._generator.model.name, self._store, await self._conversation_with(body)
@@ -134,7 +133,8 @@ class _ResponseRoutes:
         """The events of a response in the background behind the number `after`, or behind an event that it has."""
         field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
         read = partial(self._background.events, current_caller().tenant, response_id, number, field)
-        return StreamedResponse(read, lambda: True, self._keep_alive_s, str, {"x-request-id": response_id}, _EVENTS)
+        headers = {"x-request-id": response_id}
+        return StreamedResponse(read, lambda: True, self._keep_alive_s, str, headers, _dialect(number))
 
     async def retrieve(self, request: Request) -> Response:
         """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
@@ -188,8 +188,13 @@ class _ResponseRoutes:
         body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
         conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
-        count = await self._texts.count_tokens(body.model or None, prompt, partial(param_name, conversation))
+        count = await self._texts.count_tokens(body.model or None, prompt, partial(param_name, body, conversation))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _dialect(after: int) -> Dialect:
+    """The dialect of the events behind the number `after`."""
+    return dataclasses.replace(OPENAI, names_events=True, error_event=partial(error_event, number=after + 1))
 
 
 def _json(body: bytes) -> Response:

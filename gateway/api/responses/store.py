@@ -105,7 +105,8 @@ class ResponseStore(ABC):
 
     @abstractmethod
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        """Keeps a response, unless it alone is too large."""
+        """Keeps a response, unless it alone is too large. It replaces one of the same id: each reader of a durable
+        stream that comes to its end keeps it."""
 
     @abstractmethod
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
@@ -196,6 +197,8 @@ class MemoryStore(ResponseStore):
         num_bytes = response.num_bytes
         if num_bytes > self._max_bytes:
             return
+        if self.get(tenant, response_id) is not None:
+            self._drop(tenant, response_id)
         responses = self._tenants.setdefault(tenant, _TenantResponses())
         responses.by_id[response_id] = response, num_bytes
         responses.num_bytes += num_bytes

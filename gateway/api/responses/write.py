@@ -83,6 +83,13 @@ def output_so_far(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
+def error_event(answer: ErrorAnswer, number: int) -> dict[str, Any]:
+    """The event of an error that ends a stream, with its number. It has OpenAI's documented fields, and `error`, for
+    which clients raise."""
+    fields = {"code": answer.code, "message": answer.message, "param": answer.param}
+    return {"type": "error", "sequence_number": number} | fields | {"error": OPENAI.error(answer)["error"]}
+
+
 def answer_message(blocks: Iterable[Block]) -> ChatMessage:
     """An answer as the message that later ones follow."""
     parts: dict[BlockKind, list[str]] = {kind: [] for kind in BlockKind}
@@ -170,11 +177,9 @@ class ResponseShaper:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
-        """The event of an error that ends the stream. It has OpenAI's documented fields, and `error`, for which clients
-        raise."""
-        error = OPENAI.error(answer)["error"]
-        fields = {"code": answer.code, "message": answer.message, "param": answer.param, "error": error}
-        return self._event("error", **fields)
+        """The event of an error that ends the stream."""
+        self._num_events += 1
+        return error_event(answer, self._num_events - 1)
 
     def _event(self, type: str, **fields: Any) -> dict[str, Any]:
         self._num_events += 1

@@ -141,6 +141,43 @@ async def test_a_cancelled_response_keeps_what_it_had_said(tmp_path, model):
         await wait_nothing_in_use(two.scheduler)
 
 
+@pytest.mark.parametrize("had", ["nothing new", "all so far"])
+async def test_a_deletion_is_the_last_event_of_those_who_read(alone, had):
+    rig, client = alone
+    rig.scheduler.emits.clear()
+    begun = await client.responses.create(model="quire-tiny", input="hello", background=True)
+    path = f"/v1/responses/{begun.id}"
+
+    async def is_told() -> bool:
+        return (await client.responses.retrieve(begun.id)).status == "queued"
+
+    await until(is_told)
+    after = {"starting_after": "1"} if had == "nothing new" else {}
+    async with rig.http.stream("GET", path, params={"stream": "true"} | after) as answer:
+        await rig.http.delete(path)
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert not lines[-1].startswith("data: [")
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert (last["type"], last["sequence_number"], last["code"]) == ("error", 2, "response_not_found")
+    assert last["error"]["code"] == last["code"]
+
+
+async def test_a_reader_of_a_durable_stream_is_told_of_its_cancellation(alone):
+    rig, _ = alone
+    rig.scheduler.emits.clear()
+    body = {"input": "hello", "stream": True, "durable": True}
+    making = asyncio.create_task(rig.http.post("/v1/responses", json=body))
+    await rig.scheduler.until(lambda: rig.scheduler.submits)
+    response_id = rig.scheduler.submits[-1].request_id
+    headers = {"last-event-id": f"{response_id}:1"}
+    async with rig.http.stream("POST", "/v1/responses", headers=headers) as answer:
+        await rig.http.post(f"/v1/requests/{response_id}/cancel")
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert (last["type"], last["sequence_number"], last["code"]) == ("error", 2, "cancelled_by_id")
+    await making
+
+
 async def test_events_tell_all_of_the_output(clients):
     made = await clients[0].responses.create(model="model", input="hello", background=True, stream=True, tools=TOOLS)
     events = [event.to_dict() async for event in made]

@@ -136,9 +136,14 @@ async def test_an_item_of_a_kept_response_stands_for_itself_in_the_next_turn(cli
     question = {"role": "user", "content": "and then?"}
     counts = [
         (await client.responses.input_tokens.count(input=[{"role": "user", "content": "hello"}, item, question]))
-        for item in (first.output[0].model_dump(), {"type": "item_reference", "id": first.output[0].id})
+        for item in (
+            first.output[0].model_dump(),
+            {"type": "item_reference", "id": first.output[0].id},
+            {"id": first.output[0].id},
+            {"id": first.output[0].id, "type": None},
+        )
     ]
-    assert counts[0] == counts[1]
+    assert all(each == counts[0] for each in counts)
     with pytest.raises(BadRequestError, match="--response-store") as raised:
         await client.responses.create(input=[{"type": "item_reference", "id": first.output[0].id + "9"}, question])
     assert (raised.value.param, raised.value.code) == ("input[0].id", "response_not_found")

@@ -165,6 +165,26 @@ async def test_reasoning_has_both_names_its_share_of_the_usage_and_may_be_left_o
     assert "reasoning_content" not in hidden.message.model_dump()
 
 
+CUSTOM: Any = {"type": "custom", "custom": {"name": "shell", "description": "Runs it."}}
+CUSTOM_CALL = '<tool_call>\n{"name": "shell", "arguments": {"input": "ls"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [("<think>\nHm.\n</think>\n\nYes.", {"tools": []}), (CUSTOM_CALL, {"tools": [CUSTOM]})],
+    ids=["hidden reasoning", "a custom tool"],
+)
+async def test_a_stream_tells_of_tokens_of_which_it_shows_no_text(rig, openai, said, fields):
+    rig.says(said)
+    more = {"include_reasoning": False, "return_token_ids": True}
+    (whole,) = (await chat(openai, **fields, logprobs=True, extra_body=more)).choices
+    stream = await chat(openai, **fields, logprobs=True, extra_body=more, stream=True)
+    choices = [choice async for chunk in stream for choice in chunk.choices]
+    assert [token_id for each in choices for token_id in getattr(each, "token_ids", [])] == whole.token_ids
+    entries = [entry for each in choices if each.logprobs for entry in each.logprobs.content]
+    assert [entry.token for entry in entries] == [entry.token for entry in whole.logprobs.content]
+
+
 async def test_an_echo_begins_with_the_last_message(rig, openai):
     rig.says("you")
     messages = [*USER, {"role": "assistant", "content": "how are "}]
@@ -196,8 +216,23 @@ LONG_ID = "x" * 129
          "input[0]"),
         ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [
          {"type": "tool_result", "tool_use_id": "x"}]}]}, "messages[0]"),
+        # Tools that are left out count.
+        ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "web_search"}, {"type": "function",
+         "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[1].function.parameters.type"),
+        ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "f f"}}]},
+         "tools[0].custom.name"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}, {"type": "function", "name": "f",
+         "parameters": {"type": "array"}}]}, "tools[1].parameters.type"),
+        ("/v1/messages", {"max_tokens": 9, "messages": USER, "tools": [{"type": "web_search_1", "name": "w"},
+         {"name": "f", "input_schema": {"type": "array"}}]}, "tools[1].input_schema.type"),
+        ("/v1/messages", {"max_tokens": 9, "messages": [*USER, {"role": "system", "content": [{"type": "tool_addition",
+         "tool": {"type": "tool_definition", "definition": {"name": "f", "input_schema": {"type": "array"}}}}]}]},
+         "messages[1].content[0].tool.definition.input_schema.type"),
+        ("/v1/messages", {"max_tokens": 9, "messages": [*USER, {"role": "assistant", "content": [
+         {"type": "text", "text": "a"}, {"type": "tool_use", "id": "x", "name": "f", "input": {}}]}]},
+         'messages[1].content[1].type is "tool_use" in the last message'),
         ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "assistant", "content": [
-         {"type": "tool_use", "id": LONG_ID, "name": "f", "input": {}}]}]}, "the max is 128"),
+         {"type": "tool_use", "id": LONG_ID, "name": "f", "input": {}}]}, *USER]}, "the max is 128"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_named_as_the_client_wrote_it(rig, path, body, field):

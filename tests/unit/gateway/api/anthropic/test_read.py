@@ -55,7 +55,7 @@ async def test_blocks_are_a_conversation():
         ChatMessage("tool", "", tool_call_id="t2"),
         ChatMessage("user", "And?"),
     ]
-    paths = [param_name(conversation, f"messages[{position}].content") for position in range(6)]
+    paths = [param_name(body, conversation, f"messages[{position}].content") for position in range(6)]
     assert paths == ["system", "messages[0]", "messages[2]", "messages[3]", "messages[3]", "messages[3]"]
 
 
@@ -174,7 +174,7 @@ async def test_names_of_the_validator_are_those_of_the_body():
         "tool_choice.mode": "tool_choice.type",
         "messages": "messages",
     }
-    assert {field: param_name(conversation, field) for field in names} == names
+    assert {field: param_name(body, conversation, field) for field in names} == names
 
 
 async def test_hints_are_accepted():

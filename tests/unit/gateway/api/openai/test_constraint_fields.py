@@ -108,6 +108,9 @@ def test_text_is_no_constraint():
         ({"guided_choice": "a"}, "guided_choice"),
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
         ({"structural_tag": 7}, "structural_tag"),
+        # Compared with each other, these would take minutes.
+        ({"structural_tag": json.dumps(TAGS | {"structures": TAGS["structures"] * 257})}, "structural_tag.structures"),
+        ({"structural_tag": json.dumps(TAGS | {"triggers": ["<"] * 257})}, "structural_tag.triggers"),
     ],
 )
 def test_what_is_wrong_is_named(fields, path):

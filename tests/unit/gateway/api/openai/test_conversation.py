@@ -79,9 +79,10 @@ def test_what_the_template_gets():
 
 
 def test_errors_name_the_fields_as_they_came():
-    body = parse(ChatBody, {"messages": HELLO})
+    function = {"type": "function", "function": {"name": "f"}}
+    body = parse(ChatBody, {"messages": HELLO, "tools": [function, function, {"type": "web_search"}, function]})
     for field, name in {
-        "tools[3].parameters": "tools[3].function.parameters",
+        "tools[2].parameters": "tools[3].function.parameters",
         "tools[0].name": "tools[0].function.name",
         "tools": "tools",
         "messages[2].tool_calls[1].arguments": "messages[2].tool_calls[1].function.arguments",

@@ -61,8 +61,8 @@ async def test_items_are_a_conversation():
         ChatMessage("assistant", "Here.", reasoning="so"),
         ChatMessage("user", "Thanks."),
     ]
-    assert param_name(conversation, "messages[3].content") == "input[5]"
-    assert param_name(conversation, "messages") == "input"
+    assert param_name(body, conversation, "messages[3].content") == "input[5]"
+    assert param_name(body, conversation, "messages") == "input"
 
 
 async def test_parameters_become_those_of_the_contract():

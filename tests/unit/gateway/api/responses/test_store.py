@@ -71,6 +71,18 @@ def test_one_that_is_too_large_displaces_nothing(store_of):
     assert store.get("one", "b") is None
 
 
+def test_one_that_is_kept_again_counts_once(store_of):
+    store = store_of(2)
+    store.add("one", "a", RESPONSE)
+    for _ in range(3):
+        # Each reader of a durable stream that comes to its end keeps it.
+        store.add("one", "b", RESPONSE)
+    assert store.get("one", "a")
+    store.remove("one", "b")
+    store.add("one", "c", RESPONSE)
+    assert store.get("one", "a")
+
+
 @pytest.mark.parametrize("name", [each.name for each in fields(ChatMessage) if each.name != "tool_calls"])
 def test_every_field_of_a_message_counts(name):
     values: dict[str, Any] = {"role": "user", "content": "", name: LONG}
