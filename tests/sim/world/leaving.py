@@ -33,10 +33,11 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
             times[_NEWEST] = times[block] = times.get(_NEWEST, 0) + 1
 
     def free(pool: BlockPool, *tables: Sequence[BlockId]) -> None:
-        # Host memory frees what a step loads for several requests as one table.
-        for table in tables if pool.log is not None else ():
+        for table in tables:
             later = set[BlockHash]()
-            for name in filter(None, reversed(pool.hashes_of(table))):
+            # Host memory frees what a step loads as one table, with a block for each sequence that it is loaded for.
+            # Its last reference is that of the first sequence.
+            for name in filter(None, reversed(pool.hashes_of([*dict.fromkeys(table)]))):
                 if parent_of(name) in later:
                     fail(AssertionError("the beginning of a prefix is to make way before its end"))
                 later.add(name)
