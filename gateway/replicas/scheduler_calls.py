@@ -182,8 +182,19 @@ class SchedulerCalls:
         await self._all("Sleep", scheduler_pb2.SleepRequest(discard_weights=discard_weights), _SLEEP_TIMEOUT_S)
 
     async def wake_up(self) -> None:
-        """Ends the sleep of every connected replica. Raises QuireError if one of them is not back in time."""
-        await self._all("WakeUp", scheduler_pb2.WakeUpRequest(), _WAKE_UP_TIMEOUT_S)
+        """Ends the sleep of every replica.
+
+        Raises:
+            QuireError: one of them is not back in time, or is not connected, so that it may sleep on.
+        """
+        if not self._links:
+            raise _none_known()
+        asked = (
+            _outcome(link, "WakeUp", scheduler_pb2.WakeUpRequest(), _WAKE_UP_TIMEOUT_S) for link in self._links.values()
+        )
+        for outcome in await asyncio.gather(*asked):
+            if isinstance(outcome, QuireError):
+                raise outcome
 
     async def are_asleep(self) -> bool:
         """Whether all connected replicas sleep. Raises QuireError if one of them does not answer."""
@@ -212,7 +223,7 @@ class SchedulerCalls:
         """The calls to all replicas, each with the replica's address. Raises Unavailable where none is known, as before
         the first answer about a name."""
         if not self._links:
-            raise Unavailable("no scheduler is known yet", reason="NO_SCHEDULER")
+            raise _none_known()
         outcomes = {address: _outcome(link, method, request, _TIMEOUT_S) for address, link in self._links.items()}
         return {asyncio.create_task(outcome): address for address, outcome in outcomes.items()}
 
@@ -239,6 +250,10 @@ def no_such_request(request_id: str) -> NotFound:
     description = f'"{request_id[:128]}" names no running request'
     violation = FieldViolation("request_id", description)
     return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+
+
+def _none_known() -> Unavailable:
+    return Unavailable("no scheduler is known yet", reason="NO_SCHEDULER")
 
 
 async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, others_wait_s: float) -> dict[str, Any]:
