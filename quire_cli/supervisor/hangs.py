@@ -2,7 +2,8 @@
 
 A service listens before it loads anything, and answers health checks from then on, with NOT_SERVING while it loads. So
 silence of a service that listens is a hang. Before that it imports its libraries, which may take long on a slow disk:
-until it listens, the longer start timeout holds.
+until it listens, the longer start timeout holds. So it does while a process begins anew, as a worker does when a sleep
+discards its weights.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class HangLimits:
 
     Attributes:
         hang_timeout_s: once it listens.
-        start_timeout_s: from its start until it listens.
+        start_timeout_s: from its start until it listens, and whenever it does not listen any more.
     """
 
     hang_timeout_s: float
@@ -72,7 +73,8 @@ async def _watch(
     """
     interval_s = min(limits.hang_timeout_s / 3, _MAX_CHECK_INTERVAL_S)
     num_silent = 0
-    # The number of the start that `num_silent` is about, and that of the last start that was seen to listen.
+    # The number of the start that `num_silent` is about, and that of the start that listens, as far as was seen; 0 of
+    # none.
     start = listening_start = 0
     async with open_channel(f"unix:{socket_path}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -84,13 +86,12 @@ async def _watch(
             if checked_start != start or not process.is_running:
                 continue
             listens = is_answered or _listens(socket_path)
-            if listening_start != start and listens:
-                listening_start, num_silent = start, 0
+            if listens != (listening_start == start):
+                listening_start, num_silent = start if listens else 0, 0
             num_silent = 0 if is_answered else num_silent + 1
-            has_listened = listening_start == start
-            limit_s = limits.hang_timeout_s if has_listened else limits.start_timeout_s
+            limit_s = limits.hang_timeout_s if listens else limits.start_timeout_s
             if num_silent >= math.ceil(limit_s / interval_s):
-                silence = "answers no health check for" if has_listened else "does not listen after"
+                silence = "answers no health check for" if listens else "does not listen after"
                 report(f"{process.name} {silence} {limit_s:g} s; killing it")
                 process.kill_once()
                 num_silent = 0
