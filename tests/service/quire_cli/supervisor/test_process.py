@@ -259,36 +259,3 @@ async def test_a_service_that_hangs_is_killed_and_started_again(tmp_path_factory
         tasks[1].cancel()
         await supervised.stop(0)
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# Listens, says "up", and begins anew after a while, as a worker whose weights a sleep discards.
-BEGINS_ANEW = """
-import asyncio, sys, time
-from quire.rpc.server import RpcServer
-async def serve():
-    server = await RpcServer.start(sys.argv[1], lambda _: None, [])
-    print("up", flush=True)
-    await asyncio.sleep(1)
-    await server.stop(0)
-while True:
-    asyncio.run(serve())
-    time.sleep(2.5)
-"""
-
-
-async def test_a_service_that_begins_anew_has_the_time_of_a_start(tmp_path_factory: pytest.TempPathFactory) -> None:
-    socket = tmp_path_factory.mktemp("w") / "s"
-    command = [sys.executable, "-c", BEGINS_ANEW, f"unix:{socket}"]
-    reports: list[str] = []
-    output: list[str] = []
-    spec = ServiceSpec("thing", lambda: command, dict(os.environ), output.append)
-    supervised = SupervisedProcess(spec, report=lambda line: None, backoff=RestartBackoff(first_s=0.01))
-    limits = HangLimits(hang_timeout_s=0.9, start_timeout_s=300.0)
-    tasks = [supervised.start(), asyncio.create_task(watch(supervised, socket, limits, reports.append))]
-    try:
-        await until_true(lambda: output.count("up") > 2)
-        assert (reports, supervised.starts) == ([], 1)
-    finally:
-        tasks[1].cancel()
-        await supervised.stop(0)
-        await asyncio.gather(*tasks, return_exceptions=True)

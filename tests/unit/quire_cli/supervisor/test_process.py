@@ -74,6 +74,9 @@ class ScriptedService:
         # From when it listens, silence counts anew.
         ("oooo--.", []),
         ("oooo---", [HANGS]),
+        # One that begins anew in its process does not listen meanwhile.
+        ("..-oooo--.", []),
+        ("..ooooo", [DOES_NOT_LISTEN]),
         ("..--R--", []),
         ("..--xxxxx--", []),
         # What fails begins anew, and so does the count.
