@@ -90,14 +90,10 @@ class DurableRoom:
         """Histories have grown, or requests have ended. They are summed up when room is needed next."""
         self._is_summed = False
 
-    def make_room(self, tenant: str, charge: int, *, accepted_before: bool) -> list[Handle]:
+    def make_room(self, tenant: str, charge: int) -> list[Handle]:
         """Returns the requests that are over and must be forgotten to make room for a new one: one after the other the
-        oldest of the tenant that holds most of what is short, counting the new one. So who floods loses its own. Raises
-        ResourceExhausted where the new one has no room; one that was accepted before, here or by another scheduler, has
-        grown since, and has room."""
+        oldest of the tenant that holds most of what is short, counting the new one. So who floods loses its own."""
         self._sum_up()
-        if not accepted_before:
-            self._check_room(tenant, charge)
         over = {each: deque(kept) for each, kept in self._over.items()}
         num_held = self._num_running + Counter({each: len(kept) for each, kept in over.items()}) + Counter([tenant])
         charges = self._charge_running + Counter({each: sum(own for _, own in kept) for each, kept in over.items()})
@@ -120,7 +116,10 @@ class DurableRoom:
                     heappop(holders)
         return forgotten
 
-    def _check_room(self, tenant: str, charge: int) -> None:
+    def check_room(self, tenant: str, charge: int) -> None:
+        """Raises ResourceExhausted where a new request has no room beside those that run. One that was accepted before,
+        here or by another scheduler, has grown since, and has room."""
+        self._sum_up()
         limits = self.limits
         num_tenants = len(self._num_running) + (tenant not in self._num_running)
         if not limits.max_requests or charge > limits.max_tokens:

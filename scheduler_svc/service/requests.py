@@ -613,18 +613,19 @@ class Requests:
     def _make_durable(self, request: Request, description: bytes) -> Durable:
         """Makes room for a durable request. Raises AlreadyExists, or ResourceExhausted where it was not accepted
         before."""
-        for known in list(self._by_id.get((request.tenant, request.request_id), ())):
-            if known.durable is None:
-                continue
-            if not known.is_over:
-                raise AlreadyExists(
-                    f'request_id "{request.request_id}" names a request that is running', reason="REQUEST_ID_IN_USE"
-                )
-            self.forget(known)
+        known = [each for each in self._by_id.get((request.tenant, request.request_id), ()) if each.durable is not None]
+        if not all(each.is_over for each in known):
+            raise AlreadyExists(
+                f'request_id "{request.request_id}" names a request that is running', reason="REQUEST_ID_IN_USE"
+            )
         durable = Durable.of(request, description)
         num_emitted = sum(len(each.token_ids) for each in request.emitted)
         charge = durable.charge(num_emitted, is_over=False)
-        for handle in self._durable.make_room(request.tenant, charge, accepted_before=request.accepted_before):
+        if not request.accepted_before:
+            self._durable.check_room(request.tenant, charge)
+        for each in known:
+            self.forget(each)
+        for handle in self._durable.make_room(request.tenant, charge):
             self.forget(self._by_handle[handle])
         return durable
 

@@ -342,6 +342,19 @@ def test_where_no_durable_request_has_room_none_is_taken(limits):
         bench.admit(make_request(1), bench.connect(), durable=True)
 
 
+def test_a_durable_request_that_is_refused_leaves_what_is_kept_of_an_earlier_one_of_its_id():
+    bench = Bench(limits=DurableLimits(8, 1100, 60.0))
+    connection = bench.connect()
+    earlier = bench.admit(make_request(1), connection, durable=True)
+    bench.step(earlier, ends=True)
+    bench.admit(make_request(2, max_tokens=1000), connection, durable=True)
+    assert bench.requests.find("", "request-1") is earlier
+    again = replace(make_request(3, max_tokens=500), request_id="request-1")
+    with pytest.raises(ResourceExhausted):
+        bench.admit(again, connection, durable=True)
+    assert bench.requests.find("", "request-1") is earlier
+
+
 def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_that_starts_anew():
     """They were accepted by the one before, which kept more than the limit. Refused, the largest came back for ever."""
     bench = Bench(limits=DurableLimits(2, 3000, 60.0))
