@@ -97,9 +97,11 @@ async def read_body(request: Request, limits: BodyLimits, *, media_types: Collec
 
 
 class _Inflating:
-    """Unpacks a compressed body in small pieces: a kilobyte may hold a megabyte."""
+    """Unpacks a compressed body in small pieces: a kilobyte may hold a megabyte. It may have several parts, one after
+    the other, as gzip allows."""
 
     def __init__(self, window: int) -> None:
+        self._window = window
         self._stream = zlib.decompressobj(window)
         self._turns = Turns()
 
@@ -109,12 +111,14 @@ class _Inflating:
 
     async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
         """Raises InvalidArgument if it is not in the format, and ResourceExhausted if there is no memory for it."""
-        while data and not self._stream.eof:
+        while data:
+            if self._stream.eof:
+                self._stream = zlib.decompressobj(self._window)
             try:
                 piece = self._stream.decompress(data, _PIECE_BYTES)
             except zlib.error as error:
                 raise _malformed(f"it cannot be unpacked: {error}") from error
-            data = self._stream.unconsumed_tail
+            data = self._stream.unconsumed_tail or self._stream.unused_data
             count_memory(len(piece))
             yield piece
             await self._turns.pause()

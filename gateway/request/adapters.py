@@ -86,9 +86,18 @@ class Adapters:
         own = None if model is None or model not in self._served else caller.visible(model)
         return own or caller.visible(self.model)
 
+    def names(self, caller: Caller) -> list[str]:
+        """All names that the caller may use: those of the model, then those of its adapters."""
+        own = [name for name in (self.model, *self.aliases) if self.visible(caller, name) == name]
+        return [*own, *(each.named.name for each in self.listed(caller))]
+
+    def parent_of(self, name: str) -> str | None:
+        """The model that the adapter with this name adapts; None for a name of the model."""
+        return None if name == self.model or name in self.aliases else self.model
+
     def of(self, model: str | None) -> NamedAdapter | None:
         """The adapter with this name; None for the model as it is. Raises InvalidArgument if it is gone."""
-        if model is None or model == self.model or model in self.aliases:
+        if model is None or self.parent_of(model) is None:
             return None
         if (served := self._served.get(model)) is None:
             violation = FieldViolation("model", f'is "{shortened(model)}"; this adapter was unloaded')

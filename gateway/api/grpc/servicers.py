@@ -177,9 +177,7 @@ class ModelServicer:
         self._gateway_id = gateway_id
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
-        caller = current_caller()
-        names = [] if caller.visible(self._model.name) is None else [self._model.name]
-        names += [each.named.name for each in self._adapters.listed(caller)]
+        names = self._adapters.names(current_caller())
         return ListModelsResponse(models=[await self._describe(name) for name in names])
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
@@ -235,7 +233,7 @@ class ModelServicer:
             max_model_len=limits.max_model_len,
             eos_token_ids=self._model.eos_token_ids,
             has_chat_template=self._model.chat.template is not None,
-            parent=None if name == self._model.name else self._model.name,
+            parent=self._adapters.parent_of(name),
         )
 
 

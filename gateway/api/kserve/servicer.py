@@ -122,7 +122,7 @@ class KServeServicer:
         is_ready = self._generator.is_ready
         response = pb.RepositoryIndexResponse()
         state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no request would run at once")
-        for name in self._visible_names() if is_ready or not request.ready else ():
+        for name in self._generator.adapters.names(current_caller()) if is_ready or not request.ready else ():
             response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
@@ -206,11 +206,6 @@ class KServeServicer:
 
     def _visible_name(self, named: str) -> str | None:
         return self._generator.adapters.visible(current_caller(), named)
-
-    def _visible_names(self) -> list[str]:
-        caller = current_caller()
-        own = [] if caller.visible(self._model_name) is None else [self._model_name]
-        return [*own, *(each.named.name for each in self._generator.adapters.listed(caller))]
 
 
 def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:

@@ -185,16 +185,14 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
             "created": started_at_s,
             "owned_by": "quire",
             "root": base,
-            "parent": None if name in (base, *adapters.aliases) else base,
+            "parent": adapters.parent_of(name),
             # None before the first connection to a scheduler.
             "max_model_len": min(lengths, default=None),
         }
 
     async def models(request: Request) -> Response:
         """The served model and its adapters, as far as the caller may use them."""
-        caller = current_caller()
-        names = [name for name in (base, *adapters.aliases) if adapters.visible(caller, name) == name]
-        names += [each.named.name for each in adapters.listed(caller)]
+        names = adapters.names(current_caller())
         found = [described(name) for name in names]
         if _is_of_anthropic(request):
             ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}

@@ -127,7 +127,12 @@ async def test_a_key_that_is_a_flag_allows_everything_and_is_the_only_one(schedu
             assert (await gateway.http.get("/metrics", headers=headers)).status_code == status
         headers = {"authorization": "Bearer secret-1"}
         models = (await gateway.http.get("/v1/models", headers=headers)).json()["data"]
-        assert [each["id"] for each in models][1:] == ["gpt-4o"]
+        assert [(each["id"], each["parent"]) for each in models] == [("quire-tiny", None), ("gpt-4o", None)]
+        listed = await gateway.models.ListModels(model_pb2.ListModelsRequest(), metadata=tuple(headers.items()))
+        assert [(each.name, each.HasField("parent")) for each in listed.models] == [
+            ("quire-tiny", False), ("gpt-4o", False)]  # fmt: skip
+        index = (await gateway.http.post("/v2/repository/index", json={}, headers=headers)).json()
+        assert [each["name"] for each in index] == ["quire-tiny", "gpt-4o"]
         asked = {"model": "gpt-4o", "prompt": "hello", "max_tokens": 1}
         answer = await gateway.http.post("/v1/completions", json=asked, headers=headers)
         assert (answer.status_code, answer.json()["model"]) == (200, "gpt-4o")

@@ -274,6 +274,15 @@ async def test_a_request_is_cancelled_by_its_id_or_its_answer_s(client, rig, hea
     assert (await making).json()["error"]["code"] == "cancelled_by_id"
 
 
+async def test_all_parts_of_a_packed_body_are_read(client):
+    body = json.dumps({"messages": HELLO, "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    parts = gzip.compress(body[:10]) + gzip.compress(body[10:])
+    assert (await client.post(CHAT, content=parts, headers=headers)).status_code == 200
+    answer = await client.post(CHAT, content=gzip.compress(body) + b"more", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed_message")
+
+
 async def test_a_body_that_comes_in_pieces_has_the_same_limit(client):
     async def pieces():
         for _ in range(5):
