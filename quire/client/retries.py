@@ -6,12 +6,13 @@ A durable stream goes on after a lost connection even without a policy.
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire import entropy
-from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk
+from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk, ToolCallDelta
 from quire.clock import monotonic
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
@@ -148,8 +149,8 @@ Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
 class Recovery(Protocol):
     """The received part of one stream, and how to get the rest."""
 
-    def accept(self, event: StreamEvent) -> bool:
-        """Notes an event; returns whether it is new to the caller."""
+    def accept(self, event: StreamEvent) -> StreamEvent | None:
+        """Notes an event; returns what of it is new to the caller, None if nothing is."""
         ...
 
     def found(self) -> None:
@@ -178,9 +179,9 @@ class Restart:
     attempts: Attempts
     _has_begun: bool = field(default=False, init=False)
 
-    def accept(self, event: StreamEvent) -> bool:
+    def accept(self, event: StreamEvent) -> StreamEvent:
         self._has_begun = True
-        return True
+        return event
 
     def found(self) -> None:
         """Does not matter here: whether the request ran is not known."""
@@ -194,12 +195,68 @@ class Restart:
         return self.start(self.attempts.time.left_s())
 
 
+_TEXT, _REASONING = -1, -2
+Characters = Counter[int]
+"""How many characters there are of the text, of the reasoning, and of the name and arguments of each call."""
+
+
 @dataclass(slots=True)
 class _Progress:
+    """What came of a sequence, and what of that came again since it was started again."""
+
     token_ids: list[int] = field(default_factory=list[int])
-    num_characters: int = 0
+    characters: Characters = field(default_factory=Characters)
+    characters_again: Characters = field(default_factory=Characters)
     cumulative_logprob: float | None = None
     is_finished: bool = False
+
+    @property
+    def num_characters(self) -> int:
+        return self.characters.total()
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.token_ids += chunk.token_ids
+        self.characters += _characters_of(chunk)
+        if chunk.logprobs:
+            chosen = (position.chosen.logprob for position in chunk.logprobs)
+            self.cumulative_logprob = sum(chosen, self.cumulative_logprob or 0.0)
+
+    def new_part(self, chunk: TokenChunk, problem: QuireError) -> TokenChunk | None:
+        """What is new of a chunk that begins with tokens that came before; None if nothing is. Raises `problem` if they
+        are other tokens."""
+        had = self.token_ids[chunk.offset :][: len(chunk.token_ids)]
+        if list(chunk.token_ids[: len(had)]) != had:
+            # Another answer, as a device that rounds otherwise may give.
+            raise problem from None
+        if not chunk.offset:
+            self.characters_again.clear()
+        characters = self.characters - self.characters_again
+        self.characters_again += _characters_of(chunk)
+        return None if len(had) == len(chunk.token_ids) else _without(chunk, len(had), characters)
+
+
+def _characters_of(chunk: TokenChunk) -> Characters:
+    of_calls = {call.index: len(call.name) + len(call.arguments) for call in chunk.tool_calls}
+    return Counter({_TEXT: len(chunk.text), _REASONING: len(chunk.reasoning)} | of_calls)
+
+
+def _without(chunk: TokenChunk, num_tokens: int, characters: Characters) -> TokenChunk:
+    """A chunk without its first tokens and characters."""
+    calls: list[ToolCallDelta] = []
+    for call in chunk.tool_calls:
+        if not (num_had := characters[call.index]):
+            calls.append(call)
+        elif rest := call.arguments[max(num_had - len(call.name), 0) :]:
+            calls.append(ToolCallDelta(call.index, "", "", rest))
+    return TokenChunk(
+        chunk.sequence_index,
+        chunk.offset + num_tokens,
+        chunk.token_ids[num_tokens:],
+        chunk.text[characters[_TEXT] :],
+        chunk.logprobs[num_tokens:],
+        chunk.reasoning[characters[_REASONING] :],
+        tuple(calls),
+    )
 
 
 @dataclass(slots=True)
@@ -234,29 +291,22 @@ class Resumption:
     # Why the whole answer comes again.
     _again_after: NotFound | None = field(default=None, init=False)
 
-    def accept(self, event: StreamEvent) -> bool:
+    def accept(self, event: StreamEvent) -> StreamEvent | None:
         self._is_lost, self._lost_at, self._lost_by = False, None, None
         self._delay_s = _FIRST_RESUME_DELAY_S
         if isinstance(event, RequestCompleted):
-            return True
+            return event
         progress = self._sequences.setdefault(event.sequence_index, _Progress())
         if isinstance(event, TokenChunk):
+            new: TokenChunk | None = event
             if event.offset < len(progress.token_ids) and self._again_after is not None:
-                end = event.offset + len(event.token_ids)
-                if list(event.token_ids) != progress.token_ids[event.offset : end]:
-                    # Another answer, as a device that rounds otherwise may give.
-                    raise self._again_after from None
-                return False
-            progress.token_ids += event.token_ids
-            calls = sum(len(call.name) + len(call.arguments) for call in event.tool_calls)
-            progress.num_characters += len(event.text) + len(event.reasoning) + calls
-            if event.logprobs:
-                chosen = (position.chosen.logprob for position in event.logprobs)
-                progress.cumulative_logprob = sum(chosen, progress.cumulative_logprob or 0.0)
-            return True
+                new = progress.new_part(event, self._again_after)
+            if new is not None:
+                progress.add(new)
+            return new
         assert isinstance(event, SequenceFinished)
         is_new, progress.is_finished = not progress.is_finished, True
-        return is_new
+        return event if is_new else None
 
     def found(self) -> None:
         self._lost_at = None

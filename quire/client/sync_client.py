@@ -84,8 +84,8 @@ class Stream:
                     break  # the caller wants no more, or has everything
                 self._go_on_after(error)
                 continue
-            event = convert.from_stream_response(response)
-            if not self._recovery.accept(event):
+            event = self._recovery.accept(convert.from_stream_response(response))
+            if event is None:
                 continue
             if isinstance(event, RequestCompleted):
                 self.completed = event

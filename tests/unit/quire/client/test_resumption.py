@@ -1,10 +1,10 @@
 """How long a stream waits after its call failed, and when it is given up. Worlds show how it goes on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from quire.client import RetryPolicy, TokenChunk
+from quire.client import Logprob, PositionLogprobs, RetryPolicy, TokenChunk, ToolCallDelta
 from quire.client.retries import Attempts, CallTime, Restart, Resumption
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
@@ -63,7 +63,7 @@ def test_what_came_from_another_model_is_not_continued_and_what_did_not_come_is_
     changed = Unavailable("the worker came back with another model", reason="MODEL_CHANGED")
     resumption = gateway.resumption()
     go_on(resumption, changed)
-    assert resumption.accept(chunk("ab"))
+    assert resumption.accept(chunk("ab")) == chunk("ab")
     with pytest.raises(Unavailable, match="another model"):
         resumption.delay_after(changed)
     assert gateway.calls == ["start", "start"]
@@ -71,7 +71,7 @@ def test_what_came_from_another_model_is_not_continued_and_what_did_not_come_is_
 
 def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(gateway: Gateway) -> None:
     resumption = gateway.resumption()
-    assert resumption.accept(chunk("ab"))
+    assert resumption.accept(chunk("ab")) == chunk("ab")
     go_on(resumption, LOST)
     assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
     # Also where a gateway has not noticed yet that this client is gone.
@@ -95,7 +95,7 @@ def test_a_stream_that_a_gateway_or_a_proxy_resets_is_resumed_and_one_that_a_cal
 ) -> None:
     """HTTP/2's RST_STREAM with CANCEL, as the gateway's connection ends, is CANCELLED without a reason."""
     resumption = gateway.resumption()
-    assert resumption.accept(chunk("ab"))
+    assert resumption.accept(chunk("ab")) == chunk("ab")
     assert go_on(resumption, Cancelled("CANCELLED")) == 0.05
     assert gateway.calls == ["start", [(0, 2, 2)]]
     with pytest.raises(Cancelled):
@@ -162,15 +162,40 @@ def test_a_stream_that_is_lost_again_before_its_first_token_has_its_whole_time_a
 def test_an_answer_that_was_chosen_at_the_end_comes_again_and_must_be_the_same(gateway: Gateway) -> None:
     """Once no process knows the request any more."""
     resumption = gateway.resumption()
-    assert resumption.accept(chunk("ab"))
+    assert resumption.accept(chunk("ab")) == chunk("ab")
     go_on(resumption, LOST)
     go_on(resumption, UNKNOWN)
     assert gateway.calls == ["start", [(0, 2, 2)], "start"]
     assert not resumption.accept(chunk("ab"))
     assert resumption.accept(TokenChunk(0, 2, (3,), "c", ()))
-    for other in (TokenChunk(0, 0, (1, 7), "ax", ()), TokenChunk(0, 2, (3, 4), "cd", ())):
+    for other in (TokenChunk(0, 0, (1, 7), "ax", ()), TokenChunk(0, 2, (4, 4), "cd", ())):
         with pytest.raises(NotFound):
             resumption.accept(other)
+
+
+def make_logprobs(number: int) -> tuple[PositionLogprobs, ...]:
+    return tuple(PositionLogprobs(Logprob(each, -1.0, 1), ()) for each in range(number))
+
+
+def test_of_a_chunk_that_came_in_part_the_rest_is_new(gateway: Gateway) -> None:
+    """Chunks are as long as the gateway has tokens when it writes them."""
+    resumption = gateway.resumption()
+    call = ToolCallDelta(0, "call_1", "look", '{"at"')
+    first = TokenChunk(0, 0, (1, 2), "a", make_logprobs(2), reasoning="hm", tool_calls=(call,))
+    assert resumption.accept(first) == first
+    for _ in range(2):
+        go_on(resumption, LOST)
+        go_on(resumption, UNKNOWN)
+        assert resumption.accept(TokenChunk(0, 0, (1,), "", make_logprobs(1), reasoning="h")) is None
+    whole = replace(call, arguments='{"at": 1}')
+    again = TokenChunk(
+        0, 1, (2, 3), "a", make_logprobs(2), reasoning="m", tool_calls=(whole, ToolCallDelta(1, "b", "c", ""))
+    )
+    rest = (ToolCallDelta(0, "", "", ": 1}"), ToolCallDelta(1, "b", "c", ""))
+    assert resumption.accept(again) == TokenChunk(0, 2, (3,), "", make_logprobs(2)[1:], tool_calls=rest)
+    with pytest.raises(NotFound):
+        resumption.accept(TokenChunk(0, 2, (4, 5), "cd", ()))
+    assert resumption.accept(TokenChunk(0, 3, (4,), "d", ())) == TokenChunk(0, 3, (4,), "d", ())
 
 
 def test_a_plain_stream_is_started_again_only_while_nothing_came(gateway: Gateway) -> None:
