@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import mul
 from random import Random
 
 from tests.sim.plans import (
@@ -67,6 +68,8 @@ _DEADLY_S = 200.0
 """Until each of two replicas has found out which request kills its worker, between which it moves."""
 _LATER_S = 30.0
 """Until what is known to kill workers has failed a request that needs it, at each of two replicas."""
+_HTTP_BYTES = 600
+"""What HTTP has for a token at most, with log probabilities of three more, as an event of its own."""
 _REPORTED = 100
 """After so many worlds it is told how many there were so far."""
 _MOVING = 0.05
@@ -298,7 +301,12 @@ def _limit_s(plan: Plan) -> float:
     """When everything has to have ended. A replica computes all that is asked in a few seconds."""
     last_s = max((each.at for each in (*plan.requests, *plan.faults)), default=0.0)
     generates = [each for each in plan.requests if isinstance(each, Generate)]
-    reading_s = max((each.pause_s * (MAX_OUTPUT + 2) * each.num_returned for each in generates), default=0.0)
+    weather = plan.layout.weather
+    # An answer over HTTP waits for its reader after each window of bytes.
+    byte_s = 1 / weather.bytes_per_s + 2 * weather.max_delay_s / weather.window_bytes
+    event_s = [each.pause_s + (_HTTP_BYTES * byte_s if each.front else 0.0) for each in generates]
+    num_events = [(MAX_OUTPUT + 2) * each.num_returned for each in generates]
+    reading_s = max(map(mul, event_s, num_events), default=0.0)
     is_limited = any(set(TENANT[each.tenant].limits.values()) != {None} for each in plan.requests)
     needy = [each for each in generates if plan.layout.deadly in each.needs] if plan.layout.deadly else []
     deadly_s = len(_circumstances(plan).deadly) * _DEADLY_S + bool(needy) * _DEADLY_S + len(needy) * _LATER_S
