@@ -207,11 +207,14 @@ class Preparations:
         """What the workers are to be told now. All of it must be told. `is_idle` if no step is in flight."""
         begun_alone, self._begun_alone = self._begun_alone, []
         yield from begun_alone
-        num_passed = 0
         # Kinds of which no more can begin now.
         stuck: set[type[Need]] = set()
-        while num_passed < len(self._wanted):
-            tenant, wanted = self._wanted.popitem(last=False)
+        while begun := self._begin_next(stuck, is_idle=is_idle):
+            yield begun
+
+    def _begin_next(self, stuck: set[type[Need]], *, is_idle: bool) -> Preparation | None:
+        """Begins a need of the first tenant that has one which can begin, and only this tenant's turn is over."""
+        for tenant, wanted in list(self._wanted.items()):
             begun: Preparation | None = None
             for need in list(wanted):
                 if begun is None and type(need) not in stuck:
@@ -219,11 +222,13 @@ class Preparations:
                     waits_for_request = isinstance(need, Adapter) or self.trials.is_suspect(need)
                     if begun or self._is_known(need) or (waits_for_request and need not in self._held):
                         del wanted[need]
-            if wanted:
-                self._wanted[tenant] = wanted
-            num_passed = 0 if begun else num_passed + 1
+            if not wanted:
+                del self._wanted[tenant]
+            elif begun:
+                self._wanted.move_to_end(tenant)
             if begun:
-                yield begun
+                return begun
+        return None
 
     def _begin(self, need: Need, stuck: set[type[Need]], *, is_idle: bool) -> Preparation | None:
         """Begins to prepare something. None where it is prepared or underway, which another tenant may have wanted, or

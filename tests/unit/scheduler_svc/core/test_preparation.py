@@ -59,6 +59,20 @@ def test_few_are_underway_at_once_and_tenants_take_turns() -> None:
     assert [parameters_of(each) for each in driver.tell()] == [b"flood 2", b"one"]
 
 
+def test_a_tenant_for_which_nothing_can_begin_keeps_its_turn_while_an_adapter_of_another_one_does() -> None:
+    driver = make_driver(max_adapters=1)
+    for handle in range(4):
+        driver.submit(constrained(handle, b"flood %d" % handle, tenant="many"))
+    driver.tell()
+    driver.submit(constrained(8, b"one", tenant="few"))
+    driver.submit(make_request(9, adapter=b"a", tenant="other"))
+    driver.compile_next()
+    flood, load = driver.tell()
+    assert (parameters_of(flood), load.need) == (b"flood 2", Adapter(b"a"))
+    driver.compile_next()
+    assert [parameters_of(each) for each in driver.tell()] == [b"one"]
+
+
 def test_what_only_requests_that_are_over_wanted_is_not_prepared() -> None:
     driver = make_driver()
     for handle in range(1, 6):
