@@ -23,6 +23,7 @@ from quire.model_directory import ModelDirectory, weight_files
 from quire.rpc.errors import FailedPrecondition
 from quire.settings import ConfigurationError
 
+_ATTEMPT_BITS = 20
 _DIGEST_BYTES = 8
 _NUM_SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 1024
@@ -248,3 +249,18 @@ def _digest(parts: Iterable[bytes]) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def epoch_of_start(started_at_s: float) -> int:
+    """The epoch before the first attachment of a scheduler, which adds 1 for each attempt. So the start decides which
+    of two schedulers is the newer one, however often either of them has tried.
+
+    Args:
+        started_at_s: in seconds since the Unix epoch.
+    """
+    return int(started_at_s * 1e3) << _ATTEMPT_BITS
+
+
+def are_of_one_start(epoch: int, other: int) -> bool:
+    """Whether two epochs are of the same scheduler, which may have attached its workers anew between them."""
+    return epoch >> _ATTEMPT_BITS == other >> _ATTEMPT_BITS

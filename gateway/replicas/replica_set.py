@@ -16,7 +16,14 @@ from gateway.replicas.roles import Stage, Work, has_room
 from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy, loads_of
 from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire import compatibility, entropy
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
+from quire.compatibility import (
+    UNKNOWN_MODEL,
+    ModelFingerprint,
+    are_of_one_start,
+    check_model,
+    check_protocol,
+    differing_parts,
+)
 from quire.failpoint import failpoint
 from quire.replica_role import ReplicaRole
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
@@ -544,7 +551,7 @@ class Replicas:
         exactly, and makes this stream its reader, who may abort it. A new scheduler does not have them."""
         assert link.welcome is not None
         for live, epoch in self._unended[link.address].values():
-            if epoch == link.welcome.scheduler_epoch:
+            if are_of_one_start(epoch, link.welcome.scheduler_epoch):
                 live.submissions += 1
                 link.submit(live)
                 link.abort(live.handle)

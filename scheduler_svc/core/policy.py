@@ -356,8 +356,9 @@ class FairPolicy(Policy):
     def arriving(self, tenant: str, *queues: GroupQueue) -> None:
         if any(tenant in queue.tenants() for queue in queues):
             return
-        self._raise_floor(queues)
-        self.counters[tenant] = max(self._counter(tenant), self._floor)
+        known = self.counters.get(tenant)
+        lowest = self._raise_floor(queues)
+        self.counters[tenant] = lowest if known is None else max(known, lowest)
 
     def new_first(self, tenant: str, order: int) -> None:
         self._held.discard(tenant)
@@ -448,7 +449,9 @@ class FairPolicy(Policy):
                     self._held.add(tenant)
         return None
 
-    def _raise_floor(self, queues: SequenceOf[GroupQueue]) -> None:
+    def _raise_floor(self, queues: SequenceOf[GroupQueue]) -> int:
+        """Returns the counter that a tenant starts from that comes now. It is below the floor where a group that was
+        preempted waits, whose tenant got less than the one that was served alone meanwhile."""
         # A tenant that is served at once never waits beside others. Without `_chosen` the floor would never rise then,
         # and all tenants that ever came would be ahead of it.
         following = self._next_tenant(queues)
@@ -465,6 +468,7 @@ class FairPolicy(Policy):
             }
             self._entries = {tenant: entry for tenant, entry in self._entries.items() if tenant in tenants}
             self._heap = sorted(self._entries.values())
+        return lowest if wanting else self._floor
 
 
 def _first_of(tenant: str, queues: SequenceOf[GroupQueue]) -> SequenceGroup:

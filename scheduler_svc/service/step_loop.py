@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quire import clock, entropy
+from quire.compatibility import epoch_of_start
 from quire.failpoint import failpoint
 from quire.histograms import Distribution
 from quire.logs import REQUEST_ID
@@ -50,7 +51,6 @@ from scheduler_svc.service.worker_link import (
     WorkerRefusedError,
     WorkerTakenError,
     attach_workers,
-    epoch_of_start,
     release_memory,
 )
 from scheduler_svc.service.worker_messages import (

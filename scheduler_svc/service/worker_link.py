@@ -39,7 +39,6 @@ _RUN = "/quire.worker.v1.WorkerService/Run"
 _CHECK_INTERVAL_S = 1.0
 _MAX_SILENT_CHECKS = 10
 """A live worker sends a heartbeat every half second."""
-_ATTEMPT_BITS = 20
 _OTHER_SCHEDULER = frozenset({"NEWER_SCHEDULER", "EPOCH_ATTACHED"})
 """Reasons with which a worker says that it has another scheduler. An epoch is attached once, so EPOCH_ATTACHED is about
 one that started in the same millisecond."""
@@ -118,16 +117,6 @@ class RanksDisagreeError(WorkerFaultyError):
     @property
     def detail(self) -> str | None:
         return str(self)
-
-
-def epoch_of_start(started_at_s: float) -> int:
-    """The epoch before the first attachment of a scheduler, which adds 1 for each attempt. So the start decides which
-    of two schedulers is the newer one, however often either of them has tried.
-
-    Args:
-        started_at_s: in seconds since the Unix epoch.
-    """
-    return int(started_at_s * 1e3) << _ATTEMPT_BITS
 
 
 class WorkerLink:

@@ -196,7 +196,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def restart(self) -> None:
         """A new incarnation that knows nothing of the old one."""
         await self.stop()
-        self.epoch += 1
+        self.epoch += 1 << 20
         self.drains = False
         await self.start()
 

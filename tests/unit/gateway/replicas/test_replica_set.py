@@ -24,7 +24,7 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from quire.common.v1.common_pb2 import KvSource
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, epoch_of_start
 from quire.replica_role import ReplicaRole
 from quire.rpc.errors import Internal, ResourceExhausted, Unavailable
 from quire.scheduler.v1.scheduler_pb2 import RequestFailure, TokenEvents
@@ -343,9 +343,13 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
     assert aborted == []
 
 
-@pytest.mark.parametrize(("durable", "epoch", "is_ended"), [(True, 7, True), (True, 8, False), (False, 7, False)])
+@pytest.mark.parametrize(
+    ("durable", "epoch", "is_ended"),
+    [(True, 7, True), (True, 8, True), (True, epoch_of_start(0.001), False), (False, 7, False)],
+)
 async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
-    """It would be kept for another reader; a plain one ends by itself, and another scheduler does not have it."""
+    """It would be kept for another reader, also where its worker was attached anew meanwhile; a plain one ends by
+    itself, and another scheduler does not have it."""
     cluster = Cluster(1, lambda *_: None)
     (scheduler,) = cluster.schedulers
     live = cluster.place("story", durable=durable)

@@ -163,3 +163,17 @@ def test_who_comes_starts_no_higher_than_one_all_of_whose_requests_are_held():
             waiting.hold(request.key)
     assert [waiting.is_held(make_request(number).key) for number in range(4)] == [True, False, False, False]
     assert policy.counters == {"held": 0, "much": 100, "new": 0}
+
+
+def test_who_comes_starts_no_higher_than_one_that_left_the_batch_below_the_tenant_that_was_served_alone():
+    policy = FairPolicy()
+    waiting = GroupQueue(policy.new_first)
+    policy.counters.update(little=10, much=100)
+    alone, preempted = make_request(0, tenant="much"), make_request(1, tenant="little")
+    policy.arriving("much", waiting)
+    waiting.add(SequenceGroup.of(alone, 0, 4, 0.0))
+    waiting.remove(policy.next_of(waiting).request.key)
+    policy.arriving("much", waiting)
+    waiting.add(SequenceGroup.of(preempted, 1, 4, 0.0))
+    policy.arriving("new", waiting)
+    assert policy.counters == {"little": 10, "much": 100, "new": 10}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_int32
-from quire.compatibility import WORKER_PROTOCOL, ModelFingerprint
+from quire.compatibility import WORKER_PROTOCOL, ModelFingerprint, epoch_of_start
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepInFlight
-from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError, epoch_of_start
+from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
 from scheduler_svc.service.worker_messages import replica_info, step_answer
 from tests.support.logprobs import Line, fill, lines_of
 
