@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -278,27 +278,61 @@ def as_json(answer: Mapping[str, Any] | LazyList) -> bytes:
 
 
 def _parts(value: Any) -> Iterator[str]:
+    long = set[int]()
+    _find_long(value, long)
+    return _parts_with(value, long)
+
+
+def _parts_with(value: Any, long: Set[int]) -> Iterator[str]:
+    """`long` has the ids of what `_find_long` found in `value`. All that is between is written at once."""
     match value:
         case LazyList():
             yield from _list_parts(iter(value))
-        case list() if len(value) > _FEW or any(map(_is_long, value)):
+        case list() if len(value) > _FEW:
             yield from _list_parts(iter(value))
-        case dict() if any(map(_is_long, value.values())):
-            for place, (name, each) in enumerate(value.items()):
-                yield f"{',' if place else '{'}{_dumps(name)}:"
-                yield from _parts(each)
-            yield "}"
+        case list() if id(value) in long:
+            yield from _list_parts_with(value, long)
+        case dict() if id(value) in long:
+            separator, short = "{", dict[str, Any]()
+            for name, each in value.items():
+                if id(each) not in long:
+                    short[name] = each
+                    continue
+                if short:
+                    yield separator + _dumps(short)[1:-1]
+                    separator, short = ",", {}
+                yield f"{separator}{_dumps(name)}:"
+                yield from _parts_with(each, long)
+                separator = ","
+            yield f"{separator}{_dumps(short)[1:-1]}}}" if short else "}"
         case _:
             yield _dumps(value)
+
+
+def _list_parts_with(entries: Sequence[Any], long: Set[int]) -> Iterator[str]:
+    """Of a list that has an entry that is long."""
+    separator, short = "[", list[Any]()
+    for each in entries:
+        if id(each) not in long:
+            short.append(each)
+            continue
+        if short:
+            yield separator + _dumps(short)[1:-1]
+            separator, short = ",", []
+        yield separator
+        yield from _parts_with(each, long)
+        separator = ","
+    yield f"{separator}{_dumps(short)[1:-1]}]" if short else "]"
 
 
 def _list_parts(entries: Iterator[Any]) -> Iterator[str]:
     separator = "["
     while few := list(islice(entries, _FEW)):
-        if any(map(_is_long, few)):
+        long = set[int]()
+        if _find_all_long(few, long):
             for entry in few:
                 yield separator
-                yield from _parts(entry)
+                yield from _parts_with(entry, long)
                 separator = ","
         else:
             yield separator + _dumps(few)[1:-1]
@@ -306,17 +340,27 @@ def _list_parts(entries: Iterator[Any]) -> Iterator[str]:
     yield "[]" if separator == "[" else "]"
 
 
-def _is_long(value: Any) -> bool:
-    """Whether the value is or contains a list that is made or written in pieces."""
+def _find_long(value: Any, long: set[int]) -> bool:
+    """Whether the value is or contains a list that is made or written in pieces; adds the ids of these lists, and of
+    the containers that have them. It does not look into the lists, whose entries have a turn of their own, and at all
+    else once, however deep it is."""
     match value:
         case LazyList():
-            return True
+            is_long = True
         case list():
-            return len(value) > _FEW or any(map(_is_long, value))
+            is_long = len(value) > _FEW or _find_all_long(value, long)
         case dict():
-            return any(map(_is_long, value.values()))
+            is_long = _find_all_long(value.values(), long)
         case _:
             return False
+    if is_long:
+        long.add(id(value))
+    return is_long
+
+
+def _find_all_long(values: Iterable[Any], long: set[int]) -> bool:
+    """`_find_long` of each value; whether one of them is long."""
+    return sum(_find_long(each, long) for each in values) > 0
 
 
 class WatchedResponse(Response):

@@ -124,3 +124,25 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
     assert pieces[-1].get("more_body", False) == (status == 200)
     if status == 400:
         assert b"--max-answer-bytes" in pieces[0]["body"]
+
+
+class CountedDict(dict[str, Any]):
+    """Counts how often its values are looked at."""
+
+    num_looks = 0
+
+    def values(self) -> Any:
+        self.num_looks += 1
+        return super().values()
+
+
+@pytest.mark.parametrize("bottom", [list(range(65)), [[list(range(65))]], 1])
+def test_deep_objects_are_looked_at_once(bottom):
+    """At each level as a whole, those of one request took seconds."""
+    dicts: list[CountedDict] = []
+    value: Any = bottom
+    for level in range(50):
+        dicts.append(CountedDict(before=1, below=value, behind={"level": level}))
+        value = [dicts[-1]]
+    assert json.loads(as_json({"value": value})) == {"value": value}
+    assert max(each.num_looks for each in dicts) == 1
