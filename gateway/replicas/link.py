@@ -171,6 +171,13 @@ class SchedulerLink:
             abort = scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index, wants_usage=wants_usage)
             self._send(scheduler_pb2.ConnectRequest(abort=abort))
 
+    def withdraw(self, live: LiveRequest) -> None:
+        """Ends a request. Its first submission, where it waits here, is not sent: no scheduler knows the request."""
+        if live.submissions == 1 and live in self._outbox:
+            self._outbox.remove(live)
+        else:
+            self.abort(live.handle)
+
     def resume(self, live: LiveRequest) -> None:
         """Queues the takeover of a durable request. The stream must be open."""
         request = live.request

@@ -286,7 +286,7 @@ class Replicas:
         if link is None:
             return
         if link.is_connected:
-            link.abort(live.handle)
+            link.withdraw(live)
         elif live.request.durable and link.welcome is not None:
             # A plain request ends by not being submitted again; the scheduler keeps a durable one for its next reader.
             unended = self._unended[link.address]

@@ -3,10 +3,12 @@ schedulers."""
 
 import dataclasses
 import random
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from gateway.replicas.link import Backoff
+from gateway.replicas.link import Backoff, SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.request_messages import request_from_submit, submit_message
 from gateway.request.prepare import resolve
@@ -14,6 +16,7 @@ from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
 from quire.common.v1 import common_pb2
+from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.parameters import make_options, make_request
@@ -72,3 +75,19 @@ def test_the_scheduler_gets_the_stop_strings_of_durable_requests_alone():
         live = LiveRequest(make_request(stop=["end"], durable=durable), 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
         assert list(submit_message(live).submit.stopping.stop) == stop
         assert list(live.request.stopping.stop) == ["end"]
+
+
+def test_a_request_that_is_cancelled_before_it_was_sent_is_not_submitted():
+    listener: Any = Mock()
+    link = SchedulerLink("s:1", gateway_id="g", grace_period_ms=1, model=UNKNOWN_MODEL, listener=listener)
+    link.is_connected = True
+    lives = [LiveRequest(make_request(), handle, (), max_chunk_tokens=1, clock=lambda: 0.0) for handle in (1, 2, 3)]
+    # A scheduler may have the last one already.
+    for live, live.submissions in zip(lives, (1, 1, 2), strict=True):
+        link.submit(live)
+    link.withdraw(lives[0])
+    assert list(link._outbox) == lives[1:]
+    link.withdraw(lives[2])
+    abort = link._outbox[-1]
+    assert isinstance(abort, scheduler_pb2.ConnectRequest)
+    assert (list(link._outbox)[:2], abort.abort.handle) == (lives[1:], 3)

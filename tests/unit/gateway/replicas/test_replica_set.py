@@ -83,6 +83,9 @@ class Scheduler:
         self.aborted.append(handle)
         self.has.pop(handle, None)
 
+    def withdraw(self, live: LiveRequest) -> None:
+        self.abort(live.handle)
+
     def release(self, handle: int) -> None:
         self.released.append(handle)
 
