@@ -32,6 +32,7 @@ from scheduler_svc.service.watch_messages import pool_message
 from scheduler_svc.service.worker_messages import ReplicaInfo, source_message
 
 _MAX_HANDLE = 2**31 - 1
+_MAX_UINT32 = 2**32 - 1
 _BLOCKS_AT_ONCE = 1024
 """The number of blocks that are converted before the event loop gets a turn: about a millisecond."""
 
@@ -217,7 +218,8 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
             ready=readiness.is_ready,
             loading=loading,
             draining=readiness.is_draining,
-            leave_after_ms=round(readiness.leave_after_s * 1e3),
+            # A drain may have any time.
+            leave_after_ms=min(round(readiness.leave_after_s * 1e3), _MAX_UINT32),
             busy=readiness.is_busy,
         )
         yield scheduler_pb2.ConnectResponse(state=state)

@@ -8,8 +8,8 @@ from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SequenceEnd
-from scheduler_svc.service.gateway_messages import events_message
-from scheduler_svc.service.outbox import MAX_SIZE, CacheUpdate, Outbox, Outgoing, PromptLogprobs
+from scheduler_svc.service.gateway_messages import events_message, gateway_messages
+from scheduler_svc.service.outbox import MAX_SIZE, CacheUpdate, Outbox, Outgoing, PromptLogprobs, Readiness
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -105,3 +105,8 @@ def test_who_has_not_read_an_update_of_the_cache_gets_all_that_is_cached():
         if stored != b"b" and (outgoing := outbox.poll()) is not None:
             told.append(outgoing.cache)
     assert told == [update(b"a"), update(b"abc", is_cleared=True)]
+
+
+def test_a_replica_that_drains_for_months_says_so():
+    (message,) = gateway_messages(Outgoing(readiness=Readiness(False, None, is_draining=True, leave_after_s=1e7)))
+    assert message.state.leave_after_ms == 2**32 - 1
