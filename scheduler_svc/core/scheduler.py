@@ -427,7 +427,8 @@ class Scheduler:
             # Each step asks again for the one that is next, and has not the time to look at all of its blocks.
             return None
         if group.source is None:
-            return self._make_room_from_tier(group) if len(self.tier) else None
+            # Those that pass may take the room, and evict what came: it waits for that once, then computes the rest.
+            return self._make_room_from_tier(group) if len(self.tier) and not group.has_been_passed else None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
@@ -594,7 +595,7 @@ class Scheduler:
         return Stop(Obstacle.NEXT_STEP)
 
     def _start(self, group: SequenceGroup, now: float) -> None:
-        group.source = None
+        group.source, group.has_been_passed = None, False
         self.coming.discard(group.request.key)
         is_new = group.cached_tokens is None
         self._num_blocks_looked_up += self._placement.start(group, now)
@@ -631,6 +632,7 @@ class Scheduler:
             queue = self.swapped if group.request.key in self.swapped else self.waiting
             if (queue is self.waiting and self.is_held_as_new(group)) or self.preparations.hold(group.request):
                 queue.hold(group.request.key)
+                group.has_been_passed |= isinstance(self.preparations.needed_by(group.request.key), MovedBlocks)
             elif queue is self.swapped or not self._hold(group):
                 return group
         return None
@@ -847,6 +849,8 @@ class Scheduler:
         """
         self.in_flight.clear()
         self.waiting.release_all()
+        for group in self.waiting:
+            group.has_been_passed = False
         for queue in (self.running, self.swapped):
             for group in queue.take_all():
                 group.timeline.note(Milestone.WORKER_LOST, now)

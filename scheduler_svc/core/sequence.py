@@ -151,7 +151,8 @@ class SequenceGroup:
 
     `order` is its place in queues: unique, the lowest goes first. `cached_tokens` are the prompt tokens that the prefix
     cache had when the group first ran, None before. `source` is where blocks of it can be fetched, until that is tried
-    or the group runs. `beams` is there if the sequences are the beams of a search.
+    or the group runs. `has_been_passed` if others went before it while blocks came for it, until it runs. `beams` is
+    there if the sequences are the beams of a search.
     """
 
     request: Request
@@ -162,6 +163,7 @@ class SequenceGroup:
     preemptions: int = 0
     cached_tokens: int | None = None
     source: KvSource | None = None
+    has_been_passed: bool = False
 
     @classmethod
     def of(cls, request: Request, order: int, block_size: int, now: float) -> "SequenceGroup":

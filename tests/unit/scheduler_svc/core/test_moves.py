@@ -1,5 +1,7 @@
 """Requests leave for another replica with their blocks under a lease, and come with blocks to fetch."""
 
+import itertools
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixH
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Leases, Tier
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import EmittedSequence, Request
+from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 LEASE, LEASE_S = Lease(b"a lease"), 10.0
@@ -227,6 +229,31 @@ def test_a_tier_that_takes_too_long_is_not_waited_for_again() -> None:
     assert driver.outputs[2] == expected_output(again)
     driver.scheduler.prepared(preparation.number)
     driver.finish(again)
+
+
+def test_a_prompt_on_disk_is_passed_once_by_those_that_take_its_room() -> None:
+    driver = Driver(make_config(num_blocks=40, max_num_batched_tokens=256, max_model_len=160))
+    large = make_request(1, prompt_len=141, max_tokens=4)
+    driver.submit(replace(large, key=RequestKey(large.key.client, Handle(2))))
+    driver.run_until_idle()
+    slots = driver.device.keep_on_disk(64)
+    driver.scheduler.forget_cached()
+    driver.tell_disk(slots)
+    small = (make_request(handle, max_tokens=40) for handle in itertools.count(100))
+    driver.submit(next(small))
+    driver.run_steps(2)
+    driver.submit(large)
+    due = deque[tuple[int, Preparation]]()
+    for step in range(300):
+        while sum(group.request.key != large.key for group in driver.scheduler.waiting) < 3:
+            driver.submit(next(small))
+        driver.plan()
+        due += [(step + 2, told) for told in driver.tell()]
+        while due and due[0][0] <= step:
+            driver.compile_next()
+            due.popleft()
+        driver.deliver()
+    assert 1 in driver.finished
 
 
 def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -> None:
