@@ -849,7 +849,7 @@ class Scheduler:
         """
         self.in_flight.clear()
         self.waiting.release_all()
-        for group in self.waiting:
+        for group in self.waiting.all():
             group.has_been_passed = False
         for queue in (self.running, self.swapped):
             for group in queue.take_all():
