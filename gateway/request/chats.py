@@ -33,8 +33,8 @@ from quire.gateway.v1.generation_pb2 import (
 )
 from quire.rpc.errors import InvalidArgument, invalid_field
 
-# Larger schemas, in characters, are read in a thread.
-_INLINE_CHARACTERS = 8192
+# Larger schemas are read in a thread.
+_INLINE_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ async def prepare_chat(
     constraint = None
     if not is_constrained:
         size = sum(len(tool.parameters) for tool in prompt.tools)
-        if size <= _INLINE_CHARACTERS:
+        size += 0 if prompt.response_format is None else prompt.response_format.ByteSize()
+        if size <= _INLINE_BYTES:
             constraint = _constraint(prompt, offered, chat, tokenizer)
         else:
             constraint = await executor.run(current_tenant(), size, _constraint, prompt, offered, chat, tokenizer)

@@ -7,6 +7,7 @@ that are refused for the length of one list or text.
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,37 @@ async def a_thousand_requests_go_on_when_their_scheduler_is_back(rig: Rig) -> No
     assert (await calling).status_code == 200
 
 
+def deep_object() -> Any:
+    value: Any = list(range(65))
+    for _ in range(90):
+        value = {f"k{number}": number for number in range(650)} | {"below": value}
+    return value
+
+
+async def a_response_shows_a_deep_schema(rig: Rig) -> None:
+    schema = {"type": "object", "default": deep_object()}
+    body = {"input": "hi", "max_output_tokens": 1, "text": {"format": {"type": "json_schema", "schema": schema}}}
+    answer = await rig.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def a_large_schema_beside_tools(rig: Rig) -> None:
+    kinds = [{"type": "object", "properties": {f"p{number}": {"type": "integer"}}} for number in range(12_500)]
+    schema = {"anyOf": kinds}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    body |= {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    answer = await rig.http.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["param"] == "response_format.json_schema.schema", answer.text
+
+
+async def many_structural_tags_are_refused(rig: Rig) -> None:
+    structures = [{"begin": "a", "schema": {}, "end": ""}] * 2600
+    tags = {"type": "structural_tag", "structures": structures, "triggers": ["b"] * 16_000}
+    answer = await rig.complete(prompt="hi", structural_tag=json.dumps(tags))
+    assert answer.json()["error"]["param"] == "structural_tag.structures", answer.text
+
+
 CALLS: dict[str, Callable[[Rig], Awaitable[None]]] = {
     "too many sequences": too_many_sequences_are_refused,
     "many prompts": partial(a_thousand_prompts_with_long_stop_strings, stream=False),
@@ -137,6 +169,9 @@ CALLS: dict[str, Callable[[Rig], Awaitable[None]]] = {
     "a long text": a_long_text_is_tokenized,
     "a long output": a_long_output_comes_at_once,
     "many log probabilities": an_answer_with_many_log_probabilities,
+    "a deep schema": a_response_shows_a_deep_schema,
+    "a large schema": a_large_schema_beside_tools,
+    "structural tags": many_structural_tags_are_refused,
     "a lost scheduler": a_thousand_requests_go_on_when_their_scheduler_is_back,
 }
 
