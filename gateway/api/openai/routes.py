@@ -1,8 +1,9 @@
 """The paths of OpenAI's API, and of vLLM's for tokens."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +15,9 @@ from gateway.api.body import BodyLimits, read_model
 from gateway.api.durable_streams import last_event_id
 from gateway.api.event_shapes import ChatEvent, CompletionEvent
 from gateway.api.field_rule import FieldRule
+from gateway.api.fields import with_place_of_tool
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
+from gateway.api.openai.conversation import kept_tools
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import (
     ChatBody,
@@ -240,7 +243,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
                 body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
             )
         except QuireError as error:
-            return error_response(error_answer(error, _text_param_name))
+            return error_response(error_answer(error, partial(_text_param_name, kept_tools(body))))
         answer = {
             "count": len(tokenized.token_ids),
             "max_model_len": tokenized.max_model_len,
@@ -255,7 +258,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
         try:
             text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
         except QuireError as error:
-            return error_response(error_answer(error, _text_param_name))
+            return error_response(error_answer(error, partial(_text_param_name, ())))
         return await _json_response({"prompt": text}, len(body.tokens))
 
     async def tokenizer_info(request: Request) -> Response:
@@ -299,9 +302,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _text_param_name(field: str) -> str:
-    """The name that a field of the text service has in a body."""
-    head, bracket, rest = field.removeprefix("chat.").partition("[")
+def _text_param_name(tools: Sequence[str], field: str) -> str:
+    """The name that a field of the text service has in a body; `tools` are the places of the body's."""
+    head, bracket, rest = with_place_of_tool(field.removeprefix("chat."), tools).partition("[")
     return _PARAMS.get(head, head) + bracket + rest
 
 

@@ -221,6 +221,8 @@ LONG_ID = "x" * 129
          "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[1].function.parameters.type"),
         ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "f f"}}]},
          "tools[0].custom.name"),
+        ("/tokenize", {"messages": USER, "tools": [{"type": "web_search"}, {"type": "function",
+         "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[1].function.parameters.type"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}, {"type": "function", "name": "f",
          "parameters": {"type": "array"}}]}, "tools[1].parameters.type"),
         ("/v1/messages", {"max_tokens": 9, "messages": USER, "tools": [{"type": "web_search_1", "name": "w"},
