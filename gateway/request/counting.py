@@ -33,9 +33,11 @@ MAX_ENTRIES: Mapping[str, int] = {
 """Where the name of a list or map is not here, it may have `DEFAULT_MAX_ENTRIES`."""
 MAX_VALUES_OF_OBJECTS: Mapping[str, int] = {
     **dict.fromkeys(("guided_json", "input", "input_schema", "json", "parameters", "schema"), 1 << 16),
-    "chat_template_kwargs": 4096,
+    **dict.fromkeys(("chat_template_kwargs", "documents"), 4096),
 }
 """Objects of any shape in a body of JSON, such as schemas: all values in them, at any depth, count as theirs."""
+# Lists of such objects.
+_LISTS_OF_OBJECTS = frozenset({"documents"})
 MAX_VALUES_OF_TEXTS = 1 << 16
 """The maximum number of values in JSON that is the text of fields, such as the arguments of all calls of a chat."""
 MAX_NUMBERS = 1 << 20
@@ -201,7 +203,7 @@ def _containers(prefix: str, fields: Mapping[str, Any]) -> list[tuple[str, str, 
         (
             (prefix + name)[:_MAX_PATH],
             name,
-            MAX_VALUES_OF_OBJECTS.get(name) if isinstance(value, _OBJECT) else None,
+            MAX_VALUES_OF_OBJECTS.get(name) if isinstance(value, _OBJECT) or name in _LISTS_OF_OBJECTS else None,
             value,
         )
         for name, value in fields.items()

@@ -158,6 +158,7 @@ def refused(fields: dict[str, Any]) -> InvalidArgument:
         ({"input": [{"summary": [1] * 8193}]}, "input.summary", "8,193", "8,192"),
         ({"tools": [{"function": {"parameters": {"enum": [1] * 70_000}}}]}, "tools.function.parameters", "", "65,536"),
         ({"chat_template_kwargs": {"a": {"b": [[1] * 3000] * 2}}}, "chat_template_kwargs", "6,004", "4,096"),
+        ({"documents": [{"a": {"b": 1}}] * 2000}, "documents", "", "4,096"),
         ({"metadata": {str(number): "" for number in range(1025)}}, "metadata", "1,025", "1,024"),
         ({"prompt": ["a"] * 1025}, "prompt", "1,025", "1,024"),
         ({"unknown": [[1] * 800] * 2}, "unknown", "", "1,024"),
