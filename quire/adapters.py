@@ -29,6 +29,8 @@ PICKLED = ".bin"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
+_MAX_NUMBER = 1e30
+"""Of alpha: scales are numbers in 32 bits."""
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight", re.ASCII)
 _PATTERN = re.compile(r"\^?(?:\w|\\?\.)+", re.ASCII)
 """Of alpha_pattern: without repetitions, of which a hostile one takes hours."""
@@ -248,8 +250,8 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _number(file: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UnusableAdapterError(f"{file}: {name} is {value!r:.80}; it must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+        raise UnusableAdapterError(f"{file}: {name} is {value!r:.80}; it must be a number of at most {_MAX_NUMBER:g}")
     return float(value)
 
 

@@ -58,7 +58,7 @@ class AdapterSlots:
 
     def __init__(self, model: CausalLM, max_adapters: int, max_rank: int) -> None:
         self._max_rank = max_rank
-        self._architecture = model.architecture
+        self._architecture, self._dtype = model.architecture, model.dtype
         self._base_prefix = model.base_prefix if isinstance(model, NativeCausalLM) else ""
         self._linears = adapted_linears(model)
         for linear in self._linears:
@@ -132,9 +132,10 @@ class AdapterSlots:
         for linear in self._adapted[slot]:
             linear.adapters.put(slot + 1, None)
         parts = () if loaded is None else loaded.packed
+        # Before they are filled: where that fails, all of them are emptied next.
+        self._adapted[slot] = tuple(linear for linear, _ in parts)
         for linear, packed in parts:
             linear.adapters.put(slot + 1, packed)
-        self._adapted[slot] = tuple(linear for linear, _ in parts)
         self._num_bytes[slot] = 0 if loaded is None else loaded.num_bytes
 
     def clear(self) -> None:
@@ -167,8 +168,13 @@ class AdapterSlots:
     ) -> tuple[Linear, Any] | None:
         def tensor(name: str, side: str) -> torch.Tensor:
             found = read(f"base_model.model.{name}.lora_{side}.weight").float()
-            if not found.isfinite().all():
-                raise UnusableAdapterError(f"adapter {adapter.directory}: lora_{side} of {name} has numbers not finite")
+            # In the dtype of products: where these are of all slots, one that is not finite is NaN in other rows, too.
+            if not found.to(self._dtype).isfinite().all():
+                dtype = str(self._dtype).removeprefix("torch.")
+                raise UnusableAdapterError(
+                    f"adapter {adapter.directory}: lora_{side} of {name} has numbers not finite in {dtype}, the dtype "
+                    "of the model"
+                )
             return found
 
         def part(layers: Mapping[str, tuple[int, int, int]]) -> LowRank | None:

@@ -6,7 +6,9 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -302,6 +304,41 @@ def test_numbers_that_are_not_finite_are_refused(make: Callable[[str], Made], tm
     next(iter(tensors.values()))[0, 0] = torch.inf
     save_file(tensors, file)
     assert "has numbers not finite" in failure_of(slots, directory)
+
+
+def test_numbers_that_the_dtype_of_the_model_does_not_hold_are_refused(
+    make: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """Torch's tables multiply all slots with all tokens, so infinity in one would be NaN in rows of the others."""
+    made = make("llama-gqa-untied-32")
+    model, slots = made.load(torch.float16)
+    rows = make_runner(model, [1])
+    directory = make_adapter(tmp_path, made.merged(0), targets=ATTENTION)
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(each for name, each in tensors.items() if "lora_B" in name)[0, 0] = 1e5
+    save_file(tensors, file)
+    assert "has numbers not finite in float16" in failure_of(slots, directory)
+    assert rows.step(Span(0, 0, 9)).isfinite().all()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_an_adapter_that_could_not_be_put_leaves_nothing_in_its_slot(
+    make: Callable[[str], Made], is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make("llama-gqa-untied-32")
+    with nullcontext() if is_packed else without_packed_products():
+        model, slots = made.load()
+    loaded = slots.load(made.adapters[0], read_adapter(made.adapters[0]).digest)
+    slots.clear()
+    plain = make_runner(model, [1]).step(Span(0, 0, 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.packed[-1][0].adapters, "put", Mock(side_effect=RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            slots.put(0, loaded)
+    slots.put(0, None)
+    assert torch.equal(make_runner(model, [1]).step(Span(0, 0, 9)), plain)
+    assert slots.num_bytes == 0
 
 
 def test_files_of_another_digest_are_refused(make: Callable[[str], Made]) -> None:
