@@ -3,12 +3,13 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 
 from quire.gguf_fields import check_read_back, metadata_of, rotation_factors
 from quire.gguf_header import GgufHeader, GgufTensor
@@ -32,6 +33,9 @@ FORMATS = (*_MIXES, "Q6_K", "Q5_0", "Q5_1", "Q4_0", "Q4_1", *_PLAIN, *_ALIASES)
 _OF_SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 _NEVER_CODED = re.compile(r".*(norm|ffn_gate_inp|ffn_gate_inp_shexp|position_embd)\.weight|.*\.bias")
 _EXPERT = re.compile(r"(?P<before>.*experts)\.(?P<number>\d+)(?P<after>\..*)")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+"""Ends of its names."""
 _NO_WEIGHTS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
@@ -60,7 +64,8 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
     """
     model, format = ModelDirectory.open(directory), _ALIASES.get(format, format)
     metadata = metadata_of(model)
-    tensors = _tensors(model, metadata["general.architecture"], format)
+    model, stored = _with_head(model, Checkpoint.of_model(model).tensors)
+    tensors = _tensors(model, stored, metadata["general.architecture"], format)
     described = {each.name: GgufTensor(each.name, each.kind, each.shape, file, 0, 0) for each in tensors}
     check_read_back(model, GgufHeader(file, metadata, described))
     for name, factors in rotation_factors(model).items():
@@ -91,17 +96,36 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
         partial.unlink(missing_ok=True)
 
 
-def _tensors(model: ModelDirectory, architecture: str, format: str) -> list[_Tensor]:
+def _with_head(
+    model: ModelDirectory, tensors: Mapping[str, StoredTensor]
+) -> tuple[ModelDirectory, dict[str, StoredTensor]]:
+    """The model and its tensors as workers take them: a matrix that embedding and head share may be stored as the head
+    alone, and a head that differs from the embedding is not shared, whatever the configuration says."""
+    stored = dict(tensors)
+    embedding = next((tensor for name, tensor in stored.items() if name.endswith(_EMBEDDINGS)), None)
+    if (head := stored.get(_HEAD)) is None:
+        return model, stored
+    if embedding is None:
+        stored[_EMBEDDING] = stored.pop(_HEAD)
+    elif model.config.get("tie_word_embeddings"):
+        if not torch.equal(head.read(), embedding.read()):
+            return replace(model, config={**model.config, "tie_word_embeddings": False}), stored
+        del stored[_HEAD]
+    return model, stored
+
+
+def _tensors(
+    model: ModelDirectory, stored: Mapping[str, StoredTensor], architecture: str, format: str
+) -> list[_Tensor]:
     """In the order of layers, with the names, layouts and types of the file."""
     num_layers = model.config.get("num_hidden_layers") or model.config["n_layer"]
     (arch,) = (arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, num_layers)
-    stored = Checkpoint.of_model(model).tensors
     sources: dict[str, list[StoredTensor]] = {}
     for name in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
         expert = _EXPERT.fullmatch(name)
         base, _, suffix = (name if expert is None else expert["before"] + expert["after"]).rpartition(".")
-        if _NO_WEIGHTS.fullmatch(name) or (name == "lm_head.weight" and model.config.get("tie_word_embeddings")):
+        if _NO_WEIGHTS.fullmatch(name):
             continue
         written = names.get_name(base)
         if written is None or stored[name].dtype not in (*DTYPE_BYTES, *gguf.GGMLQuantizationType.__members__):

@@ -20,7 +20,7 @@ from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from quire_cli.main import main
 from tests.support.gguf_files import write_gguf as write_by_package
-from tests.support.models import edit_config, make_model, make_tokenizer
+from tests.support.models import edit_config, edit_tensors, make_model, make_tokenizer
 from tests.support.paged import PagedRunner, Span
 from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_fallback
@@ -63,6 +63,29 @@ def test_a_file_has_the_weights_and_tokens_of_its_directory(tmp_path: Path, fami
     own, read = tokenizer_of(tmp_path / "model"), tokenizer_of(file)
     for text in TEXTS:
         assert own.encode(text).ids == read.encode(text).ids, text
+
+
+@pytest.mark.parametrize("case", ["differs", "equal", "alone"])
+@pytest.mark.parametrize("family", ["llama-mha-tied-64", "gpt2-tied-32"])
+def test_a_head_beside_the_embedding_or_in_its_place_is_written_as_it_is_served(
+    tmp_path: Path, family: str, case: str
+) -> None:
+    """Of a model whose configuration says that they are one matrix."""
+    make_model(tmp_path / "model", family)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        embedding = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+        head = tensors.pop(embedding) if case == "alone" else tensors[embedding].clone()
+        return {**tensors, "lm_head.weight": head.flip(0).contiguous() if case == "differs" else head}
+
+    edit_tensors(tmp_path / "model", change)
+    file = write(tmp_path / "model", tmp_path / "m.gguf", "F32")
+    runners = [
+        PagedRunner(load_model(path, device=torch.device("cpu"), dtype=torch.float32), [[5, 9, 200]], block_size=4)
+        for path in (tmp_path / "model", file)
+    ]
+    assert torch.equal(*(runner.step(Span(0, 0, 3)) for runner in runners))
+    assert ("output.weight" in GgufHeader.read(file).tensors) is (case == "differs")
 
 
 ROTATIONS: dict[str, dict[str, Any]] = {
