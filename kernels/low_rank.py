@@ -97,7 +97,8 @@ class MaskedTable(LowRankTable[MaskedLowRank]):
     def add(self, product: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The product [..., out] of x [..., in], and the addends of tokens that have an adapter; the others keep their
         bits. `slots` is [tokens] int64."""
-        tokens = x.reshape(-1, x.shape[-1])
+        # The last of many ranks may have no inputs.
+        tokens = x.reshape(slots.shape[0], x.shape[-1])
         shrunk = functional.linear(tokens, self._a.flatten(0, 2)).float()
         own = (slots[:, None] == self._slots)[:, None, :, None]
         shape = (tokens.shape[0], len(self._b), self._num_slots, self._max_rank)

@@ -204,3 +204,11 @@ def test_torchs_table_adds_the_same_and_leaves_the_others_alone(dtype: torch.dty
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     table.put(1, None)
     assert torch.equal(table.add(product, x, slots)[0], product[0])
+
+
+def test_torchs_table_of_a_rank_without_inputs_adds_nothing() -> None:
+    """As the last of many ranks has them where a layer has fewer inputs than would be one for each."""
+    table = MaskedTable(0, [12], NUM_SLOTS, MAX_RANK, like=torch.empty(0))
+    table.put(1, table.pack([LowRank(torch.empty(9, 0), torch.randn(12, 9), 0.5)]))
+    product = torch.randn(3, 12)
+    assert torch.equal(table.add(product, torch.empty(3, 0), torch.tensor([1, 0, 1])), product)
