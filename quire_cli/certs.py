@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.rpc.certificates import Authority, has_authority, share_authority
+from quire.rpc.certificates import Authority, has_authority, hosts_of, share_authority
 from quire.rpc.tls import Role
 from quire.settings import ConfigurationError, load_settings, setting
 
@@ -17,13 +17,19 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 @dataclass(frozen=True, slots=True)
 class CertsFlags:
     """Makes ca.pem, and for each role ROLE.pem and ROLE.key, in a directory. Called again, it renews all but the
-    authority, and services that run read the new files at the next handshake."""
+    authority, with the hosts and directories of before unless flags say otherwise, and services that run read the new
+    files at the next handshake."""
 
     tls_dir: Path = setting(Path("certs"), "directory of the files", metavar="DIR")
     by_role: bool = setting(
         False, "give each role a separate directory, DIR/ROLE, with its two files and ca.pem, for its container"
     )
-    host: tuple[str, ...] = setting((), "name or address of a service, besides localhost; with commas", metavar="HOST")
+    host: tuple[str, ...] = setting(
+        (),
+        "name or address of a service, besides localhost; with commas; not given, those of the certificate that is "
+        "renewed",
+        metavar="HOST",
+    )
     days: int = setting(365, "days for which the certificates are valid", minimum=1, maximum=36500)
     authority_days: int = setting(3650, "days for which a new authority is valid", minimum=1, maximum=36500)
     renew_authority: bool = setting(
@@ -54,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
         if authority.not_valid_after < now + dt.timedelta(days=flags.days):
             print(f"{directory}: the authority ends on {authority.not_valid_after:%Y-%m-%d}; see --renew-authority")
         for role, target in targets.items():
-            certificate = authority.issue(target, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
+            hosts = flags.host or hosts_of(target / f"{role}.pem")
+            certificate = authority.issue(target, role, tuple(dict.fromkeys((*LOCAL_HOSTS, *hosts))), flags.days, now)
             print(f"{target / f'{role}.pem'}: valid until {certificate.not_valid_after_utc:%Y-%m-%d}")
     except OSError as error:
         if error.filename is None:
@@ -66,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _directory_of(role: Role, flags: CertsFlags) -> Path:
     """The directory of its files."""
-    if not flags.by_role:
+    if not flags.by_role and not (flags.tls_dir / role / f"{role}.pem").exists():
         return flags.tls_dir
     share_authority(flags.tls_dir, flags.tls_dir / role)
     return flags.tls_dir / role

@@ -80,20 +80,24 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
         writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), each.num_bytes, each.kind)
     partial = file.with_name(f"{file.name}.partial")
     try:
-        writer.write_header_to_file(partial)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        done, total = 0, sum(each.num_bytes for each in tensors)
-        for each in tensors:
-            writer.write_tensor_data(encode(each.read(), each.kind.name))
-            progress(done := done + each.num_bytes, total)
-        writer.close()
-        partial.rename(file)
+        try:
+            writer.write_header_to_file(partial)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            done, total = 0, sum(each.num_bytes for each in tensors)
+            for each in tensors:
+                writer.write_tensor_data(encode(each.read(), each.kind.name))
+                progress(done := done + each.num_bytes, total)
+            writer.close()
+            partial.rename(file)
+        finally:
+            # Before close, which fails where what is buffered cannot be written.
+            partial.unlink(missing_ok=True)
+            writer.close()
     except OSError as error:
-        raise ConfigurationError(f"cannot write {file}: {error.strerror}") from error
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
+        # numpy says only how much it has written.
+        reason = error.strerror or f"{error}; is the disk full?"
+        raise ConfigurationError(f"cannot write {file}: {reason}") from error
 
 
 def _with_head(

@@ -3,6 +3,7 @@
 import datetime as dt
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,19 @@ class Authority:
         return certificate
 
 
+def hosts_of(path: Path) -> tuple[str, ...]:
+    """The hosts that the certificate in a file names, none where there is no such file. ConfigurationError when it
+    cannot be read."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigurationError(f"{path}: its hosts cannot be read: {error}; give them as --host") from error
+    return (*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress)))
+
+
 def share_authority(source: Path, target: Path) -> None:
     """Makes one directory trust the authority of another; copies no key. OSError when it cannot."""
     target.mkdir(mode=0o700, exist_ok=True)
@@ -151,10 +165,11 @@ def _host_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise ConfigurationError(f"--host {host!r} is neither an IP address nor a host name: {error}") from error
+    if re.fullmatch(r"[A-Za-z0-9._*-]+", host) is None:
+        raise ConfigurationError(
+            f"--host {host!r} is neither an IP address nor a host name; give the name alone, without scheme and port"
+        )
+    return x509.DNSName(host)
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:

@@ -41,7 +41,8 @@ def test_what_would_make_no_certificates_is_one_line(tmp_path: Path, capsys: pyt
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "--host" in refusal(tmp_path, "--host", "füße")
+    for host in ("füße", "gateway.example:50051", "https://gateway.example", "two names"):
+        assert "neither an IP address nor a host name" in refusal(tmp_path, "--host", host)
     for name in ("ca.pem", "ca.key"):
         directory = tmp_path / f"without {name}"
         assert main(["certs", "--tls-dir", str(directory)]) == 0
@@ -55,6 +56,36 @@ def test_what_would_make_no_certificates_is_one_line(tmp_path: Path, capsys: pyt
     assert main(["certs", "--tls-dir", str(other)]) == 0
     (other / "ca.key").write_bytes(key)
     assert "no certificate belongs to ca.key" in refusal(other)
+
+
+@pytest.mark.parametrize("by_role", [False, True])
+def test_a_renewal_keeps_hosts_and_directories_unless_it_names_others(tmp_path: Path, by_role: bool) -> None:
+    call = ["certs", "--tls-dir", str(tmp_path)]
+    assert main([*call, *(["--by-role"] if by_role else []), "--host", "gpu-1.example,*.replicas,10.0.0.7"]) == 0
+    files = {path for path in tmp_path.rglob("*.pem") if path.name != "ca.pem"}
+    before = {path: (names_of(path), path.read_bytes()) for path in files}
+    # A renewal of the authority, and after it one of the certificates.
+    assert main([*call, "--renew-authority"]) == 0
+    assert main(call) == 0
+    assert {path for path in tmp_path.rglob("*.pem") if path.name != "ca.pem"} == files
+    for path, (names, content) in before.items():
+        assert path.read_bytes() != content
+        assert sorted(names_of(path)) == sorted(names)
+    assert len(certificates_of(min(files).with_name("ca.pem"))) == 2
+    assert main([*call, "--host", "gpu-2.example"]) == 0
+    for path in files:
+        assert "gpu-2.example" in names_of(path)
+        assert "gpu-1.example" not in names_of(path)
+
+
+def test_hosts_that_cannot_be_read_are_to_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["certs", "--tls-dir", str(tmp_path)]
+    assert main(call) == 0
+    (tmp_path / "worker.pem").write_text("none")
+    assert main(call) == 2
+    assert "worker.pem: its hosts cannot be read: " in capsys.readouterr().err
+    assert main([*call, "--host", "gpu-1.example"]) == 0
+    assert "gpu-1.example" in names_of(tmp_path / "worker.pem")
 
 
 def certificates_of(path: Path) -> list[x509.Certificate]:

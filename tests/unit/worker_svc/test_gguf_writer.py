@@ -2,6 +2,7 @@
 
 import gc
 import json
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,21 @@ def test_what_files_do_not_say_is_refused(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*.gguf*")] == []
 
 
+@pytest.mark.parametrize("room", [100, 40_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, room: int) -> None:
+    make(tmp_path / "model", "llama")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"^cannot write .*m\.gguf: (File too large|.*is the disk full\?)$"
+        ):
+            write(tmp_path / "model", tmp_path / "m.gguf", "F32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*tmp_path.glob("*.gguf*")] == []
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "m.gguf"
     assert main(["quantize", "quire-tiny", "--format", "q4_k", str(file)]) == 0
@@ -246,6 +262,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["quire-tiny", str(tmp_path / "m.bin")], "m.bin does not end in .gguf"),
         (["quire-tiny", str(tmp_path / "n.gguf"), "--format", "int8"], '--format is "int8"; formats are Q4_K_M, '),
         (["quire-tiny", str(tmp_path / "none" / "n.gguf")], "n.gguf: No such file or directory"),
+        (["quire-tiny", str(file / "n.gguf")], "n.gguf: Not a directory"),
         (["quire-tiny"], "call it as quire quantize MODEL OUT.gguf"),
     ):
         assert main(["quantize", *arguments]) == 2
