@@ -184,12 +184,31 @@ def _check_encodable(arguments: Sequence[str]) -> None:
             raise ConfigurationError(f"the argument {argument!r} is not UTF-8") from None
 
 
+_OTHER_HOSTS = "the gateway's certificate is for other hosts"
+_NAME_A_HOST = "--tls-server-name is a name that it has; `quire certs --host` gives it others"
+_CLOSED = "the connection was closed"
+_CLOSED_BY = "check that `quire serve` runs, the port, and whether it needs TLS (--tls-ca-file, --tls-cert-file)"
+# What gRPC and Python's ssl say of a connection that TLS prevents, the problem, and the way out.
+_TLS_FAILURES = (
+    ("Hostname Verification Check failed", _OTHER_HOSTS, _NAME_A_HOST),
+    ("Hostname mismatch", _OTHER_HOSTS, _NAME_A_HOST),
+    ("IP address mismatch", _OTHER_HOSTS, _NAME_A_HOST),
+    ("CERTIFICATE_VERIFY_FAILED", "the gateway's certificate is not trusted", "--tls-ca-file names its authority"),
+    ("WRONG_VERSION_NUMBER", "the gateway does not use TLS", "leave out the flags and variables of TLS"),
+    ("Socket closed", _CLOSED, _CLOSED_BY),
+    ("Remote end closed connection without response", _CLOSED, _CLOSED_BY),
+)
+
+
 def explain(error: QuireError) -> str:
     """A failed call in one line for people."""
     if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
         said = " ".join(error.message.split())
         if "http1.x server" in said:
             return f"that port speaks HTTP; give the one for gRPC, 50051 unless --grpc-port says otherwise ({said})"
+        for mark, problem, way_out in _TLS_FAILURES:
+            if mark in said:
+                return f"{problem} ({said}); {way_out}"
         return f"no gateway answers ({said}); check that `quire serve` runs, and the address"
     if error.reason == "MISSING_API_KEY":
         return "the gateway requires an API key; set QUIRE_API_KEY"

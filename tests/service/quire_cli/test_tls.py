@@ -45,6 +45,27 @@ def test_a_command_without_one_says_in_one_line_that_it_is_not_connected(
     assert "Traceback" not in stderr
 
 
+def test_what_tls_prevents_is_told_with_the_flag_that_helps(run: Run, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "other")
+    for flags, problem, way_out in (
+        ([], "the connection was closed", "needs TLS (--tls-ca-file"),
+        (files(tmp_path / "other"), "the gateway's certificate is not trusted", "--tls-ca-file names its authority"),
+        (
+            [*files(tmp_path), "--tls-server-name=elsewhere.example"],
+            "the gateway's certificate is for other hosts",
+            "--tls-server-name is a name that it has",
+        ),
+    ):
+        status, _, stderr = run("generate", "x", *flags)
+        assert status == 1
+        assert stderr.startswith(f"quire generate: error: {problem} (")
+        assert way_out in stderr
+    with running_fake_gateway() as plain:
+        status, _, stderr = run("generate", "x", "--address", plain.address, *files(tmp_path))
+    assert status == 1
+    assert stderr.startswith("quire generate: error: the gateway does not use TLS (")
+
+
 def test_a_gateway_of_another_name_is_believed_under_the_name_that_is_given(run: Run, tmp_path: Path) -> None:
     assert run("status", *files(tmp_path), "--tls-server-name=elsewhere.example")[0] != 0
     assert run("status", *files(tmp_path), "--tls-server-name=localhost")[0] == 0
