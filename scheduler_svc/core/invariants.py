@@ -4,6 +4,7 @@ of a recording: a message is made only of what does not hold."""
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
 from itertools import chain
 
 from quire.prefix_hashes import BlockHash, hash_chain, pack
@@ -62,7 +63,8 @@ def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
     if len(free) + len(held) != pool.num_blocks:
         raise InvariantViolationError(f"{len(free)} free + {len(held)} held != {pool.num_blocks} blocks")
     names = [name for name in pool.names(0, pool.num_blocks) if name is not None]
-    if len(set(names)) != len(names) or set(names) != set(pool.sealed_hashes()):
+    distinct_names = set(names)
+    if len(distinct_names) != len(names) or distinct_names != set(pool.sealed_hashes()):
         raise InvariantViolationError("a block cannot be found by its hash, or two can")
     num_cached = len(free) - pool.hashes_of(free).count(None)
     if num_cached != pool.num_cached:
@@ -77,11 +79,17 @@ def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: BlockPoo
     for sequence in sequences:
         # Computed here anew: those that the sequence keeps are what is checked.
         table = sequence.block_table[: sequence.num_tokens // size]
-        packed = pack(sequence.token_ids[: len(table) * size])
-        true = hash_chain(sequence.request.cache_root, packed, 4 * size)
+        true = _true_hashes(sequence.request.cache_root, pack(sequence.token_ids[: len(table) * size]), 4 * size)
         for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
             if sealed is not None and sealed != content:
                 raise InvariantViolationError(f"block {block}: sealed under the hash of other tokens")
+
+
+@lru_cache(maxsize=256)
+def _true_hashes(root: BlockHash, packed: bytes, block_bytes: int) -> tuple[BlockHash, ...]:
+    """`hash_chain`, which depends on nothing but its arguments: from one operation to the next few sequences fill a
+    block."""
+    return tuple(hash_chain(root, packed, block_bytes))
 
 
 def _check_sizes(scheduler: Scheduler) -> None:
@@ -254,10 +262,10 @@ def _check_preparations(scheduler: Scheduler) -> None:
 
 def _check_adapters(scheduler: Scheduler) -> None:
     """Each row has its adapter in a slot, whose users are counted; and a slot is loaded while somebody waits for it."""
-    users = Counter(each.request.adapter for each in scheduler.batch.rows.sequences if each is not None)
-    del users[None]
+    requests = [each.request for each in scheduler.batch.rows.sequences if each is not None]
+    users = Counter(each.adapter for each in requests if each.adapter is not None)
     counted = scheduler.batch.adapters.num_rows()
-    if users != +Counter(counted):
+    if users != Counter(counted):
         raise InvariantViolationError(f"adapters are used by {users}, {counted} are counted")
     if len(counted) > scheduler.config.max_adapters:
         raise InvariantViolationError(f"{len(counted)} adapters are in {scheduler.config.max_adapters} slots")
