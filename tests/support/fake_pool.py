@@ -72,11 +72,18 @@ class FakePool:
         """Computes the tokens of a sequence from `start` to `end`."""
         self._gpu[self._places(blocks, start, end)] = prefixes.hashes(start, end)
 
+    def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
+        """[end] int64: what a row with these blocks finds in its slots."""
+        num_blocks = -(-end // self._block_size)
+        if num_blocks > len(blocks):
+            raise IndexError(f"slot {end - 1} is in none of {len(blocks)} blocks")
+        return self._gpu[list(blocks[:num_blocks])].reshape(-1)[:end]
+
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
         """The sequence's tokens up to `end` are where it looks for them. ForeignBlockError otherwise."""
         if end:
-            wrong = self._gpu[self._places(blocks, 0, end)] != prefixes.hashes(0, end)
-            if wrong.any():
+            wrong = self.read(blocks, end) != prefixes.hashes(0, end)
+            if np.count_nonzero(wrong):
                 position = int(wrong.argmax())
                 block = blocks[position // self._block_size]
                 raise ForeignBlockError(f"row {row} reads block {block}, which does not hold its token {position}")

@@ -22,7 +22,7 @@ from tests.sim.world.ranks import Group, Place, Undecided, worker_of
 from tests.sim.world.traffic import NUM_SPECIAL_TOKENS
 from tests.sim.world.watch import CheckedSeals, Names
 from tests.sim.world.world import KilledError, Node, World
-from tests.support.fake_pool import BlockError, FakePool, Prefixes
+from tests.support.fake_pool import BlockError, FakePool, ForeignBlockError, Prefixes
 from tests.support.fake_runner import FakeRunner, FakeStep
 from tests.support.logprobs import Line, columns_of
 from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep
@@ -60,14 +60,6 @@ class _ReadablePool(FakePool):
         """The same of the blocks on the host."""
         return self._host
 
-    def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
-        """[end] int64: what a row with these blocks finds in its slots."""
-        return self._gpu[self._places(blocks, 0, end)]
-
-    def is_finite(self, blocks: Sequence[int], end: int) -> bool:
-        """Whether a row finds a number in each of its first slots."""
-        return not (self.read(blocks, end) == _NOT_FINITE).any()
-
     def keep(self, slots: np.ndarray) -> None:
         """What a worker before this one left behind."""
         self._gpu = slots
@@ -87,8 +79,16 @@ class _ReadablePool(FakePool):
 
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
         """As any pool; what is not finite is found by the row that samples after it."""
-        if self.is_finite(blocks, end):
+        try:
             super().check_read(row, blocks, prefixes, end)
+        except ForeignBlockError:
+            if _is_finite(self.read(blocks, end)):
+                raise
+
+
+def _is_finite(content: np.ndarray) -> bool:
+    """Whether all slots hold numbers."""
+    return not np.count_nonzero(content == _NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +201,12 @@ class HashRunner(FakeRunner):
             # A scheduler that tries again would hide it.
             self.on_block_error(error)
             raise
-        chunks = np.flatnonzero(~np.isin(batch.rows, batch.samples[:, 1]))
+        sources = set(batch.samples[:, 1].tolist())
+        chunks = [place for place, row in enumerate(batch.rows.tolist()) if row not in sources]
         if len(batch.rows) and self.takes_glitch(self._place, len(chunks) > 0):
             # Of several ranks each has a part of the row.
             self.num_spoiled += self.rank == 0
-            place = chunks[0] if len(chunks) else 0
+            place = chunks[0] if chunks else 0
             row, start, end = (int(column[place]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
             self._readable.spoil(self._rows[row].blocks, start, end)
 
@@ -217,7 +218,7 @@ class HashRunner(FakeRunner):
         sampling = set(batch.samples[:, 1].tolist())
         ends = zip(batch.rows.tolist(), batch.ends.tolist(), strict=True)
         chunks = [(row, end) for row, end in ends if row not in sampling]
-        return tuple(row for row, end in chunks if not self._readable.is_finite(self._rows[row].blocks, end))
+        return tuple(row for row, end in chunks if not _is_finite(self._readable.read(self._rows[row].blocks, end)))
 
     def _sample(self, step_id: int, batch: Batch) -> StepOutput:
         ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True))
@@ -228,13 +229,14 @@ class HashRunner(FakeRunner):
         for place, (row, source) in enumerate(batch.samples.tolist()):
             end, state = ends[source], self._rows[row]
             sampling = state.sampling
-            if not self._readable.is_finite(self._rows[source].blocks, end):
+            content = self._readable.read(self._rows[source].blocks, end)
+            if not _is_finite(content):
                 failed.append(row)
                 if sampling.num_candidates is None:
                     # The step behind it may compute its token already.
                     state.prefixes.append(0)
                 continue
-            mix = mixed(self._readable.read(self._rows[source].blocks, end), self.model)
+            mix = mixed(content, self.model)
             pattern = "" if sampling.constraint is None else sampling.constraint.message.regex
             if sampling.num_candidates is not None:
                 best, logprobs = candidates(mix, sampling.num_candidates, pattern)

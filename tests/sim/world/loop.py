@@ -52,15 +52,12 @@ class NodeLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._ready: deque[asyncio.Handle] = deque()
+        self.ready: deque[asyncio.Handle] = deque()
+        """What the next turn calls."""
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._num_tasks = 0
         self._is_cut = False
         self.num_handles = 0
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._ready)
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
@@ -73,10 +70,10 @@ class NodeLoop(asyncio.AbstractEventLoop):
         sys.set_asyncgen_hooks(firstiter=None, finalizer=self._finish_agen)
         events._set_running_loop(self)
         try:
-            for _ in range(len(self._ready)):
+            for _ in range(len(self.ready)):
                 if self._is_cut:
                     return
-                handle = self._ready.popleft()
+                handle = self.ready.popleft()
                 if not handle.cancelled():
                     self.num_handles += 1
                     handle._run()
@@ -87,15 +84,15 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def put(self, handle: asyncio.Handle) -> None:
         """Makes a handle ready."""
         if not self._is_cut:
-            self._ready.append(handle)
+            self.ready.append(handle)
 
     def cut(self) -> list[Any]:
         """Stops for good, in the middle of whatever runs. Returns what must be kept as it is."""
         self._is_cut = True
-        kept: list[Any] = [*self._ready, *self._tasks.values()]
+        kept: list[Any] = [*self.ready, *self._tasks.values()]
         for task in self._tasks.values():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        self._ready = deque()
+        self.ready = deque()
         return kept
 
     def _finish_agen(self, agen: Any) -> None:
@@ -154,7 +151,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         """A task whose first part runs at once, and not in a turn of its own."""
         task, outer = self.create_task(coro), asyncio.current_task(self)
         if not self._is_cut and outer is not None:
-            first = self._ready.pop()
+            first = self.ready.pop()
             _leave_task(self, outer)
             try:
                 first._run()

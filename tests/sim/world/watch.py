@@ -155,9 +155,10 @@ class CheckedSeals(SealInventory):
     def check(self, slots: np.ndarray) -> None:
         """Raises FalseSealError unless sealed blocks hold what their names say; `slots` [n, block size] is the pool."""
         blocks = self._sealed.nonzero()[0]
-        wrong = (slots[blocks][:, [0, -1]] != self._expected[blocks]).any(axis=1)
-        if wrong.any():
-            raise FalseSealError(f"block {blocks[wrong.argmax()]} is sealed and does not hold what its name says")
+        wrong = slots[blocks][:, [0, -1]] != self._expected[blocks]
+        if np.count_nonzero(wrong):
+            block = blocks[wrong.any(axis=1).argmax()]
+            raise FalseSealError(f"block {block} is sealed and does not hold what its name says")
 
 
 class CheckedSessions(Sessions):
@@ -706,5 +707,5 @@ class Watch:
     def _is_disturbed(self, one: str, other: str) -> bool:
         if self.running[one].is_stopped or self.running[other].is_stopped:
             return True
-        is_silent = any(set(each.hosts) == {one, other} and each.up.is_silent for each in self.network.connections)
+        is_silent = any(each.up.is_silent and set(each.hosts) == {one, other} for each in self.network.connections)
         return is_silent or not (self.network.is_open(one, other) and self.network.is_open(other, one))

@@ -195,6 +195,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._hash = hashlib.blake2b(digest_size=16)
+        self._noted_at, self._when = self.now, repr(self.now)
         self._kept: list[Any] = []
 
     def __enter__(self) -> "World":
@@ -238,7 +239,9 @@ class World:
     def note(self, *what: object) -> None:
         """Something happened: it counts for the digest. To be called only with what is the same in every process."""
         self.num_events += 1
-        self._hash.update(f"{self.now!r} {what!r}".encode())
+        if self.now is not self._noted_at:
+            self._noted_at, self._when = self.now, repr(self.now)
+        self._hash.update(f"{self._when} {what!r}".encode())
         if self.story is not None:
             self.story.append((self.now, what))
 
@@ -306,7 +309,7 @@ class World:
         while not until():
             if self._failure is not None:
                 raise self._failure
-            ready = [node for node in self._live if node.loop.has_work and not node.is_stopped]
+            ready = [node for node in self._live if node.loop.ready and not node.is_stopped]
             if ready:
                 node = ready[0] if len(ready) == 1 else self.random.choice(ready)
                 before = node.loop.num_handles
