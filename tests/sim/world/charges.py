@@ -1,16 +1,17 @@
 """What keys pay for: the tokens of prompts, and those that were generated, each once."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from gateway.auth import quota
-from gateway.auth.quota import Account, TokenBucket
+from gateway.auth.quota import Account, TokenBucket, Use
 from tests.sim.world.clients import Story
 from tests.sim.world.oracles import FalseAnswerError
 from tests.sim.world.traffic import Generate, Pin
+from tests.sim.world.watch import report
 
 _REFUSED = ("RATE_LIMIT_EXCEEDED", "CONCURRENCY_LIMIT", "QUEUE_FULL", "DURABLE_LIMIT")
 _TOLERANCE = 1e-6
@@ -38,15 +39,26 @@ class Charges:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Inside the block, all charges are noted."""
-        charge = quota._charge
+        charge, resumed = quota._charge, Account.resumed
 
         def note(bucket: TokenBucket | None, amount: float, now: float) -> None:
             if bucket is not None:
                 self._buckets.append(bucket) if id(bucket) not in self._taken else None
                 self._taken[id(bucket)] += amount  # type: ignore[assignment]
             charge(bucket, amount, now)
+            if bucket is not None and bucket._level > bucket.per_minute - max(amount, 0.0) + _TOLERANCE:
+                report(AssertionError("a key saves up more than one minute of its rate"))
 
-        with patch.object(quota, "_charge", note):
+        @contextmanager
+        def note_resumed(account: Account, use: Use, generated: Callable[[], float]) -> Iterator[Use]:
+            bucket = account._requests
+            before = self._taken[id(bucket)]
+            with resumed(account, use, generated) as other:
+                if bucket is not None and self._taken[id(bucket)] != before + 1:
+                    report(AssertionError("a stream that is resumed does not count as a request of its key"))
+                yield other
+
+        with patch.object(quota, "_charge", note), patch.object(Account, "resumed", note_resumed):
             yield
 
 

@@ -4,7 +4,7 @@ policies, pins, leases and trials promise."""
 import itertools
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -94,6 +94,10 @@ class CheckedScheduler(Scheduler):
         self._times_of: dict[RequestKey, list[float]] = {}
         self._started_at: dict[RequestKey, float] = {}
         self._num_preempted = Counter[RequestKey]()
+        self._searched_at: dict[RequestKey, float] = {}
+        """When beam searches got their first tokens."""
+        self._has_answered = self._had_answered = False
+        """Whether a step was answered since the worker was attached, and was so when it was lost."""
         self._pinned_until: dict[str, tuple[float, float]] = {}
         self._num_answered = Counter[RequestKey]()
         self._turns, self._onlooker = Turns(), Onlooker()
@@ -203,6 +207,16 @@ class CheckedScheduler(Scheduler):
                 name = self.batch.sequence(row).request.request_id
                 self._report(AssertionError(f"{name} gets a share of a step, and no shorter prompt is behind it"))
 
+        promise = self._room.promise
+
+        def keep(group: SequenceGroup) -> None:
+            num_free = self.batch.blocks.pool.num_free
+            needed = self._room._blocks_taken(group) + self._room.growth_of(group)
+            promise(group)
+            if num_free - self.batch.blocks.pool.num_free > needed:
+                self._report(AssertionError(f"more than {needed} blocks are kept for {group.request.request_id}"))
+
+        self._room.promise = keep
         self._shares.add_chunk = add
         self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
         self.batch._growth_of, self._room.fits = grow_beside, fits_beside
@@ -221,7 +235,10 @@ class CheckedScheduler(Scheduler):
                 adapter in self._adapter_use.drained() or adapter not in batch.adapters.num_rows()
             ):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
+            num_free, needed = batch.blocks.pool.num_free, self._room._blocks_taken(group)
             done = enter(group, now)
+            if num_free - batch.blocks.pool.num_free > needed:
+                self._report(AssertionError(f"{group.request.request_id} takes more than {needed} blocks"))
             kept = {*self.promises, *filter(self.waiting.is_held, self.coming)} - {group.request.key}
             if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in kept):
                 self._report(AssertionError(f"{group.request.request_id} takes a row that is kept for another one"))
@@ -248,8 +265,8 @@ class CheckedScheduler(Scheduler):
         return sum(max(blocks.blocks_for(end) - blocks.blocks_for(each.num_tokens), 0) for each, end in slots)
 
     def _that_hold_little(self, entering: SequenceGroup, candidates: Sequence[SequenceGroup]) -> set[str]:
-        """Tenants of candidates that hold less than twice what the one that enters holds then: rows where it lacks
-        these, or else blocks."""
+        """Tenants of candidates that hold less than twice what the one that enters holds then, when the last of these
+        would leave: rows where it lacks these, or else blocks."""
         blocks = self.batch.blocks
 
         def held_by(tenant: str) -> int:
@@ -261,7 +278,12 @@ class CheckedScheduler(Scheduler):
             if self._room.lacks_rows(entering)
             else sum(blocks.blocks_for(each.num_tokens) for each in entering.computing)
         )
-        return {tenant for tenant in {each.request.tenant for each in candidates} if held_by(tenant) < 2 * wanted}
+        leaving = defaultdict[str, list[int]](list)
+        for each in candidates:
+            size = sum(blocks.blocks_for(one.num_tokens) for one in each.computing)
+            leaving[each.request.tenant].append(len(each.unfinished) if self._room.lacks_rows(entering) else size)
+        held = {tenant: held_by(tenant) - sum(sizes[:-1]) for tenant, sizes in leaving.items()}
+        return {tenant for tenant, count in held.items() if count < 2 * wanted}
 
     def _is_shorter_behind(self, row: int, length: int) -> bool:
         """Whether a prompt with less to compute is behind this one, or among the next that wait."""
@@ -282,6 +304,9 @@ class CheckedScheduler(Scheduler):
         fixed, most = self.config.fixed_tokens, self.config.max_drafts
         pays = len(rows) <= _LIKELY * (fixed + len(rows))
         had_some = [self._had_drafts.get((row, int(self.batch.rows.incarnation[row])), True) for row in rows.tolist()]
+        draws = ~self.batch.rows.dependent[rows]
+        if most and (np.array(had_some) != self.batch.drafts.had_some(rows))[draws].any():
+            self._report(AssertionError("it is not known which rows had drafts lately"))
         drafts = growth - (num_passes - 1)
         bound = most * np.where(had_some, num_passes, 1) if pays else 0
         return bool(2 * growth.sum() > left or (drafts > bound).any())
@@ -331,6 +356,8 @@ class CheckedScheduler(Scheduler):
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
         plan = super().schedule(now)
+        if plan is not None and self.preparations.suspect_is_next:
+            self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
         self._observe_fairness()
         self._check()
         if plan is not None and self.num_preemptions == num_before and not (are_trials or self.trials.are_on):
@@ -518,10 +545,17 @@ class CheckedScheduler(Scheduler):
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         charged = self._charged_drafts()
         step = self.in_flight[0] if self.in_flight else None
+        searching = (
+            [group for group in self.running if group.beams is not None] if self.batch.rows.num_dependent else []
+        )
         if self.trials.are_on and step is not None:
             sequences = self.batch.rows.sequences_in(step.rows)
             self._num_answered.update({each.request.key for each in sequences if each is not None})
         events = super().apply(result, now)
+        self._has_answered = True
+        for group in searching:
+            if group.beams is not None and group.beams.num_generated:
+                self._searched_at.setdefault(group.request.key, now)
         if step is not None and result.num_drafts is not None:
             places = zip(step.rows.tolist(), step.incarnations.tolist(), strict=True)
             self._had_drafts.update(zip(places, (result.num_drafts > 0).tolist(), strict=True))
@@ -543,7 +577,7 @@ class CheckedScheduler(Scheduler):
 
     def _check_times(self, key: RequestKey, end: RequestEnd, now: float) -> None:
         """The times of a request add up to what it took, and those before its first token to when that came."""
-        usage, times = end.usage, self._times_of.pop(key, None)
+        usage, times, searched_at = end.usage, self._times_of.pop(key, None), self._searched_at.pop(key, None)
         if times is None:
             # That of a pin which is computed again.
             return
@@ -553,6 +587,8 @@ class CheckedScheduler(Scheduler):
         if abs(came + usage.queue_s - started) > _TOLERANCE_S:
             self._report(AssertionError(f"{usage} of a request that came at {came}, and entered at {started}"))
         before = usage.queue_s + usage.prefill_s
+        if searched_at is not None and abs(came + before - searched_at) > _TOLERANCE_S:
+            self._report(AssertionError(f"{usage} of a search that came at {came}, and got its first at {searched_at}"))
         is_right = abs(came + before + usage.decode_s - now) < _TOLERANCE_S and came + before < now + _TOLERANCE_S
         if not is_right or (first > came and came + before > first + _TOLERANCE_S):
             self._report(AssertionError(f"{usage} of a request that came at {came}, began at {first}, ended at {now}"))
@@ -597,24 +633,33 @@ class CheckedScheduler(Scheduler):
     def prepared(
         self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
     ) -> dict[ClientId, ClientEvents]:
-        need = (self.preparations._underway | self.preparations._given_up)[number].need
+        known = (self.preparations._underway | self.preparations._given_up)[number]
+        need, arriving = known.need, known.arriving
         if isinstance(need, Constraint):
             self._compiled = [each for each in self._compiled if each != need] + [need]
         events = super().prepared(number, failure, failed)
+        if arriving is not None and any(arriving.hashes[index] in self.tier for index in failed):
+            self._report(AssertionError("blocks that did not come from disk are asked for again"))
         self._check()
         return events
 
     def lose_in_flight(self, detail: str | None = None) -> None:
         super().lose_in_flight(detail)
+        self._had_answered = self._has_answered
         if not self.in_flight and (loss := self.trials._loss) is not None and loss.progress:
             self._report(AssertionError("a loss without a step in flight counts for requests"))
 
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
-        """A link that broke counts against nobody where steps were answered over it, and nobody is at fault before it
-        was tried alone."""
-        loss, has_answered, before = self.trials._loss, self.trials._has_answered, dict(self.trials._losses)
+        """A link that broke counts against nobody where steps were answered over it, and else against all that ran;
+        nobody is at fault before it was tried alone."""
+        loss, has_answered, before = self.trials._loss, self._had_answered, dict(self.trials._losses)
         self._num_answered.clear()
         events = super().judge_loss(was_alive=was_alive)
+        self._has_answered = False
+        if loss is not None and not loss.needs and not (was_alive and has_answered):
+            counted = self.trials._losses
+            if [key for key in loss.progress if self.group(key) is not None and counted.get(key) is before.get(key)]:
+                self._report(AssertionError("a loss does not count against a request that ran"))
         if was_alive and has_answered and self.trials._losses != before:
             self._report(AssertionError("a link that broke counts against a request"))
         for key, progress in ({} if loss is None else loss.progress).items():
@@ -672,7 +717,8 @@ class CheckedScheduler(Scheduler):
         self._place_of[group.request.key] = place
         waiting, before = self.waiting.tenants() | self.swapped.tenants(), 0
         if comes_back := self.config.policy is PolicyKind.FAIR and bool(waiting) and tenant not in waiting:
-            before = self._counter(tenant)
+            # So few tenants are all remembered.
+            before = cast(FairPolicy, self.policy).counters.get(tenant, 0)
         floor, last = (self.policy._floor, self._last_turn) if isinstance(self.policy, FairPolicy) else (0, None)
         count = self._counter(tenant) if last is not None and not waiting else 0
         super()._enqueue(group)
@@ -728,11 +774,16 @@ class CheckedScheduler(Scheduler):
         *,
         accepted_before: bool = False,
     ) -> Pin:
+        before = {pin.pin_id for pin in self.pins}
         try:
             made = super().pin(tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
         except PinQuotaError:
             if not self._exceeds_quota(tenant, token_ids, adapter):
                 self._report(AssertionError(f"{tenant} may not pin blocks that there is room for"))
+            raise
+        except QueueFullError:
+            if before - {pin.pin_id for pin in self.pins}:
+                self._report(AssertionError(f"{tenant} loses a pin that is pinned again"))
             raise
         self._pinned_until[made.pin_id] = now + time_to_live, time_to_live
         pinned = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
@@ -793,10 +844,15 @@ class CheckedScheduler(Scheduler):
 
     def forget_cached(self) -> int:
         self.forgotten.update(self.tier._slots)
-        return super().forget_cached()
+        count, blocks = super().forget_cached(), self.batch.blocks
+        if len(self.tier) or blocks.pool.num_cached or blocks.host.pool.num_cached:
+            self._report(AssertionError("what is cached is to be forgotten, and is known"))
+        return count
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         super().restore_sealed(sealed)
+        if (wrong := out_of_order(self.batch.blocks.pool)) is not None:
+            self._report(AssertionError(wrong))
         self._check()
 
     def _displace(self, now: float) -> None:
@@ -825,6 +881,7 @@ class CheckedScheduler(Scheduler):
         self._adapter_use.observe()
         self._turns.wanted(self.preparations)
         self._check_sealed()
+        self._check_held_as_new()
         for pool in (self.batch.blocks.pool, self.batch.blocks.host.pool):
             if self._num_checks % _LOOKED_AT == 0 and (wrong := out_of_order(pool)) is not None:
                 self._report(AssertionError(wrong))
@@ -840,6 +897,14 @@ class CheckedScheduler(Scheduler):
             # The service may catch it.
             self._report(error)
             raise
+
+    def _check_held_as_new(self) -> None:
+        """What has run elsewhere is not held with what never ran."""
+        for group in self.waiting.held_few(len(self.waiting)) if self._new_wait_until is not None else ():
+            key = group.request.key
+            waits = self.batch.underway.is_known(key) or self.preparations.needed_by(key)
+            if group.request.emitted and not (group.request.is_offer or waits):
+                self._report(AssertionError(f"{group.request.request_id} ran elsewhere, and is held as new"))
 
     def _check_sealed(self) -> None:
         """What a row counts as sealed was sealed once, by whomever, or another row of the request is to seal it."""

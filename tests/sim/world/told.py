@@ -16,6 +16,8 @@ def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
     told = set(pool.sealed_hashes())
     on_disk, on_host = set(scheduler.tier._slots), set(scheduler.batch.blocks.host.pool.sealed_hashes())
     changed, unread = set[BlockHash](), set[BlockHash]()
+    # Of which the tokens are known now, and that are on disk or in host memory since before.
+    read_on_disk, read_on_host = set[BlockHash](), set[BlockHash]()
 
     def note(call: Any) -> Any:
         def noted(content: BlockHash, *arguments: CachedTokens) -> None:
@@ -24,12 +26,27 @@ def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
 
         return noted
 
+    def read_below(content: BlockHash, tokens: CachedTokens) -> None:
+        changed.add(content)
+        if content in scheduler.tier:
+            read_on_disk.add(content)
+        if content in scheduler.batch.blocks.host:
+            read_on_host.add(content)
+        read(content, tokens)
+
+    def note_below(call: Any, known: set[BlockHash]) -> Any:
+        def noted(content: BlockHash, *, is_stored: bool) -> None:
+            known.discard(content)
+            call(content, is_stored=is_stored)
+
+        return noted
+
     def take_checked() -> CacheChanges | None:
         nonlocal pool
         changes = (taken := take()) or CacheChanges(False, [], {})
         blocks = scheduler.batch.blocks
         if blocks.pool is not pool:
-            for known in (told, on_disk, on_host, unread):
+            for known in (told, on_disk, on_host, unread, read_on_disk, read_on_host):
                 known.clear()
             pool = blocks.pool
         told.difference_update(changes.removed)
@@ -45,6 +62,10 @@ def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
         if any(parent is not None and places.get(parent, -1) > places[content] for content, parent in parents):
             report(AssertionError("watchers are told of a block before its parent"))
         changed.clear()
+        if not (read_on_disk <= set(changes.tier_stored) and read_on_host <= set(changes.host_stored)):
+            report(AssertionError("watchers are not told the tokens of blocks below the pool"))
+        read_on_disk.clear()
+        read_on_host.clear()
         on_disk.difference_update(changes.tier_removed)
         on_disk.update(changes.tier_stored)
         on_host.difference_update(changes.host_removed)
@@ -60,7 +81,9 @@ def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
             report(AssertionError("a request uses a block whose tokens watchers are not told"))
         return taken
 
-    log.take, log.stored, log.restored, log.read = take_checked, note(stored), note(restored), note(read)
+    log.take, log.stored, log.restored, log.read = take_checked, note(stored), note(restored), read_below
+    log.tier_changed = note_below(log.tier_changed, read_on_disk)
+    log.host_changed = note_below(log.host_changed, read_on_host)
     return log
 
 

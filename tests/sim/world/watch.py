@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
-from gateway.replicas import live, sequence
+from gateway.replicas import live, routing, sequence
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
 from quire.compatibility import UNKNOWN_MODEL
-from quire.prefix_hashes import BlockHash
+from quire.prefix_hashes import BlockHash, root_hash
 from quire.rpc.errors import FailedPrecondition
 from quire.rpc.patience import LAST_LOOK_S
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
@@ -87,14 +87,18 @@ class NamingBlocks(BlockManager):
         return super().seal(sequence, first, end)
 
     def take(self, count: int) -> list[BlockId]:
-        """What could be hit in them is in host memory then, where it keeps that, as far as that has room."""
-        host, lost = self.host, list[BlockHash]()
+        """What could be hit in them is in host memory then, where it keeps that, as far as that has room, and makes way
+        there last."""
+        host, evicted, lost = self.host, list[BlockHash](), list[BlockHash]()
         if host.caches:
-            names = self.pool.hashes_of(list(itertools.islice(self.pool._free, count)))
-            lost = list(filter(None, names))[-host.pool.num_free :] if host.pool.num_free else []
+            evicted = list(filter(None, self.pool.hashes_of(list(itertools.islice(self.pool._free, count)))))
+            lost = evicted[-host.pool.num_free :] if host.pool.num_free else []
         blocks = super().take(count)
         if any(name not in host for name in lost):
             report(AssertionError("what the pool hands out for other content is not in host memory, which has room"))
+        kept = {block for name in evicted if (block := host.find(name)) is not None and not host.pool.ref_count(block)}
+        if kept and kept != set(host.pool.free_blocks()[-len(kept) :]):
+            report(AssertionError("what the pool hands out for other content makes way in host memory before the rest"))
         return blocks
 
     def reclaim(self) -> bool:
@@ -244,6 +248,17 @@ class CheckedRequests(Requests):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._waits = dict[Handle, _Wait]()
+        make_room = self._durable.make_room
+
+        def make_enough(tenant: str, charge: int, *, accepted_before: bool) -> list[Handle]:
+            forgotten = make_room(tenant, charge, accepted_before=accepted_before)
+            kept = [owned for handle, owned in self._durable.requests.items() if handle not in forgotten[:-1]]
+            limits, num_tokens = self._durable.limits, charge + sum(owned.charge for owned in kept)
+            is_short = len(kept) + 1 > limits.max_requests or num_tokens > limits.max_tokens
+            _demand(not forgotten or is_short, "drops more durable requests than a new one takes the room of")
+            return forgotten
+
+        self._durable.make_room = make_enough
 
     def report_readiness(self, readiness: Readiness) -> None:
         self.num_times_ready += readiness.is_ready and not self.is_ready
@@ -396,7 +411,16 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
-    release = Replicas.release
+    release, hashes_of = Replicas.release, routing.prompt_hashes
+
+    def name(
+        prompt: NDArray[np.int32], tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
+    ) -> list[BlockHash]:
+        names = hashes_of(prompt, tenant, block_size, adapter, salt)
+        token_ids = prompt.tolist()
+        if names != PrefixHashes(root_hash(tenant, adapter, salt), block_size).first(len(names), token_ids):
+            report(AssertionError("a gateway looks for blocks under other names than schedulers give them"))
+        return names
 
     def note_released(replicas: Replicas, live: LiveRequest) -> None:
         if live.request.durable and live.replica is not None:
@@ -406,6 +430,7 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     _RELEASED.clear()
     with (
         patch.object(Replicas, "release", note_released),
+        patch.object(routing, "prompt_hashes", name),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
         patch.object(live, "TokenGapError", MissedTokenError),
@@ -415,6 +440,8 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
 
 _USAGE_S = 1.5
 """Gateways wait for a second."""
+_FOR_WORKERS = ("_move_from_unready", "_leave_unready")
+"""What gateways do with requests whose replica runs no steps."""
 _HEARD_S = 1.0
 """By then a scheduler has heard what its gateways have written to it, if nothing was in the way."""
 
@@ -529,6 +556,8 @@ class Watch:
         found |= dict.fromkeys(self._silent(tables), _SILENCE_S)
         found |= dict.fromkeys(self._left(gateways, tables), self.patience_s + 2 * self.failover_delay_s)
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
+        found |= dict.fromkeys(self._misinformed(gateways), self.patience_s)
+        found |= dict.fromkeys(self._untold(), _IDLE_S)
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         found |= dict.fromkeys(self._idle(), _IDLE_S)
         found |= dict.fromkeys(self._useless_leases(), self.patience_s)
@@ -697,12 +726,37 @@ class Watch:
                     yield f"{host} takes {address} for draining"
 
     def _needless_timers(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Timers of requests that are over, or that another entry of the same gateway goes on with."""
+        """Timers of requests that are over, or that another entry of the same gateway goes on with; and those that wait
+        for a worker which is back."""
         for host, gateway in gateways.items():
             if not self.running[host].is_stopped:
-                known = {each.handle for each in gateway._ledger if not each.is_over}
-                timers = gateway._generator.replicas._timers
-                yield from (f"{host} has a timer for {handle}" for handle in timers if handle not in known)
+                replicas = gateway._generator.replicas
+                known = {each.handle: each for each in gateway._ledger if not each.is_over}
+                yield from (f"{host} has a timer for {handle}" for handle in replicas._timers if handle not in known)
+                for handle in replicas._timers.keys() & known.keys():
+                    link = replicas.links.get(known[handle].replica or "")
+                    waits = replicas._timers[handle]._args[1].__name__ in _FOR_WORKERS
+                    if waits and link is not None and link.is_ready:
+                        yield f"{host} has {known[handle].request.request_id} wait for a worker that is back"
+
+    def _misinformed(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Gateways that take a replica for one that runs steps, or for one that does not, and it is the other way
+        round."""
+        for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
+            link = gateway._generator.replicas.links.get(self.address_of(host))
+            if host not in self.running or link is None or not link.is_connected:
+                continue
+            if link.is_ready != loop.is_ready and not self._is_disturbed(host, gateway_host):
+                yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.is_ready}"
+
+    def _untold(self) -> Iterator[str]:
+        """Schedulers without a worker that have yet to tell what has left their caches."""
+        for host, loop in self.loops.items():
+            log = loop.cache._log
+            if host not in self.running or self.running[host].is_stopped or loop.is_attached or log is None:
+                continue
+            if log._is_cleared or log._removed or log._stored or log._in_tier or log._in_host:
+                yield f"{host} has lost its worker, and does not tell that nothing is cached"
 
     def _is_disturbed(self, one: str, other: str) -> bool:
         if self.running[one].is_stopped or self.running[other].is_stopped:
