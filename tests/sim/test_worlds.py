@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from tests.sim import worlds
 from tests.sim.plans import with_broken_naps
+from tests.sim.races import draw_moves_of_one_rank
 from tests.sim.shrink import check_world
 from tests.sim.situations import draw_naps
 from tests.sim.world.cluster import Cluster
@@ -39,6 +40,11 @@ def test_worlds_that_once_failed() -> None:
     for seed in (288, 720201, 1130626, 1130164, 1520103, 41206, 41292, 41433, 343, 3000028):
         check_world(draw_plan(seed))
     check_world(replace(draw_plan(54), faults=(), low_limits=()))
+
+
+def test_a_request_enters_for_which_rows_are_lacking_that_are_kept_for_those_behind_it() -> None:
+    """Once it waited for ever, and all behind it."""
+    check_world(draw_moves_of_one_rank(1, Random("x 1")))
 
 
 def test_naps_that_once_failed() -> None:

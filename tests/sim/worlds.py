@@ -19,6 +19,7 @@ from tests.sim.plans import (
     with_naps,
     with_starts,
 )
+from tests.sim.races import RACES
 from tests.sim.situations import (
     COINCIDENCES,
     DISK_BLOCKS,
@@ -112,6 +113,8 @@ _STARTING = 0.1
 """The share of worlds in which log probabilities of prompts are asked for from somewhere in them."""
 _CROWDED = 0.3
 """The share of worlds in which few requests leave a queue as many do."""
+_RACING = 0.06
+"""The share of worlds in which what ends late, or in the same step, meets what is asked for again."""
 _OF_LATE = 0.06
 """The share of worlds with ties, changed minds, pins that are renewed and the like."""
 _KEPT_S = 130.0
@@ -131,7 +134,8 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
-    plan = _draw_plan(seed)
+    races = Random(f"late again again {seed}")
+    plan = races.choice(RACES)(seed, races) if races.random() < _RACING else _draw_plan(seed)
     # Their names are such that few seeds of known faults are among the changed ones.
     queues, caches = Random(f"how long queues are {seed}"), Random(f"fresh caches {seed}")
     naps = Random(f"all asleep {seed}")

@@ -385,6 +385,19 @@ def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> No
     assert behind.key in driver.scheduler.promises
 
 
+def test_who_goes_before_a_request_whose_blocks_came_takes_the_rows_that_were_kept_for_it() -> None:
+    """Else neither would ever run."""
+    driver = Driver(make_config(policy=PolicyKind.PRIORITY, num_blocks=40, max_num_seqs=2))
+    driver.submit(offer(asked := moved(1)))
+    driver.plan()
+    driver.submit(replace(moved(4), replaces=asked.key.handle))
+    (preparation,) = told(driver)
+    driver.submit(make_request(2, num_sequences=2, priority=1))
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.run_what_can()
+    assert driver.finished == {2, 4}
+
+
 def test_an_offer_that_replaces_another_one_has_its_rows_kept_once() -> None:
     driver = Driver(make_config(num_blocks=40, max_num_seqs=2))
     driver.submit(offer(asked := moved(1)))
