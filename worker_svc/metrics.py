@@ -81,7 +81,7 @@ class WorkerMetrics:
         timings = output.timings
         self._steps.inc()
         self._tokens.inc(output.num_computed_tokens)
-        self._sampled.inc(len(output.rows) - len(output.failed_rows))
+        self._sampled.inc(output.num_sampled_tokens)
         # Rows that a matcher refused to sample have finite logits.
         self._row_failures.inc(len(output.failed_rows) - len(output.refusals) + len(output.non_finite_chunks))
         self._queue.observe(timings.queue_us / 1e6)

@@ -396,7 +396,7 @@ class StepOutput:
     """None when no row asks for them."""
     candidates: tuple[RowCandidates, ...]
     failed_rows: tuple[int, ...]
-    """Rows that drew no token, since their logits were not finite or their sampling was refused."""
+    """Rows that drew no token, since their logits were not finite or their sampling was refused; each once."""
     timings: StepTimings
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
@@ -411,6 +411,14 @@ class StepOutput:
     """How many drafts of each sample were verified; empty: none."""
     num_passes: int = 1
     """How many times the model ran."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """How many of `token_ids` are of rows that did not fail."""
+        if not self.failed_rows:
+            return len(self.token_ids)
+        num_tokens = self.num_tokens if len(self.num_tokens) else np.ones_like(self.rows)
+        return int(num_tokens[~np.isin(self.rows, self.failed_rows)].sum())
 
 
 def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") -> None:

@@ -226,7 +226,8 @@ class LaunchedStep:
             token_ids=np.where(draws, values.token_ids, 0).astype(np.int32),
             logprobs=None if logprobs is None else report_logprobs(ran.columns, logprobs, is_usable),
             candidates=(() if candidates is None else report_candidates(ran.rows, ran.columns, candidates, is_usable)),
-            failed_rows=tuple(ran.rows[~is_usable].tolist()),
+            # A row whose prompt failed may have drawn several tokens since.
+            failed_rows=tuple(dict.fromkeys(ran.rows[~is_usable].tolist())),
             timings=StepTimings(self.queue_us, *self.stopwatch.stages_us()),
             prompt_logprobs=() if plan is None or scored is None else report_prompt_logprobs(plan, scored),
             num_computed_tokens=int(ran.batch.num_new_tokens.sum()),

@@ -22,3 +22,13 @@ def test_steps_that_finished_are_counted_with_their_tokens_failures_and_times() 
     assert value("quire_worker_row_failures_total") == 2
     metrics.step_finished(replace(output, failed_rows=(), non_finite_chunks=(2, 3)))
     assert value("quire_worker_row_failures_total") == 4
+
+
+def test_each_token_of_a_sample_is_counted() -> None:
+    """As of a step with drafts, or in which the model ran several times."""
+    metrics = WorkerMetrics()
+    output = StepOutput(1, int32([4, 1]), np.zeros(5, np.int32), None, (), (), StepTimings(10, 20, 3000, 400))
+    metrics.step_finished(replace(output, num_tokens=int32([3, 2])))
+    assert metrics.registry.get_sample_value("quire_worker_sampled_tokens_total") == 5
+    metrics.step_finished(replace(output, num_tokens=int32([3, 2]), failed_rows=(1,)))
+    assert metrics.registry.get_sample_value("quire_worker_sampled_tokens_total") == 8

@@ -1,5 +1,8 @@
 """The rows of the persistent batch, as steps are accepted, launched and finished."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,15 +11,21 @@ from hypothesis import strategies as st
 
 from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import Constraint
+from quire.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
 from tests.support.worker_client import make_assign as make_assign_message
+from worker_svc.device import runner
+from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.rows import FailedPrompts, Rows
+from worker_svc.models.registry import load_model
 from worker_svc.protocol.convert import StepDecoder
+from worker_svc.startup import model_geometry
 from worker_svc.step import (
+    AdmittedStep,
     LogitRules,
     ModelGeometry,
     PoolGeometry,
@@ -312,6 +321,27 @@ def test_whoever_samples_from_a_failed_prompt_fails() -> None:
     assert not len(failed.failing_samples(make_step(batch=make_batch([3], [4], [0], [])), [3]))
     step = make_step(batch=make_batch([2, 3], [1, 1], [4, 4], [(2, 2), (3, 3), (5, 3)]))
     assert failed.failing_samples(step, ()).tolist() == [False, True, True]
+
+
+def test_a_row_with_a_failed_prompt_fails_once_where_a_later_step_draws_several_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler sends that step before it knows."""
+    monkeypatch.setattr(runner, "find_failed_prompts", lambda plan, values: (0,))
+    model = load_model(resolve_model(None), device=torch.device("cpu"), dtype=torch.float32)
+    geometry, limits = model_geometry(model, None), WorkerLimits(2, 64, 2, 4, max_passes=4)
+    shape = pool_geometry(model, PoolRequest(8, 8, None, 0, 0), None)
+    pool = allocate_pool(shape, model.device, model.dtype, with_padding=True)
+    model_runner = runner.ModelRunner(model, pool, geometry, limits, multi_step_s=math.inf)
+    assign = make_assign(0, PROMPT, [0, 1], make_sampling(prompt_logprobs=1))
+    steps = (
+        make_step(make_changes(assign=[assign]), make_batch([0], [5], [0])),
+        make_step(batch=replace(make_batch([0], [1], [5]), max_drafts=int32([3]), max_passes=4)),
+    )
+    outputs = [model_runner.launch(AdmittedStep(step, int32(()))).wait() for step in steps]
+    assert [output.failed_rows for output in outputs] == [(0,), (0,)]
+    assert outputs[1].num_tokens.tolist() == [4]
+    assert outputs[1].num_sampled_tokens == 0
 
 
 def test_the_next_sequence_in_a_row_does_not_fail_however_it_came_there() -> None:
