@@ -250,8 +250,8 @@ class CheckedRequests(Requests):
         self._waits = dict[Handle, _Wait]()
         make_room = self._durable.make_room
 
-        def make_enough(tenant: str, charge: int, *, accepted_before: bool) -> list[Handle]:
-            forgotten = make_room(tenant, charge, accepted_before=accepted_before)
+        def make_enough(tenant: str, charge: int) -> list[Handle]:
+            forgotten = make_room(tenant, charge)
             kept = [owned for handle, owned in self._durable.requests.items() if handle not in forgotten[:-1]]
             limits, num_tokens = self._durable.limits, charge + sum(owned.charge for owned in kept)
             is_short = len(kept) + 1 > limits.max_requests or num_tokens > limits.max_tokens
