@@ -693,9 +693,13 @@ class Watch:
             yield from (f"{host} keeps blocks under lease {lease}, which nobody offers" for lease in useless)
 
     def _idle(self) -> Iterator[str]:
-        """Requests that wait for nothing, at schedulers that have nothing to do: nobody woke them."""
+        """Requests that wait for nothing, at schedulers that have nothing to do: nobody woke them. And answers that
+        schedulers wait for, though nobody owes them any more."""
         for host, core, _ in self._attached():
-            waits = core.preparations
+            loop, waits = self.loops[host], core.preparations
+            owed = ((loop._steps, {each.step_id for each in core.in_flight}), (loop._preparations, waits._underway))
+            for awaited, known in (*owed, (loop._moves, waits._underway)):
+                yield from (f"{host} waits for answer {each} in vain" for each in awaited._sent_at if each not in known)
             if core.in_flight or waits.num_underway or core.promises:
                 continue
             waiting = next(iter(core.waiting.next_few(1)), None)
