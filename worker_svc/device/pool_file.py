@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
 from quire.progress import shown_bytes
+from quire.settings import ConfigurationError
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES
@@ -104,8 +105,19 @@ class PoolFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Waits a moment for another process that uses it. Raises ConfigurationError."""
-        return cls(path, open_alone(path, "--kv-cache-file"))
+        """Waits a moment for another process that uses it.
+
+        Raises:
+            ConfigurationError: it cannot be opened, or has a name and holds something else, which a pool would erase.
+        """
+        file = open_alone(path, "--kv-cache-file")
+        begin = os.pread(file, len(_MAGIC), 0)
+        if os.fstat(file).st_nlink and begin != _MAGIC and any(begin):
+            os.close(file)
+            raise ConfigurationError(
+                f"--kv-cache-file {path} holds something else than a KV pool; remove it, or name another file"
+            )
+        return cls(path, file)
 
     def close(self) -> None:
         """Gives all memory back, and lets others use the file."""

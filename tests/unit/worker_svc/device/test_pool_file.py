@@ -178,6 +178,23 @@ def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         PoolFile.open(tmp_path / "none" / "pool")
 
 
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("notes")
+    with pytest.raises(ConfigurationError, match=r"^--kv-cache-file .*notes.txt holds something else than a KV pool; "):
+        PoolFile.open(path)
+    assert path.read_text() == "notes"
+    # One that is empty, or whose header was not written yet, and then one of a pool.
+    for size in (0, 4096):
+        path.write_bytes(bytes(size))
+        pool = OpenPool(path)
+        seal(pool.seals, [3])
+        pool.die()
+        successor = OpenPool(path)
+        assert list(successor.sealed) == [3]
+        successor.die()
+
+
 def test_a_closed_file_takes_no_memory(path: Path) -> None:
     pool = OpenPool(path)
     assert pool.file.held_bytes > 0
