@@ -153,8 +153,10 @@ class PoolFile:
 
         Raises:
             MemoryError: the file cannot be mapped.
+            ConfigurationError: its file system has not the space.
         """
         layout = FileLayout(num_blocks, [math.prod(shape) * dtype.itemsize for shape in shapes])
+        self._check_space(layout.num_bytes)
         is_held = self.num_held(namespace) == num_blocks and os.fstat(self._file).st_size >= layout.num_bytes
         try:
             if not is_held:
@@ -178,6 +180,17 @@ class PoolFile:
         if is_held:
             _logger.info("%d of %d blocks are final since before", len(seals.snapshot().block_ids), num_blocks)
         return layers, seals
+
+    def _check_space(self, num_bytes: int) -> None:
+        """The file takes space as it is written, and a process that writes to it where none is left is killed."""
+        system = os.fstatvfs(self._file)
+        left = system.f_bavail * system.f_frsize + self.held_bytes
+        # One without blocks has no limit but memory, as that of files without a name.
+        if system.f_blocks and num_bytes > left:
+            raise ConfigurationError(
+                f"--kv-cache-file {self._path}: the KV pool takes {shown_bytes(num_bytes)}, and its file system has "
+                f"{shown_bytes(left)} left; lower --kv-cache-memory, or make that larger (docker run --shm-size)"
+            )
 
 
 def _header(namespace: KvNamespace, num_blocks: int) -> bytes:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,6 +163,27 @@ def test_a_file_that_is_not_whole_is_as_a_new_one(path: Path, harm: Callable[[in
     seal(pool.seals, [3])
     pool.die()
     assert list(OpenPool(path).sealed) == [3]
+
+
+def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /dev/shm of a container, 64 MB by default: a write to the file where no space is left kills the process."""
+
+    def of_blocks(count: int, free: int) -> Callable[[int], SimpleNamespace]:
+        return lambda file: SimpleNamespace(f_blocks=count, f_bavail=free, f_frsize=4096)
+
+    num_blocks = LAYOUT.num_bytes // 4096
+    monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks - 1))
+    with pytest.raises(ConfigurationError, match=r"takes 8.0 MiB, and its file system has 7.9 MiB left; lower"):
+        OpenPool(path)
+    monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks))
+    pool = OpenPool(path)
+    for layer in pool.layers:
+        layer.fill_(1)
+    assert pool.file.held_bytes > 0
+    pool.die()
+    # What the file has already is not taken twice.
+    monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks - 1))
+    OpenPool(path).die()
 
 
 def test_a_file_has_one_worker_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
