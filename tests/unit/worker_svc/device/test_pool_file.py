@@ -173,12 +173,13 @@ def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, mon
 
     num_blocks = LAYOUT.num_bytes // 4096
     monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks - 1))
+    file = PoolFile.open(path)
     with pytest.raises(ConfigurationError, match=r"takes 8.0 MiB, and its file system has 7.9 MiB left; lower"):
-        OpenPool(path)
+        file.map(NAMESPACE, NUM_BLOCKS, [SHAPE] * 3, torch.bfloat16, needs_huge_pages=False)
+    file.close()
     monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks))
     pool = OpenPool(path)
-    for layer in pool.layers:
-        layer.fill_(1)
+    pool.layers[0].fill_(1)
     assert pool.file.held_bytes > 0
     pool.die()
     # What the file has already is not taken twice.
