@@ -181,8 +181,13 @@ def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, G
             # The last two belong to weights in NVFP4.
             continue
         kind, num_bytes = _kind_of(tensor), _num_bytes(tensor)
-        scale = scales.get(tensor.name.removesuffix(".weight") + ".scale", (1.0,))
-        for part in layout.parts(tensor):
+        of_scale = tensor.name.removesuffix(".weight") + ".scale"
+        scale, parts = scales.get(of_scale, (1.0,)), list(layout.parts(tensor))
+        num_experts = 1 + max(part.expert for part in parts)
+        if len(scale) not in (1, num_experts):
+            expected = f"expected 1 or {num_experts}, one for each expert"
+            raise ConfigurationError(f"{tensor.file}: tensor {of_scale} has {len(scale)} numbers; {expected}")
+        for part in parts:
             part_bytes = num_bytes * part.num_rows // part.of_rows
             stored = replace(tensor, shape=part.shape, start=tensor.start + num_bytes * part.first_row // part.of_rows)
             factor = scale[part.expert if len(scale) > 1 else 0]

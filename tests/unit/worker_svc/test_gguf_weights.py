@@ -240,6 +240,17 @@ def test_weights_in_nvfp4_are_multiplied_by_the_scales_beside_them(tmp_path: Pat
     assert len(found) == 4
 
 
+def test_scales_that_are_not_one_for_each_expert_are_refused(tmp_path: Path) -> None:
+    write_tensors(
+        tmp_path / "m.gguf",
+        blk__0__ffn_up_exps__weight=(np.zeros((3, 8, 32), np.float32), None),
+        blk__0__ffn_up_exps__scale=(np.array([2, 3], np.float32), None),
+    )
+    problem = "tensor blk.0.ffn_up_exps.scale has 2 numbers; expected 1 or 3, one for each expert"
+    with pytest.raises(ConfigurationError, match=problem):
+        gguf_weights(tmp_path / "m.gguf")
+
+
 def test_parts_are_read_as_one_file(tmp_path: Path) -> None:
     make(tmp_path / "model", "qwen2")
     whole = gguf_weights(write_gguf(tmp_path / "whole.gguf", tmp_path / "model"))
