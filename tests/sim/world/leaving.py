@@ -3,6 +3,7 @@ longest."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -36,9 +37,13 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
         for table in tables:
             later = set[BlockHash]()
             # Host memory frees what a step loads as one table, with a block for each sequence that it is loaded for.
-            # Its last reference is that of the first sequence.
-            for name in filter(None, reversed(pool.hashes_of([*dict.fromkeys(table)]))):
-                if parent_of(name) in later:
+            # Its last reference is that of the first sequence. A block without a name may be the copy that this
+            # sequence has of the block before, which has its name for another one.
+            names = pool.hashes_of([*dict.fromkeys(table)])
+            for before, name in reversed([*pairwise([BlockHash(b""), *names])]):
+                if name is None:
+                    continue
+                if before is not None and parent_of(name) in later:
                     fail(AssertionError("the beginning of a prefix is to make way before its end"))
                 later.add(name)
         note(pool, (block for table in tables for block in reversed(table)))
