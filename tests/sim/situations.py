@@ -57,6 +57,7 @@ from tests.sim.world.traffic import (
     with_deadly,
     with_takeovers,
 )
+from tests.support.fake_worker import FakeWorkerConfig
 
 DISK_BLOCKS = (4, 32, 500, 500)
 """For how many blocks a disk may have room."""
@@ -145,13 +146,25 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     crowded = Random(f"crowded {seed}")
     if crowded.random() < 0.5:
         # Leases give way while their blocks are on the way, and blocks come where others have just been.
-        worker = replace(layout.worker, num_blocks=(2 * LONGEST + 40) // layout.worker.block_size)
         # What is asked for is read only as it goes out.
         weather = replace(layout.weather, bytes_per_s=crowded.choice((2e4, 1e5)), window_bytes=256)
-        layout = replace(layout, worker=worker, weather=weather)
         requests = tuple(_choosing(crowded, each) for each in _doubled(requests))
+        layout = replace(layout, worker=_with_small_pool(layout.worker, requests), weather=weather)
         low = MOVES if crowded.random() < 0.7 else ()
     return plan_of(seed, layout, requests, drains, low)
+
+
+def _with_small_pool(worker: FakeWorkerConfig, requests: Sequence[Request]) -> FakeWorkerConfig:
+    """With a pool as small as one that refuses no request may be, or somewhat larger."""
+
+    def needed(request: Generate) -> int:
+        options, size = request.options, worker.block_size
+        width = options.best_of or options.n or 1 if options.beam_search is None else options.beam_search.beam_width
+        shared, longest = len(request.prompt) // size, len(request.prompt) + (options.max_tokens or MAX_OUTPUT)
+        return shared + width * (-(-longest // size) - shared)
+
+    largest = max((needed(each) for each in requests if isinstance(each, Generate)), default=0)
+    return replace(worker, num_blocks=max((2 * LONGEST + 40) // worker.block_size, largest))
 
 
 def _choosing(draw: Random, request: Request) -> Request:
@@ -725,15 +738,15 @@ def _pins_again(seed: int, draw: Random) -> Plan:
 def _moves_beside_hosts(seed: int, draw: Random) -> Plan:
     """A few prompts come again and again, and move when some of their blocks are to come from host memory."""
     plan = draw_moving(seed, draw)
-    prompts, size = [fresh(draw, 100) for _ in range(6)], plan.layout.worker.block_size
-    worker = replace(plan.layout.worker, num_blocks=(2 * LONGEST + 40) // size)
-    layout = with_host_cache(draw, replace(plan.layout, worker=worker, slowness=draw.choice((1.0, 10.0))))
+    prompts = [fresh(draw, 100) for _ in range(6)]
+    layout = with_host_cache(draw, replace(plan.layout, slowness=draw.choice((1.0, 10.0))))
     requests = [
         replace(each, prompt=draw.choice(prompts)[: draw.randint(60, 100)])
         if isinstance(each, Generate) and each.front is None
         else each
         for each in plan.requests
     ]
+    layout = replace(layout, worker=_with_small_pool(layout.worker, requests))
     return replace(plan, layout=layout, requests=tuple(requests))
 
 

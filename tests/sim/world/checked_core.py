@@ -667,7 +667,9 @@ class CheckedScheduler(Scheduler):
             num = num + 1 if last.num_tokens == progress.num_tokens else 1
             self._own_losses[key] = progress, num, num_there = progress, num, num_there + 1 if last == progress else 1
             counted = self.trials._losses.get(key)
-            if counted is not None and (counted.num > num or counted.num_alone > num_there):
+            # One that counts against nobody leaves what is counted as it was.
+            is_last = counted is not None and counted.progress == progress
+            if counted is not None and is_last and (counted.num > num or counted.num_alone > num_there):
                 self._report(AssertionError(f"losses of {key} count on, though it came further between them"))
         for failure in (failure for batch in events.values() for failure in batch.failed):
             if int(failure.message.partition(", the last ")[2].partition(" ")[0]) < LOSSES_ON_TRIAL:
