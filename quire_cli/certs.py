@@ -17,8 +17,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 @dataclass(frozen=True, slots=True)
 class CertsFlags:
     """Makes ca.pem, and for each role ROLE.pem and ROLE.key, in a directory. Called again, it renews all but the
-    authority, with the hosts and directories of before unless flags say otherwise, and services that run read the new
-    files at the next handshake."""
+    authority: for the hosts of before unless --host names others, and in the directories of before. Services that run
+    read the new files at the next handshake."""
 
     tls_dir: Path = setting(Path("certs"), "directory of the files", metavar="DIR")
     by_role: bool = setting(
