@@ -67,6 +67,14 @@ class AdapterSlots:
                 return self._begin(number)
         return None
 
+    def may_take(self, adapter: Adapter, kept: set[Adapter]) -> bool:
+        """Whether `take` has a slot now."""
+        if (own := self._of_adapter.get(adapter)) is not None:
+            return not self._slots[own].num_rows
+        is_empty = any(slot.adapter is None and not slot.is_loading for slot in self._slots)
+        loaded = (self._slots[number] for each, number in self._of_adapter.items() if each not in kept)
+        return is_empty or any(not slot.num_rows for slot in loaded)
+
     def take(self, adapter: Adapter, kept: set[Adapter]) -> int | None:
         """A slot to load an adapter into that a request needs now: its own if it is drained; an empty one; or that
         which no row uses for the longest time, but for those of adapters to be `kept`. If there is none, drains the one

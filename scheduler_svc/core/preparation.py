@@ -76,7 +76,7 @@ class Preparations:
         # The adapter of the group that was next last in the step that is or was planned, likewise.
         self._next: Adapter | None = None
         self._num_begun = 0
-        # Whether a suspect is wanted, so that nothing else begins before it has begun.
+        # Whether a suspect is wanted and has what it takes, so that nothing else begins before it has begun.
         self._suspect_waits = False
         # A suspect that has begun since `take` was called last.
         self._begun_alone: list[Preparation] = []
@@ -238,6 +238,10 @@ class Preparations:
         if self.trials.is_suspect(need):
             if need not in self._held:
                 return None
+            if isinstance(need, Adapter) and not self._adapters.may_take(need, self._kept):
+                # Others go on until it has a slot, which may take as long as a request runs.
+                self._slot_for(need, stuck)
+                return None
             if self._underway or not is_idle:
                 self._suspect_waits = True
                 return None
@@ -262,6 +266,9 @@ class Preparations:
         own = MovedBlocks(request.key)
         if any(each.need == own and each.arriving and each.arriving.blocks for each in self._underway.values()):
             return own
+        if self._suspect_waits or self.has_suspect_underway:
+            # Under a stream of requests with blocks to fetch it would wait for ever.
+            return None
         arriving = self._make_room(request.key)
         if not isinstance(arriving, Arriving):
             return arriving
@@ -269,6 +276,11 @@ class Preparations:
         begun = self._underway[self._num_begun] = Preparation(self._num_begun, own, arriving=arriving)
         self._begun_alone.append(begun)
         return own if arriving.blocks else None
+
+    @property
+    def _kept(self) -> set[Adapter]:
+        """Adapters that are not evicted for another one."""
+        return {*self._owed.values(), *filter(None, (self._next,))}
 
     def _slot_for(self, adapter: Adapter, stuck: set[type[Need]]) -> int | None:
         """A slot for an adapter: an empty one, or if a request waits for it that is next, one that is not used."""
@@ -278,7 +290,7 @@ class Preparations:
         if is_drained and any(isinstance(need, Adapter) and need != adapter for need in self._held):
             # Its slot is for one of those.
             return None
-        slot = self._adapters.take(adapter, {*self._owed.values(), *filter(None, (self._next,))})
+        slot = self._adapters.take(adapter, self._kept)
         if slot is None and not is_drained:
             stuck.add(Adapter)
         return slot

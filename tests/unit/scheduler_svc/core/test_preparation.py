@@ -3,6 +3,7 @@
 import pytest
 
 from scheduler_svc.core import preparation
+from scheduler_svc.core.block_pool import PrefixHashes
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.preparation import NUM_KEPT, Preparation
@@ -206,7 +207,7 @@ def test_what_is_prepared_beside_a_suspect_is_not_at_fault() -> None:
     assert driver.num_deaths <= NUM_DEATHS + 1
 
 
-def test_a_suspect_adapter_waits_for_a_slot_while_others_run() -> None:
+def test_a_suspect_adapter_waits_for_a_slot_while_others_run_and_are_prepared() -> None:
     """Steps go on where it is not the steps in flight that it waits for."""
     driver = make_driver(max_adapters=1)
     driver.deadly_needs.add(DEADLY_ADAPTER)
@@ -223,9 +224,41 @@ def test_a_suspect_adapter_waits_for_a_slot_while_others_run() -> None:
     driver.compile_next()
     driver.run_steps(3)
     driver.submit(needing(3, DEADLY_ADAPTER))
-    driver.finish(other)
+    driver.run_steps(1)
+    driver.submit(beside := constrained(4, tenant="other"))
+    for _ in range(12):
+        driver.plan()
+        driver.tell()
+        driver.compile_next()
+        driver.deliver()
+    assert 4 in driver.finished
+    assert 2 not in driver.finished
+    driver.finish(other, beside)
     assert driver.failed == {3}
     assert driver.num_deaths == NUM_DEATHS
+
+
+def test_a_suspect_has_its_turn_beside_a_stream_of_prompts_whose_blocks_are_on_disk() -> None:
+    driver = make_driver()
+    driver.deadly_needs.add(Constraint(b"a"))
+    driver.submit(constrained(1))
+    while driver.num_deaths < LOSSES_BEFORE_TRIALS:
+        driver.plan()
+        driver.tell()
+        driver.compile_next()
+    prompts = [make_request(handle, prompt=[handle % 50] * 9, max_tokens=1) for handle in range(10, 60)]
+    hashes = [name for each in prompts for name in PrefixHashes(each.cache_root, 4).first(2, list(each.prompt))]
+    driver.scheduler.tier_changed(range(len(hashes)), hashes)
+    for prompt in prompts:
+        # What was told before is answered when the next blocks are on their way.
+        num_told = len(driver.told)
+        driver.submit(prompt)
+        driver.plan()
+        driver.tell()
+        for _ in range(num_told):
+            driver.compile_next()
+        driver.deliver()
+    assert driver.num_deaths > LOSSES_BEFORE_TRIALS
 
 
 def needing(handle: int, need: Need) -> Request:
