@@ -9,7 +9,8 @@ long they wait.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -277,16 +278,19 @@ class Requests:
 
     # Requests come
 
-    def admit(self, request: Request, nonce: int, reader: Reader, description: bytes | None = None) -> Request:
-        """Enters a request, which `reader` reads. Returns it as it is to be submitted to the core. With a description
-        it is durable.
+    @contextmanager
+    def admit(
+        self, request: Request, nonce: int, reader: Reader, description: bytes | None = None
+    ) -> Generator[Request]:
+        """Enters a request, which `reader` reads. Yields it as it is to be submitted to the core: where that fails, the
+        request is forgotten, and what is kept of others stays. With a description it is durable.
 
         Raises:
             AlreadyExists: the reader's handle stands for a live request, or a durable one has the id and still runs.
             ResourceExhausted: too much would be kept.
         """
         self._free_handle(reader)
-        durable = None if description is None else self._make_durable(request, description)
+        durable = None if description is None else self._check_durable(request, description)
         connection = reader.connection
         owned = OwnedRequest(
             key=RequestKey(GATEWAYS, Handle(next(self._handles))),
@@ -303,13 +307,18 @@ class Requests:
         request = replace(request, key=owned.key)
         if durable is not None:
             owned.history.add_emitted(request)
-            self._durable.add(owned.key.handle, owned)
         self._by_handle[owned.key.handle] = owned
         self._by_id.setdefault((owned.tenant, owned.request_id), []).append(owned)
         self._cancelled.pop((owned.tenant, owned.request_id, nonce), None)
         self._set_reader(owned, reader)
         self._update(owned)
-        return request
+        try:
+            yield request
+        except Exception:
+            self.forget(owned)
+            raise
+        if durable is not None:
+            self._make_room(owned)
 
     def resubmit(self, request: Request, nonce: int, reader: Reader, held: Held) -> bool:
         """Hands a request that a gateway submits again to its reader. Returns False where the request is unknown, or
@@ -355,9 +364,8 @@ class Requests:
 
     def find(self, tenant: str, request_id: str) -> OwnedRequest:
         """A durable request. Raises NotFound, also where it is another tenant's."""
-        for owned in self._by_id.get((tenant, request_id), ()):
-            if owned.durable is not None:
-                return owned
+        for owned in self._durable_of(tenant, request_id):
+            return owned
         raise NotFound(f'request_id "{request_id[:128]}" names no durable request', reason="REQUEST_NOT_FOUND")
 
     # Readers come and go
@@ -610,24 +618,30 @@ class Requests:
         else:
             self.detach(other)
 
-    def _make_durable(self, request: Request, description: bytes) -> Durable:
-        """Makes room for a durable request. Raises AlreadyExists, or ResourceExhausted where it was not accepted
+    def _check_durable(self, request: Request, description: bytes) -> Durable:
+        """Raises AlreadyExists, or ResourceExhausted where there is no room for a request that was not accepted
         before."""
-        known = [each for each in self._by_id.get((request.tenant, request.request_id), ()) if each.durable is not None]
-        if not all(each.is_over for each in known):
+        if not all(each.is_over for each in self._durable_of(request.tenant, request.request_id)):
             raise AlreadyExists(
                 f'request_id "{request.request_id}" names a request that is running', reason="REQUEST_ID_IN_USE"
             )
         durable = Durable.of(request, description)
-        num_emitted = sum(len(each.token_ids) for each in request.emitted)
-        charge = durable.charge(num_emitted, is_over=False)
         if not request.accepted_before:
-            self._durable.check_room(request.tenant, charge)
-        for each in known:
-            self.forget(each)
-        for handle in self._durable.make_room(request.tenant, charge):
-            self.forget(self._by_handle[handle])
+            num_emitted = sum(len(each.token_ids) for each in request.emitted)
+            self._durable.check_room(request.tenant, durable.charge(num_emitted, is_over=False))
         return durable
+
+    def _make_room(self, owned: OwnedRequest) -> None:
+        """Keeps a durable request that runs from now on, in place of those of its id and of others that are over."""
+        for each in self._durable_of(owned.tenant, owned.request_id):
+            if each is not owned:
+                self.forget(each)
+        for handle in self._durable.make_room(owned.tenant, owned.charge):
+            self.forget(self._by_handle[handle])
+        self._durable.add(owned.key.handle, owned)
+
+    def _durable_of(self, tenant: str, request_id: str) -> list[OwnedRequest]:
+        return [each for each in self._by_id.get((tenant, request_id), ()) if each.durable is not None]
 
 
 def _was_cancelled(request_id: str) -> Cancelled:

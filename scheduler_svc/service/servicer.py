@@ -344,14 +344,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _enter(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> None:
         description = submit.SerializeToString() if _can_be_replayed(submit) else None
-        request = self._requests.admit(request, submit.nonce, reader, description)
-        failpoint("scheduler.submit.before_queue")
-        try:
-            self._loop.submit(request, None if submit.offer else trace_context_of(submit))
-        except Exception:
-            if (owned := reader.request) is not None:
-                self._requests.forget(owned)
-            raise
+        with self._requests.admit(request, submit.nonce, reader, description) as admitted:
+            failpoint("scheduler.submit.before_queue")
+            self._loop.submit(admitted, None if submit.offer else trace_context_of(submit))
         failpoint("scheduler.submit.accepted")
 
     def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:

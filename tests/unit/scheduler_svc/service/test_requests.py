@@ -80,10 +80,19 @@ class Bench:
         return connection
 
     def admit(
-        self, request: Request, connection: Connection, *, durable: bool = False, nonce: int = NONCE
+        self,
+        request: Request,
+        connection: Connection,
+        *,
+        durable: bool = False,
+        nonce: int = NONCE,
+        refusal: Exception | None = None,
     ) -> OwnedRequest:
+        """The core refuses it where there is a `refusal`."""
         reader = Reader(connection, request.key.handle)
-        admitted = self.requests.admit(request, nonce, reader, b"" if durable else None)
+        with self.requests.admit(request, nonce, reader, b"" if durable else None) as admitted:
+            if refusal is not None:
+                raise refusal
         owned = reader.request
         assert owned is not None
         emitted = admitted.emitted or [EmittedSequence(())] * admitted.num_returned
@@ -353,6 +362,20 @@ def test_a_durable_request_that_is_refused_leaves_what_is_kept_of_an_earlier_one
     with pytest.raises(ResourceExhausted):
         bench.admit(again, connection, durable=True)
     assert bench.requests.find("", "request-1") is earlier
+
+
+def test_what_is_kept_stays_where_the_queue_has_no_room_for_a_durable_request():
+    bench = Bench(limits=DurableLimits(2, 10_000, 60.0))
+    connection = bench.connect()
+    kept = [bench.admit(make_request(handle), connection, durable=True) for handle in (1, 2)]
+    bench.step(*kept, ends=True)
+    for request in (make_request(3), replace(make_request(3), request_id="request-2")):
+        with pytest.raises(ResourceExhausted, match="full"):
+            bench.admit(request, connection, durable=True, refusal=ResourceExhausted("the queue is full"))
+        assert Reader(connection, Handle(3)).request is None
+        assert [bench.requests.find("", each.request_id) for each in kept] == kept
+    assert bench.requests.find("", bench.admit(request, connection, durable=True).request_id).request_id == "request-2"
+    assert bench.requests.num_durable == 2
 
 
 def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_that_starts_anew():
