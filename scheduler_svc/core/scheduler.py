@@ -146,8 +146,8 @@ class Scheduler:
             config,
         )
         self._pace = Pace()
-        # The request for whose blocks there was no room last, and what was given back by then.
-        self._no_room: tuple[RequestKey, int] | None = None
+        # What was given back so far, and the requests for whose blocks there was no room since.
+        self._no_room: tuple[int, set[RequestKey]] = 0, set()
         self.last_step_id = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
@@ -423,7 +423,7 @@ class Scheduler:
         takes the room again. None where there is nothing to fetch or no room; the other request that fetches the blocks
         already, where there is one."""
         group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
-        if group is None or self.trials.are_on or self._no_room == (key, blocks.pool.num_releases):
+        if group is None or self.trials.are_on or key in self._without_room():
             # Each step asks again for the one that is next, and has not the time to look at all of its blocks.
             return None
         if group.source is None:
@@ -433,7 +433,7 @@ class Scheduler:
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
         if hashes and not blocks.has_room(num_free, reserve=self._room.to_grow(), alone=self._room.is_empty):
-            self._no_room = key, blocks.pool.num_releases
+            self._without_room().add(key)
             return None
         group.source = None
         return self._arriving(source, cached if hashes else [], hashes)
@@ -446,9 +446,16 @@ class Scheduler:
         if (others := self.preparations.fetching(hashes[0])) is not None:
             return others
         if not self._room.fits(group, self._room.to_grow()):
-            self._no_room = group.request.key, blocks.pool.num_releases
+            self._without_room().add(group.request.key)
             return None
         return self._arriving(None, cached, hashes)
+
+    def _without_room(self) -> set[RequestKey]:
+        """The requests for whose blocks there was no room since any were given back."""
+        num_releases = self.batch.blocks.pool.num_releases
+        if self._no_room[0] != num_releases:
+            self._no_room = num_releases, set()
+        return self._no_room[1]
 
     def _arriving(self, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]) -> Arriving:
         """Takes blocks for these hashes, and holds the cached ones with them."""

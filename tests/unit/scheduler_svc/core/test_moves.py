@@ -448,12 +448,18 @@ def test_rows_that_are_kept_for_a_request_that_comes_do_not_hold_up_those_that_g
     assert driver.finished == {2, 4}
 
 
-def test_a_request_without_room_is_not_looked_at_block_by_block_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_others", [0, 10])
+def test_a_request_without_room_is_not_looked_at_block_by_block_in_each_step(
+    num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(make_config(num_blocks=30, max_num_seqs=4))
     running(driver, make_request(1, prompt_len=61, max_tokens=40))
     request = make_request(2, prompt_len=81, max_tokens=2)
     hashes = PrefixHashes(request.cache_root, 4).first(20, list(request.prompt))
-    driver.scheduler.tier_changed(range(20), hashes)
+    others = [make_request(10 + number, prompt=[number] * 57, max_tokens=2) for number in range(num_others)]
+    for each in others:
+        hashes += PrefixHashes(each.cache_root, 4).first(14, list(each.prompt))
+    driver.scheduler.tier_changed(range(len(hashes)), hashes)
     num_looked_up = 0
     contains = Tier.__contains__
 
@@ -465,14 +471,17 @@ def test_a_request_without_room_is_not_looked_at_block_by_block_in_each_step(mon
 
     monkeypatch.setattr(Tier, "__contains__", count)
     driver.submit(request)
-    driver.run_steps(10)
+    for number in range(10):
+        # Those behind it have no room, either.
+        driver.submit(*others[number : number + 1])
+        driver.run_steps(1)
     assert request.key in driver.scheduler.waiting
-    assert 20 <= num_looked_up < 60
+    assert 20 <= num_looked_up < 60 + 15 * num_others
     driver.scheduler.abort(make_request(1).key)
     driver.run_steps(2)
     (preparation,) = told(driver)
     assert preparation.arriving is not None
-    assert preparation.arriving.hashes == tuple(hashes)
+    assert preparation.arriving.hashes == tuple(hashes[:20])
 
 
 def test_a_promise_is_broken_before_a_request_is_preempted_and_made_again() -> None:
