@@ -90,14 +90,13 @@ class DurableRoom:
         """Histories have grown, or requests have ended. They are summed up when room is needed next."""
         self._is_summed = False
 
-    def make_room(self, tenant: str, charge: int) -> list[Handle]:
-        """Returns the requests that are over and must be forgotten to make room for a new one: one after the other the
-        oldest of the tenant that holds most of what is short, counting the new one. So who floods loses its own."""
+    def make_room(self) -> list[Handle]:
+        """Returns the requests that are over and must be forgotten, since a new one was added: one after the other the
+        oldest of the tenant that holds most of what is short. So who floods loses its own."""
         self._sum_up()
         over = {each: deque(kept) for each, kept in self._over.items()}
-        num_held = self._num_running + Counter({each: len(kept) for each, kept in over.items()}) + Counter([tenant])
+        num_held = self._num_running + Counter({each: len(kept) for each, kept in over.items()})
         charges = self._charge_running + Counter({each: sum(own for _, own in kept) for each, kept in over.items()})
-        charges[tenant] += charge
         forgotten: list[Handle] = []
         for held, limit in ((num_held, self.limits.max_requests), (charges, self.limits.max_tokens)):
             excess = held.total() - limit

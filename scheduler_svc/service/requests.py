@@ -9,8 +9,7 @@ long they wait.
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -278,14 +277,17 @@ class Requests:
 
     # Requests come
 
-    @contextmanager
     def admit(
-        self, request: Request, nonce: int, reader: Reader, description: bytes | None = None
-    ) -> Generator[Request]:
-        """Enters a request, which `reader` reads. Yields it as it is to be submitted to the core: where that fails, the
-        request is forgotten, and what is kept of others stays. With a description it is durable.
+        self,
+        request: Request,
+        nonce: int,
+        reader: Reader,
+        submit: Callable[[Request], object],
+        description: bytes | None = None,
+    ) -> None:
+        """Enters a request, which `reader` reads, and has it submitted to the core. With a description it is durable.
 
-        Raises:
+        Raises what `submit` raises, and:
             AlreadyExists: the reader's handle stands for a live request, or a durable one has the id and still runs.
             ResourceExhausted: too much would be kept.
         """
@@ -307,17 +309,19 @@ class Requests:
         request = replace(request, key=owned.key)
         if durable is not None:
             owned.history.add_emitted(request)
+            self._durable.add(owned.key.handle, owned)
         self._by_handle[owned.key.handle] = owned
         self._by_id.setdefault((owned.tenant, owned.request_id), []).append(owned)
         self._cancelled.pop((owned.tenant, owned.request_id, nonce), None)
         self._set_reader(owned, reader)
         self._update(owned)
         try:
-            yield request
+            submit(request)
         except Exception:
             self.forget(owned)
             raise
         if durable is not None:
+            # Not before: one that is refused costs nobody what is kept.
             self._make_room(owned)
 
     def resubmit(self, request: Request, nonce: int, reader: Reader, held: Held) -> bool:
@@ -632,13 +636,12 @@ class Requests:
         return durable
 
     def _make_room(self, owned: OwnedRequest) -> None:
-        """Keeps a durable request that runs from now on, in place of those of its id and of others that are over."""
+        """A new durable request takes the place of those of its id and of others, all of which are over."""
         for each in self._durable_of(owned.tenant, owned.request_id):
             if each is not owned:
                 self.forget(each)
-        for handle in self._durable.make_room(owned.tenant, owned.charge):
+        for handle in self._durable.make_room():
             self.forget(self._by_handle[handle])
-        self._durable.add(owned.key.handle, owned)
 
     def _durable_of(self, tenant: str, request_id: str) -> list[OwnedRequest]:
         return [each for each in self._by_id.get((tenant, request_id), ()) if each.durable is not None]

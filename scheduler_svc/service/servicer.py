@@ -344,9 +344,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _enter(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> None:
         description = submit.SerializeToString() if _can_be_replayed(submit) else None
-        with self._requests.admit(request, submit.nonce, reader, description) as admitted:
+
+        def to_core(admitted: Request) -> None:
             failpoint("scheduler.submit.before_queue")
             self._loop.submit(admitted, None if submit.offer else trace_context_of(submit))
+
+        self._requests.admit(request, submit.nonce, reader, to_core, description)
         failpoint("scheduler.submit.accepted")
 
     def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:

@@ -22,7 +22,7 @@ from gateway.replicas.sequence import TokenGapError
 from quire.clock import CLOCK
 from quire.compatibility import UNKNOWN_MODEL
 from quire.prefix_hashes import BlockHash, root_hash
-from quire.rpc.errors import FailedPrecondition
+from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens
@@ -250,11 +250,11 @@ class CheckedRequests(Requests):
         self._waits = dict[Handle, _Wait]()
         make_room = self._durable.make_room
 
-        def make_enough(tenant: str, charge: int) -> list[Handle]:
-            forgotten = make_room(tenant, charge)
+        def make_enough() -> list[Handle]:
+            forgotten = make_room()
             kept = [owned for handle, owned in self._durable.requests.items() if handle not in forgotten[:-1]]
-            limits, num_tokens = self._durable.limits, charge + sum(owned.charge for owned in kept)
-            is_short = len(kept) + 1 > limits.max_requests or num_tokens > limits.max_tokens
+            limits, num_tokens = self._durable.limits, sum(owned.charge for owned in kept)
+            is_short = len(kept) > limits.max_requests or num_tokens > limits.max_tokens
             _demand(not forgotten or is_short, "drops more durable requests than a new one takes the room of")
             return forgotten
 
@@ -349,8 +349,12 @@ def _checked(name: str) -> Callable[..., Any]:
 
     def call(self: CheckedRequests, *arguments: Any, **options: Any) -> Any:
         self._depth += 1
+        durable = {*self._durable.requests} if name == "admit" else set[Handle]()
         try:
             result = operation(self, *arguments, **options)
+        except QuireError:
+            _demand(durable <= self._durable.requests.keys(), "drops durable requests for one that is refused")
+            raise
         finally:
             self._depth -= 1
         if name == "taken":

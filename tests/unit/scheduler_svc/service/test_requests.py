@@ -89,15 +89,18 @@ class Bench:
         refusal: Exception | None = None,
     ) -> OwnedRequest:
         """The core refuses it where there is a `refusal`."""
-        reader = Reader(connection, request.key.handle)
-        with self.requests.admit(request, nonce, reader, b"" if durable else None) as admitted:
+
+        def submit(admitted: Request) -> None:
             if refusal is not None:
                 raise refusal
+            emitted = admitted.emitted or [EmittedSequence(())] * admitted.num_returned
+            progress = [SequenceProgress(i, len(each.token_ids), each.has_ended) for i, each in enumerate(emitted)]
+            self.core.live[admitted.key] = progress
+
+        reader = Reader(connection, request.key.handle)
+        self.requests.admit(request, nonce, reader, submit, b"" if durable else None)
         owned = reader.request
         assert owned is not None
-        emitted = admitted.emitted or [EmittedSequence(())] * admitted.num_returned
-        progress = [SequenceProgress(i, len(each.token_ids), each.has_ended) for i, each in enumerate(emitted)]
-        self.core.live[owned.key] = progress
         return owned
 
     def resubmit(self, request: Request, connection: Connection, held: Held, nonce: int = NONCE) -> OwnedRequest | None:
