@@ -85,6 +85,8 @@ _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "
 _ANY_TYPE = "any"
 
 
+# Of the path of a subschema, in characters.
+_SHOWN_PATH = 120
 # An escaped character, the begin and the end of a class, and look-around.
 _OF_PATTERNS = re.compile(r"\\(?P<escaped>.)|\[|\]|\(\?<?[=!]", re.DOTALL)
 # Word boundaries and back references.
@@ -122,12 +124,12 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
         if num_subschemas > MAX_SUBSCHEMAS:
             raise ConstraintError(field, f"has more than {MAX_SUBSCHEMAS:,} subschemas")
         if depth > MAX_DEPTH:
-            raise ConstraintError(field, f"is nested more than {MAX_DEPTH} levels deep at {path:.120}")
+            raise ConstraintError(field, f"is nested more than {MAX_DEPTH} levels deep at {path}")
         if isinstance(schema, bool):
             parent[key] = schema
             continue
         if not isinstance(schema, dict):
-            raise ConstraintError(field, f"has {_shown(schema)} at {path:.120}, where a schema is expected")
+            raise ConstraintError(field, f"has {_shown(schema)} at {path}, where a schema is expected")
         result: dict[str, Any] = {}
         parent[key] = result
         results.append(result)
@@ -181,10 +183,10 @@ def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
     ):
         return
     for schema in schemas:
-        names, required = schema.get("properties"), schema.get("required", ())
+        names = schema.get("properties")
         if names is None or schema.keys() & {"additionalProperties", "patternProperties", "const", "enum"}:
             continue
-        if isinstance(required, list | tuple) and all(name in names for name in required):
+        if all(name in names for name in schema.get("required", ())):
             schema["additionalProperties"] = False
 
 
@@ -199,21 +201,26 @@ def _subschemas(
     """Path, key, container and value of each subschema of a keyword. The containers are copies."""
     if name in BY_NAME:
         if not isinstance(value, dict):
-            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path:.120}; it must be an object")
+            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be an object")
         # Keeps the order of the schema, which becomes the order of the answer's properties.
         copy: Any = dict.fromkeys(value)
         result[name] = copy
         for key, inner in value.items():
-            yield f"{path}/{name}/{key}", key, copy, inner
+            yield _place(path, name, key), key, copy, inner
     elif name in _LIST or (name == "items" and isinstance(value, list)):
         if not isinstance(value, list) or (not value and name != "prefixItems"):
-            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path:.120}; it must be a list of schemas")
+            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
         copy = [None] * len(value)
         result[name] = copy
         for index, inner in enumerate(value):
-            yield f"{path}/{name}/{index}", index, copy, inner
+            yield _place(path, name, str(index)), index, copy, inner
     elif name in _ONE:
-        yield f"{path}/{name}", name, result, value
+        yield _place(path, name), name, result, value
+
+
+def _place(path: str, *steps: str) -> str:
+    """The path of a subschema, as far as errors show it: each of many subschemas has one, and a step may be long."""
+    return "/".join((path, *(step[:_SHOWN_PATH] for step in steps)))[:_SHOWN_PATH]
 
 
 def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
@@ -221,34 +228,36 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
     if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
         raise ConstraintError(
             field,
-            f"has $ref {_shown(reference)} at {path:.120}; only references within the schema (#/...) are followed",
+            f"has $ref {_shown(reference)} at {path}; only references within the schema (#/...) are followed",
         )
     types = schema.get("type", "string")
     for each in types if isinstance(types, list) else (types,):
         if not isinstance(each, str) or each not in _TYPES:
             known = ", ".join(sorted(_TYPES))
-            raise ConstraintError(field, f"has type {_shown(each)} at {path:.120}; it must be one of {known}")
+            raise ConstraintError(field, f"has type {_shown(each)} at {path}; it must be one of {known}")
     if "string" not in (types if isinstance(types, list) else (types,)):
         # `format` applies to strings only.
         schema.pop("format", None)
     format_name = schema.get("format")
-    if format_name is not None and format_name not in FORMATS:
+    if format_name is not None and not (isinstance(format_name, str) and format_name in FORMATS):
         known = ", ".join(sorted(FORMATS))
         raise ConstraintError(
-            field, f"has format {_shown(format_name)} at {path:.120}, which is not enforced; enforced are {known}"
+            field, f"has format {_shown(format_name)} at {path}, which is not enforced; enforced are {known}"
         )
     patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
     for pattern in patterns:
         if isinstance(pattern, str):
-            check_regex(field, pattern, f" in the pattern at {path:.120}")
+            check_regex(field, pattern, f" in the pattern at {path}")
         if isinstance(pattern, str) and _looks_around(pattern):
-            shown = f"the pattern {_shown(pattern)} at {path:.120}"
+            shown = f"the pattern {_shown(pattern)} at {path}"
             raise ConstraintError(field, f"has {shown}; look-around, \\b and back references are not enforced")
-    fewest, required = schema.get("minProperties", 0), schema.get("required", ())
-    if isinstance(fewest, int) and isinstance(required, list | tuple) and fewest > max(1, len(required)):
+    fewest, required = schema.get("minProperties", 0), schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ConstraintError(field, f"has required {_shown(required)} at {path}; it must be a list of names")
+    if isinstance(fewest, int) and fewest > max(1, len(required)):
         raise ConstraintError(
             field,
-            f"has minProperties {fewest} at {path:.120}, which is not enforced above 1 and the number of required "
+            f"has minProperties {fewest} at {path}, which is not enforced above 1 and the number of required "
             "properties; list them in required",
         )
 
@@ -277,9 +286,9 @@ def _looks_around(pattern: str) -> bool:
 def _not_enforced(field: str, name: str, path: str) -> ConstraintError:
     if name in REFUSED:
         hint = f"; {_HINTS[name]}" if name in _HINTS else "; leave it out"
-        return ConstraintError(field, f'uses "{name}" at {path:.120}, which is not enforced{hint}')
+        return ConstraintError(field, f'uses "{name}" at {path}, which is not enforced{hint}')
     return ConstraintError(
-        field, f'uses "{name:.64}" at {path:.120}, which is not a known keyword; names of annotations begin with "x-"'
+        field, f'uses "{name:.64}" at {path}, which is not a known keyword; names of annotations begin with "x-"'
     )
 
 

@@ -1,6 +1,7 @@
 """Each keyword of JSON schema is enforced, an annotation, or refused by name; instances as in the official suite."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import jsonschema
@@ -164,7 +165,11 @@ def test_an_annotation_changes_nothing(keyword) -> None:
         ('{"items": 3}', "3 at #/items, where a schema is expected"),
         ('{"$ref": "https://example.org/schema"}', "only references within the schema"),
         ('{"type": "string", "format": "idn-email"}', 'format "idn-email" at #, which is not enforced'),
+        ('{"type": "string", "format": ["date"]}', 'format ["date"] at #, which is not enforced'),
+        ('{"type": "string", "format": {}}', "format {} at #"),
         ('{"type": "object", "minProperties": 3}', "minProperties 3 at #"),
+        ('{"properties": {"a": {}}, "required": [["a"]]}', 'required [["a"]] at #; it must be a list of names'),
+        ('{"required": "a"}', 'required "a" at #'),
         (r'{"type": "string", "pattern": "^(?!\\.)a"}', r'pattern "^(?!\\.)a" at #; look-around'),
         (r'{"type": "string", "pattern": "(a)\\1"}', "back references"),
         (r'{"type": "string", "pattern": "[[]\\bfoo"}', r"\b"),
@@ -203,6 +208,17 @@ def test_depth_is_bounded(depth) -> None:
     with pytest.raises(ConstraintError, match="nested") as refused:
         read_schema("json_schema", text)
     assert len(refused.value.description) < 400
+
+
+def test_places_of_subschemas_take_no_memory_of_the_length_of_their_names() -> None:
+    inner = {"type": "object", "properties": {f"a{number}": {} for number in range(2000)}}
+    text = json.dumps({"type": "object", "properties": {"k" * 20_000: inner}})
+    tracemalloc.start()
+    try:
+        read_schema("json_schema", text)
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 def test_properties_are_written_in_the_order_of_the_schema() -> None:
