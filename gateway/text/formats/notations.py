@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from quire.constraints.json_schema import ConstraintError, read_schema
-from quire.constraints.program import literals, quoted, schema_options
+from quire.constraints.program import MAX_CONSTRAINT_BYTES, literals, quoted, schema_options
 
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # Keywords that are enforced in a notation that is not JSON, by type.
@@ -75,12 +75,14 @@ def _followed(root: Any, schema: Any) -> Any:
 
 
 class Rules:
-    """Rules of a grammar in the making, whose names begin with `prefix`."""
+    """Rules of a grammar in the making, whose names begin with `prefix`. They are no larger than a constraint may be: a
+    schema may be short, and what each of its parameters repeats of it long."""
 
     def __init__(self, prefix: str, special_tokens: Mapping[str, int]) -> None:
         self.lines: list[str] = []
         self.special_tokens = special_tokens
         self._prefix = prefix
+        self._num_characters = 0
 
     def add(self, expression: str, attributes: str = "") -> str:
         """Adds a rule; returns its name."""
@@ -95,11 +97,15 @@ class Rules:
         return name
 
     def define(self, name: str, expression: str, attributes: str = "") -> None:
+        """Raises ConstraintError where all rules together are too long."""
+        self._num_characters += len(expression)
+        if self._num_characters > MAX_CONSTRAINT_BYTES:
+            raise ConstraintError("", f"takes more than {MAX_CONSTRAINT_BYTES:,} characters as a grammar")
         self.lines[int(name.rpartition("_")[2])] = f"{name}{attributes}: {expression}"
 
     def terminal(self, expression: str) -> str:
         name = self.reserve().upper()
-        self.lines[-1] = f"{name}: {expression}"
+        self.define(name, expression)
         return name
 
     def text_before(self, end: str, schema: Mapping[str, Any]) -> str:

@@ -217,6 +217,17 @@ def test_what_only_json_can_enforce_is_named(properties, problem):
         check_arguments(name, schema)
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])
+def test_a_schema_that_each_parameter_would_repeat_has_no_grammar(name):
+    long = {"enum": [f"{number:a>2000}" for number in range(50)]}
+    same = {f"a{number}": {"$ref": "#/$defs/long"} for number in range(100)}
+    check_arguments(name, json.dumps({"type": "object", "properties": same, "$defs": {"long": {"enum": ["b"]}}}))
+    each = same if name in ("qwen3_coder", "glm45") else {name: {"anyOf": [long]} for name in same}
+    schema = json.dumps({"type": "object", "properties": each, "$defs": {"long": long}})
+    with pytest.raises(ConstraintError, match="takes more than 1,048,576 characters as a grammar"):
+        check_arguments(name, schema)
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
