@@ -1,11 +1,20 @@
 """Calls whose arguments are JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek, and a plain list."""
 
-import json
 from functools import partial
 from typing import Any, cast
 
 from gateway.text.formats.parser import CallIds, OfferedTools, StagedCallParser
-from gateway.text.formats.scanning import MAX_SPACE, SPACE, JsonScanner, Match, Part, Pattern, Unmatched
+from gateway.text.formats.scanning import (
+    MAX_SPACE,
+    SPACE,
+    JsonScanner,
+    Match,
+    Part,
+    Pattern,
+    Unmatched,
+    read_json,
+    write_json,
+)
 
 # An object with the name and the arguments of a call, up to the arguments.
 _ENVELOPE = (
@@ -249,7 +258,7 @@ class Llama3Parser(JsonCallParser):
 def _call_in(text: str) -> tuple[str, str] | None:
     """The name and the arguments, as JSON, of an object that is a call; None if it is not one."""
     try:
-        value: Any = json.loads(text)
+        value: Any = read_json(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict):
@@ -259,11 +268,15 @@ def _call_in(text: str) -> tuple[str, str] | None:
     if isinstance(arguments, str):
         # Some models write the arguments as a string that contains JSON.
         try:
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         except (ValueError, RecursionError):
             return None
     if arguments is None:
         arguments = {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    try:
+        return name, write_json(arguments)
+    except (ValueError, RecursionError):
+        # A number beyond all that Python has.
+        return None

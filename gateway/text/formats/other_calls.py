@@ -1,7 +1,6 @@
 """Calls whose arguments are converted to JSON: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
 
 import ast
-import json
 import re
 import warnings
 from typing import Any
@@ -16,6 +15,8 @@ from gateway.text.formats.scanning import (
     PythonScanner,
     Unmatched,
     held_length,
+    read_json,
+    write_json,
 )
 
 _SPACES = frozenset(SPACE)
@@ -73,7 +74,7 @@ class TagCallParser(StagedCallParser):
             self._consume(found.end)
             self._is_text = found.name in self._tool.text_parameters
             separator = ", " if self._num_arguments else ""
-            self._add_arguments(f"{separator}{_json(found.name)}: " + ('"' if self._is_text else ""))
+            self._add_arguments(f"{separator}{write_json(found.name)}: " + ('"' if self._is_text else ""))
             self._num_arguments += 1
             self._num_searched = 0
             self._stage = self._read_value
@@ -97,18 +98,18 @@ class TagCallParser(StagedCallParser):
         if position >= 0:
             value = self._rest[:position].removesuffix("\n")
             self._consume(position + len(self.value_end))
-            self._add_arguments(_json(value)[1:] if self._is_text else _as_json(value))
+            self._add_arguments(write_json(value)[1:] if self._is_text else _as_json(value))
             self._stage = self._read_argument
             return True
         self._num_searched = len(self._rest)
         if self._is_last:
             value = self._consume(len(self._rest))
-            self._add_arguments(_json(value)[1:-1] if self._is_text else value)
+            self._add_arguments(write_json(value)[1:-1] if self._is_text else value)
             self._end_call()
         elif self._is_text:
             ends = (self.value_end, "\n" + self.value_end)
             certain = self._consume(len(self._rest) - held_length(self._rest, ends))
-            self._add_arguments(_json(certain)[1:-1])
+            self._add_arguments(write_json(certain)[1:-1])
             self._num_searched = 0
         return False
 
@@ -170,7 +171,7 @@ class WholeCallParser(CallParser):
         # Parsing a long call at once would block the event loop.
         calls = self._calls_in(self._rest[:end]) if end is not None and end <= MAX_WHOLE_CALL else None
         try:
-            found = [(name, _json(arguments)) for name, arguments in calls or ()]
+            found = [(name, write_json(arguments)) for name, arguments in calls or ()]
         except (TypeError, ValueError, RecursionError):
             found = []
         if not found or any(name not in self._tools for name, _ in found):
@@ -235,7 +236,7 @@ class _GemmaReader:
             return self._list()
         bare = self._word()
         try:
-            return json.loads(bare)
+            return read_json(bare)
         except ValueError:
             return bare
 
@@ -331,7 +332,10 @@ def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:
     """The call of an expression, also inside print(...)."""
     if not isinstance(node, ast.Call):
         return None
-    name = ast.unparse(node.func)
+    try:
+        name = ast.unparse(node.func)
+    except RecursionError:
+        return None
     if name == "print" and len(node.args) == 1:
         return _python_call(node.args[0])
     if node.args or any(keyword.arg is None for keyword in node.keywords):
@@ -354,14 +358,10 @@ class _PythonNames(ast.NodeTransformer):
 _VALUES = {"true": True, "false": False, "null": None}
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
 def _as_json(value: str) -> str:
     """A value as JSON: unchanged if it is JSON, else as a string."""
     try:
-        json.loads(value)
+        read_json(value)
     except (ValueError, RecursionError):
-        return _json(value)
+        return write_json(value)
     return value.strip()

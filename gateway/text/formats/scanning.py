@@ -4,10 +4,12 @@ The result of every function depends on the text and not on its pieces: a functi
 text can change it, and otherwise reports that it needs more text.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, NoReturn
 
 SPACE = " \t\r\n"
 MAX_SPACE = 256
@@ -45,6 +47,27 @@ def trailing_space(text: str) -> int:
     """The number of spaces at the end of `text`, at most MAX_SPACE."""
     tail = text[-MAX_SPACE:]
     return len(tail) - len(tail.rstrip(SPACE))
+
+
+def read_json(text: str) -> Any:
+    """The value of JSON. Raises ValueError, also for NaN and infinities, which Python reads otherwise, and
+    RecursionError."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def write_json(value: Any) -> str:
+    """A value as JSON that UTF-8 can encode: halves of characters stay escaped. Raises ValueError for NaN and
+    infinities, TypeError and RecursionError."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 class JsonScanner:

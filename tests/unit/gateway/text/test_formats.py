@@ -66,6 +66,12 @@ VARIANTS = [
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
     ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}', [("now", {"a": 1})]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": 7}</tool_call>', [("now", {})]),
+    # Half of a character, which UTF-8 does not have.
+    ("hermes", '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "now"}</tool_call>', [("now", {"a": "\ud83d"})]),
+    ("pythonic", r"[now(a='\ud83d')]", [("now", {"a": "\ud83d"})]),
+    # What Python takes for numbers, and JSON does not.
+    ("glm45", "<tool_call>now<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call>", [("now", {"a": "NaN"})]),
+    ("gemma4", "<|tool_call>call:now{a:Infinity}<tool_call|>", [("now", {"a": "Infinity"})]),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', [("now", {})]),
     ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}[TOOL_CALLS]now{}", [("now", {})] * 3),
     ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "now"}]', [("now", {})]),
@@ -85,6 +91,8 @@ NO_CALLS = [
     ("hermes", "<tool_call> no JSON </tool_call>"),
     ("hermes", 'a <tool_call>{"name": "unknown", "arguments": {}}</tool_call> b'),
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": NaN}, "name": "now"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "now"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "args'),
     ("hermes", "a <tool_"),
     ("hermes", "<tool_call>" + " " * 300 + '{"name": "now"}'),
@@ -105,6 +113,7 @@ NO_CALLS = [
     ("pythonic", "[now(a=b)]"),
     ("pythonic", "```tool_code\nimport os\n```"),
     ("pythonic", "[" * 3000),
+    ("pythonic", "[" + "a." * 600 + "now()]"),
     ("json_list", "no list"),
     ("kimi_k2", "<|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}"),
     ("kimi_k2", "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}"),
@@ -129,6 +138,7 @@ def calls_of(output):
     # Kimi K2 writes the ids itself.
     written = r"call-{}|(functions\.)?{}:\d"
     assert all(re.fullmatch(written.format(call.index, call.name), call.id) for call in output.tool_calls)
+    assert all(call.arguments.encode() for call in output.tool_calls)
     return [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
 
 
