@@ -127,14 +127,16 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
         field = "sampling.n" if request.asked("sampling.best_of") is None else "sampling.best_of"
     per_request = max(request.asked(field) or 1, 1)
     count = num_requests * per_request
-    if count > limits.max_call_sequences and per_request <= limits.max_n:
+    # A number that is out of range is not reckoned with: it may have thousands of digits.
+    is_in_range = per_request <= limits.max_n
+    if is_in_range and count > limits.max_call_sequences:
         violations.add(
             field,
             f"is {per_request:,} for each of {num_requests:,} prompts, {count:,} sequences together; a call may have "
             f"at most {limits.max_call_sequences:,}; send fewer prompts at once, or ask for fewer sequences of each",
         )
     stop = request.asked("stopping.stop")
-    if len(stop) <= limits.max_stop_strings:
+    if is_in_range and len(stop) <= limits.max_stop_strings:
         num_bytes = sum(map(utf8_size, stop))
         if num_bytes * count > MAX_CALL_STOP_BYTES:
             violations.add(
@@ -347,7 +349,7 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
             violations.add(f"sampling.{name}", description)
     num_stop_tokens = len(request.asked("stopping.stop_token_ids"))
     num_candidates = width * (1 + num_stop_tokens)
-    if num_candidates > MAX_BEAM_CANDIDATES:
+    if width <= limits.max_n and num_candidates > MAX_BEAM_CANDIDATES:
         violations.add(
             "stopping.stop_token_ids",
             f"has {num_stop_tokens:,} entries, so that each of {width:,} beams would report "

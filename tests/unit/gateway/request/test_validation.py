@@ -323,4 +323,9 @@ def test_parameters_of_all_prompts_are_bounded_together():
 
 def test_what_one_request_may_not_have_is_left_to_its_own_check():
     check_call(call_options({"n": 10**9}), 1, LIMITS)
+    # The longest integer of a body; one digit more, and Python does not write it.
+    longest = 10**4299
+    check_call(call_options({"n": longest}, stop=["0123456789"]), 2, LIMITS)
+    with pytest.raises(InvalidArgument, match="beam_width is 1,000,"):
+        check_beams(longest, stopping={"stop_token_ids": list(range(9))})
     check_call(call_options(stop=["x" * 10**6] * 100), 1, LIMITS)
