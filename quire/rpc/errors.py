@@ -32,10 +32,13 @@ from grpc_status import rpc_status
 
 DOMAIN = "quire"
 
-# A client with default options drops headers beyond 8 KiB, and the message travels twice. So texts are cut here.
-_MAX_MESSAGE_CHARACTERS = 1000
+# A client with default options drops headers beyond 8 KiB, and the message travels twice. So texts are cut here, to so
+# many bytes, of which gRPC writes three for each byte of a message that is not printable ASCII.
+_MAX_MESSAGE_BYTES = 1000
 _MAX_VIOLATIONS = 5
-_MAX_VIOLATION_CHARACTERS = 300
+_MAX_VIOLATION_BYTES = 300
+_MAX_FIELD_BYTES = 200
+_MOST_BYTES_OF_A_CHARACTER = 12
 # An error that a retry may cure has one of these, or RESOURCE_EXHAUSTED with a time to wait.
 _RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -187,15 +190,15 @@ def invalid_field(field: str, description: str) -> InvalidArgument:
 
 def to_rpc_status(error: QuireError) -> grpc.Status:
     """The status to end a call with; its trailing metadata carries the google.rpc details."""
-    message = _cut(error.message, _MAX_MESSAGE_CHARACTERS)
+    message = _cut(error.message, _MAX_MESSAGE_BYTES)
     status = status_pb2.Status(code=error.code.value[0], message=message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     status.details.add().Pack(info)
     if error.violations:
         bad_request = error_details_pb2.BadRequest()
         for violation in error.violations[:_MAX_VIOLATIONS]:
-            description = _cut(violation.description, _MAX_VIOLATION_CHARACTERS)
-            bad_request.field_violations.add(field=violation.field, description=description)
+            field = _cut(violation.field, _MAX_FIELD_BYTES)
+            bad_request.field_violations.add(field=field, description=_cut(violation.description, _MAX_VIOLATION_BYTES))
         status.details.add().Pack(bad_request)
     if error.retry_after_ms is not None:
         retry = error_details_pb2.RetryInfo()
@@ -244,4 +247,13 @@ def _unpack(detail: Any) -> dict[str, Any]:
 
 
 def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """The text, shortened where it takes more bytes in a header."""
+    if len(text) <= limit // _MOST_BYTES_OF_A_CHARACTER:
+        return text
+    size = 0
+    for place, character in enumerate(text[: limit + 1]):
+        is_plain = " " <= character <= "~" and character != "%"
+        size += 1 if is_plain else 3 * len(character.encode())
+        if size > limit:
+            return text[: max(place - 3, 0)] + "..."
+    return text

@@ -1,6 +1,8 @@
 """Errors and statuses, without a server."""
 
+import base64
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -100,3 +102,13 @@ def test_long_texts_are_cut() -> None:
     value: Any
     (value,) = details.values()
     assert b"quire" in value
+
+
+@pytest.mark.parametrize("text", ["f" * 5000, "%" * 5000, "\N{GRINNING FACE}" * 5000, "\n" * 5000])
+def test_no_text_makes_a_status_larger_than_clients_take(text: str) -> None:
+    status = to_rpc_status(InvalidArgument(text, violations=[FieldViolation(text, text)] * 9))
+    # As gRPC writes them in headers.
+    message = quote(status.details or "", safe="".join(map(chr, range(0x20, 0x7F))).replace("%", ""))
+    details = [base64.b64encode(value) for _, value in status.trailing_metadata or () if isinstance(value, bytes)]
+    assert len(message) + sum(map(len, details)) < 8192
+    assert round_trip(InvalidArgument("m", violations=[FieldViolation(text, "d")])).violations[0].field.endswith("...")
