@@ -22,10 +22,13 @@ from quire.constraints.program import MAX_CHOICES
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 DEFAULT_MAX_ENTRIES = 1024
+_MAX_VALUES = 1 << 17
 # Long lists of texts, in which an object is an error.
 _TEXTS = frozenset({"choice", "guided_choice", "texts"})
 MAX_ENTRIES: Mapping[str, int] = {
     **dict.fromkeys(("bytes_contents", "content", "data", "output", "summary", "tool_calls"), 8192),
+    # Of answers that are sent back: log probabilities of their tokens.
+    **dict.fromkeys(("bytes", "logprobs", "top_logprobs"), _MAX_VALUES),
     **dict.fromkeys(_TEXTS, MAX_CHOICES),
     "prompt": MAX_PROMPTS,
     "tools": MAX_TOOLS,
@@ -33,11 +36,13 @@ MAX_ENTRIES: Mapping[str, int] = {
 """Where the name of a list or map is not here, it may have `DEFAULT_MAX_ENTRIES`."""
 MAX_VALUES_OF_OBJECTS: Mapping[str, int] = {
     **dict.fromkeys(("guided_json", "input", "input_schema", "json", "parameters", "schema"), 1 << 16),
+    # What OpenAI's client adds to answers.
+    **dict.fromkeys(("parsed", "parsed_arguments"), 1 << 16),
     **dict.fromkeys(("chat_template_kwargs", "documents"), 4096),
 }
 """Objects of any shape in a body of JSON, such as schemas: all values in them, at any depth, count as theirs."""
 # Lists of such objects.
-_LISTS_OF_OBJECTS = frozenset({"documents"})
+_LISTS_OF_OBJECTS = frozenset({"documents", "parsed"})
 MAX_VALUES_OF_TEXTS = 1 << 16
 """The maximum number of values in JSON that is the text of fields, such as the arguments of all calls of a chat."""
 MAX_NUMBERS = 1 << 20
@@ -45,7 +50,6 @@ MAX_NUMBERS = 1 << 20
 _CONVERSATIONS = frozenset({"input", "messages"})
 # Lists of numbers that may have MAX_NUMBERS: the tokens of a prompt, or of the whole vocabulary.
 _TOKENS = frozenset({"allowed_token_ids", "ids", "prompt", "stop_token_ids", "token_ids", "tokens"})
-_MAX_VALUES = 1 << 17
 _VALUES_OF_A_MESSAGE = 8
 _MAX_PATH = 256
 _CONTAINERS_PER_STEP = 512

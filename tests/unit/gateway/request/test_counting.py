@@ -253,6 +253,13 @@ def test_bodies_that_people_send_pass():
         },
         LIMITS,
     )
+    # Answers that are sent back, as clients have them.
+    entry = {"token": "a", "logprob": -1.0, "bytes": [97] * 4, "top_logprobs": [{"token": "a"}] * 2}
+    parts = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [entry] * 2000}]
+    check_json({"input": [{"role": "assistant", "content": parts}] * 2}, LIMITS)
+    call = {"function": {"name": "a", "arguments": "{}", "parsed_arguments": {"a": [1] * 2000}}}
+    for parsed in ({"a": [[1] * 2000]}, [{"a": 1}] * 2000):
+        check_json({"messages": [{"role": "assistant", "parsed": parsed, "tool_calls": [call]}] * 2}, LIMITS)
 
 
 def test_more_token_ids_than_any_prompt_needs_are_refused_in_messages_too():
