@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -62,6 +63,8 @@ from quire.rpc.errors import QuireError, Unauthenticated, invalid_field
 from quire.version import VERSION
 
 _ANY_HOST = "*"
+# Media types that browsers let pages of any site send.
+_WITHOUT_PREFLIGHT = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 _REQUEST_ID = b"x-request-id"
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 _UNCOUNTED_PATHS = OPEN_PATHS | {METRICS_PATH}
@@ -121,6 +124,8 @@ def make_http_app(
                 reads_traces=settings.otlp_traces_endpoint is not None,
             ),
             *_host_check(settings),
+            # Where keys are asked, a page of another site has none to send.
+            *([] if settings.requires_keys else [Middleware(SiteMiddleware, allowed_origins=settings.allowed_origins)]),
             Middleware(
                 AuthMiddleware,
                 authenticator=authenticator,
@@ -258,6 +263,38 @@ class HostMiddleware:
             f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
         )
         return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"), dialect=_dialect_of(scope))
+
+
+class SiteMiddleware:
+    """Refuses what a page of another site can send without a preflight request: a POST of no media type, or of a form.
+
+    A path whose body is JSON refuses that by itself. Those that have no body, such as /sleep, and uploads would do what
+    any page asks of them that somebody opens in a browser that reaches this gateway.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and self._is_of_other_site(Headers(scope=scope)):
+            message = (
+                "a page of another site may call this path as application/json alone, or where --allowed-origins names "
+                "its origin"
+            )
+            answer = ErrorAnswer(415, message, "unsupported_media_type")
+            return await send_answer(send, answer, dialect=_dialect_of(scope))
+        return await self._app(scope, receive, send)
+
+    def _is_of_other_site(self, headers: Headers) -> bool:
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if media_type not in _WITHOUT_PREFLIGHT or _ANY_HOST in self._allowed or origin in self._allowed:
+            return False
+        if site is not None:
+            return site not in access.OWN_SITES
+        # Browsers that say nothing of the site, as at addresses without TLS, name the origin.
+        return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
 
 def _host_name(host: str) -> str:

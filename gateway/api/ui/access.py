@@ -38,8 +38,8 @@ HEADERS: Mapping[str, str] = {
 _COOKIE = "quire-operator"
 _PORT = re.compile(r":([0-9]{1,5})$")
 _MAX_FORM_BYTES = 4096
-# Of a page of ours, or typed by the user; "same-site" is another port or subdomain.
-_OWN_SITES = ("same-origin", "none")
+OWN_SITES = ("same-origin", "none")
+"""Values of sec-fetch-site: of a page of ours, or typed by the user; "same-site" is another port or subdomain."""
 _REFUSAL = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -78,7 +78,7 @@ def keys_shown(scope: Scope) -> list[bytes]:
     """The key in the cookie, as an authorization header; none where there is none, or where another site's page makes
     the browser send it."""
     request = Request(scope)
-    if request.headers.get("sec-fetch-site", "none") not in _OWN_SITES:
+    if request.headers.get("sec-fetch-site", "none") not in OWN_SITES:
         return []
     try:
         return [b"Bearer " + base64.urlsafe_b64decode(_cookies(request)[_cookie_at(request)])]

@@ -39,6 +39,54 @@ async def test_what_a_page_may_send_without_being_asked_spends_no_time(client, s
     assert not scheduler.submits
 
 
+CHANGING = (
+    *("/sleep?level=2", "/wake_up", "/reset_prefix_cache", "/v1/files"),
+    *(f"/v1/{each}/cancel" for each in ("requests/a", "responses/resp_a", "batches/a")),
+)
+FORM = {"content-type": "multipart/form-data; boundary=a"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ORIGIN,
+        ORIGIN | FORM,
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:1"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"} | FORM,
+    ],
+)
+async def test_paths_without_a_body_do_nothing_for_pages_of_other_sites(client, scheduler, headers):
+    for path in CHANGING:
+        answer = await client.post(path, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type"), path
+        assert "--allowed-origins" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", CHANGING)
+async def test_paths_without_a_body_serve_programs_and_own_pages(client, path):
+    own = {"origin": str(client.base_url).rstrip("/")}
+    for headers in ({}, own, own | {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, JSON | ORIGIN):
+        answer = await client.post(path, headers=headers)
+        assert answer.status_code != 415 or path == "/v1/files", (answer.text, headers)
+        assert "--allowed-origins" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "status"),
+    [
+        (("https://app.example",), "https://app.example", 200),
+        (("https://app.example",), "https://evil.example", 415),
+        (("*",), "https://evil.example", 200),
+    ],
+)
+async def test_pages_of_allowed_origins_are_served_without_a_body(scheduler, allowed, origin, status):
+    async with running_gateway(scheduler, allowed_origins=allowed) as gateway:
+        headers = {"origin": origin, "sec-fetch-site": "cross-site"}
+        assert (await gateway.http.post("/reset_prefix_cache", headers=headers)).status_code == status
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:1"])
 async def test_a_host_that_is_not_loopback_is_refused_by_name(client, scheduler, host):
     for method, path in (("POST", PATH), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing")):
