@@ -31,6 +31,8 @@ from quire.settings import ConfigurationError
 # Up to this many characters are rendered on the event loop; more in a thread. A message costs some even if it is empty.
 _INLINE_CHARACTERS = 4096
 _CHARACTERS_OF_A_MESSAGE = 32
+# A prompt has at most so many characters of the template itself, and so many for each character of its conversation.
+_OF_TEMPLATE, _TIMES_WRITTEN = 1 << 18, 5
 _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
 _PROBES = ("a", "\n7")
@@ -230,8 +232,8 @@ class Chat:
             raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
         size = _size(prompt)
         if size <= _INLINE_CHARACTERS:
-            return template.render(prompt)
-        return await self._executor.run(current_tenant(), size, template.render, prompt)
+            return _written(template, prompt, size)
+        return await self._executor.run(current_tenant(), size, _written, template, prompt, size)
 
     async def encode(self, prompt: ChatPrompt) -> list[int]:
         """Token ids of the rendered prompt. Its only special tokens are those that the template writes.
@@ -316,8 +318,26 @@ def _continuations(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
     return [list(messages), *answered]
 
 
+def _written(template: ChatTemplate, prompt: ChatPrompt, size: int) -> str:
+    """The prompt of a conversation of `size`. Raises InvalidArgument as `ChatTemplate.render`, and where it is much
+    longer than what it is made of: the tokenizer takes more than a hundred bytes for each character."""
+    text = template.render(prompt)
+    if len(text) > _OF_TEMPLATE + _TIMES_WRITTEN * size:
+        description = (
+            f"becomes {len(text):,} characters by the model's chat template, which indents JSON by its depth; make the "
+            "parameters of tools, or the arguments of calls, less deep"
+        )
+        raise InvalidArgument(
+            f"the conversation {description}",
+            reason="CHAT_TEMPLATE",
+            violations=[FieldViolation("tools" if prompt.tools else "messages", description)],
+        )
+    return text
+
+
 def _size(prompt: ChatPrompt) -> int:
-    size = sum(_CHARACTERS_OF_A_MESSAGE + len(tool.description) + len(tool.parameters) for tool in prompt.tools)
+    size = 0 if prompt.template_options is None else prompt.template_options.ByteSize()
+    size += sum(_CHARACTERS_OF_A_MESSAGE + len(tool.description) + len(tool.parameters) for tool in prompt.tools)
     for message in prompt.messages:
         size += _CHARACTERS_OF_A_MESSAGE + len(message.content) + len(message.reasoning or "")
         size += sum(_CHARACTERS_OF_A_MESSAGE + len(call.arguments) for call in message.tool_calls)

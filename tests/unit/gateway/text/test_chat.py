@@ -157,6 +157,25 @@ class SlowTemplates:
         self.ends.set()
 
 
+async def test_a_prompt_that_is_much_longer_than_its_conversation_is_refused() -> None:
+    """Deep JSON with indentation, as Llama 3 has the tools."""
+    template = ChatTemplate("{{ tools | tojson(indent=4) }}{{ messages[0].content }}", SPECIAL_TOKENS)
+    chat = Chat("model", template, cast(Any, None), FairExecutor(1), tool_format="hermes")
+
+    def asked(depth: int, length: int) -> ChatPrompt:
+        value: Any = [0] * length
+        for _ in range(depth):
+            value = {"a": value}
+        tool = Tool(name="f", parameters=json.dumps({"type": "object", "default": value}))
+        return ChatPrompt([ChatMessage("user", "x")], tools=[tool])
+
+    assert len(await chat.render(asked(5, 5000))) > 100_000
+    for depth, length in ((180, 500), (180, 5000)):
+        with pytest.raises(InvalidArgument, match=r"becomes [\d,]+ characters by the model's chat template") as refused:
+            await chat.render(asked(depth, length))
+        assert (refused.value.reason, refused.value.violations[0].field) == ("CHAT_TEMPLATE", "tools")
+
+
 async def test_no_long_work_waits_for_templates_of_requests() -> None:
     executor, templates = FairExecutor(1), SlowTemplates()
     chat = Chat("model", None, cast(Any, None), executor, own_templates=templates)
