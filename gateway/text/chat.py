@@ -281,7 +281,10 @@ class Chat:
             options = copy.deepcopy(prompt.template_options or _NO_OPTIONS)
             options.add_generation_prompt = False
             return await self.encode(replace(prompt, template_options=options))
-        return functools.reduce(common_prefix, prompts)
+        size = len(prompts[0])
+        if size <= _INLINE_CHARACTERS:
+            return functools.reduce(common_prefix, prompts)
+        return await self._executor.run(current_tenant(), size, functools.reduce, common_prefix, prompts)
 
 
 def special_token_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -129,6 +129,8 @@ KNOWS_BOTS_ALONE = (
     [
         # Not the space at its end, which is one token with a word that follows.
         (SYSTEM_IN_FIRST_TURN, ChatMessage("system", "Be kind to all foxes."), "[Be kind to all foxes.."),
+        # Compared in a thread.
+        (SYSTEM_IN_FIRST_TURN, ChatMessage("system", "fox " * 5000 + "."), "[" + "fox " * 5000 + ".."),
         # No role is known that could follow.
         (KNOWS_BOTS_ALONE, ChatMessage("bot", "Beep."), "Beep."),
     ],
