@@ -455,7 +455,7 @@ class LiveRequest:
         return sum(stream.num_reasoning_tokens for stream in self.sequences)
 
     def _with_prediction(self, usage: Usage, predicted: Sequence[int]) -> Usage:
-        accepted = [num_predicted(predicted, stream.token_ids) for stream in self.sequences]
+        accepted = num_predicted(predicted, [stream.token_ids for stream in self.sequences])
         rejected = sum(max(len(predicted) - each, 0) for each in accepted)
         return dataclasses.replace(usage, accepted_prediction_tokens=sum(accepted), rejected_prediction_tokens=rejected)
 

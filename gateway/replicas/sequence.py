@@ -4,6 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from gateway.replicas.events import Chunk, Finished, FinishReason, TokenLogprobs
 from gateway.text.detokenizer import TextPieces
 from gateway.text.formats.output import NOTHING, Output, joined
@@ -267,20 +270,38 @@ class SequenceStream:
         return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string
 
 
-def num_predicted(predicted: Sequence[int], token_ids: Sequence[int]) -> int:
-    """How many of these tokens are those that a prediction has next: from its beginning on, and after a difference from
-    the first place behind it where the last two tokens stand."""
-    places: dict[tuple[int, int], list[int]] = {}
-    for place, pair in enumerate(pairwise(predicted), 1):
-        places.setdefault(pair, []).append(place)
+def num_predicted(predicted: Sequence[int], sequences: Sequence[Sequence[int]]) -> list[int]:
+    """How many tokens of each sequence are those that a prediction has next: from its beginning on, and after a
+    difference from the first place behind it where the last two tokens stand."""
+    if not predicted:
+        return [0] * len(sequences)
+    # A prediction may be as long as a context: places are only sorted of pairs that a sequence has, once for all.
+    wanted = np.unique(np.concatenate([_pairs(each) for each in sequences]))
+    pairs = _pairs(predicted)
+    numbers = np.searchsorted(wanted, pairs, side="right") - 1
+    hits = np.flatnonzero(wanted[numbers] == pairs) if wanted.size else numbers[:0]
+    of_pair = np.argsort(numbers[hits], kind="stable")
+    places: list[int] = (hits[of_pair] + 1).tolist()
+    ends: list[int] = np.cumsum(np.bincount(numbers[hits], minlength=len(wanted))).tolist()
+    ranges = dict(zip(wanted.tolist(), pairwise([0, *ends]), strict=True))
+    return [_num_followed(predicted, places, ranges, token_ids) for token_ids in sequences]
+
+
+def _num_followed(
+    predicted: Sequence[int], places: list[int], ranges: dict[int, tuple[int, int]], token_ids: Sequence[int]
+) -> int:
     num_right = following = 0
-    before: int | None = None
-    for token_id in token_ids:
+    for pair, token_id in zip([None, *_pairs(token_ids).tolist()], token_ids, strict=False):
         if following < len(predicted) and predicted[following] == token_id:
             num_right, following = num_right + 1, following + 1
-        elif before is not None:
-            found = places.get((before, token_id), [])
-            if (index := bisect_left(found, following)) < len(found):
-                num_right, following = num_right + 1, found[index] + 1
-        before = token_id
+        elif pair is not None:
+            start, end = ranges[pair]
+            if (index := bisect_left(places, following, start, end)) < end:
+                num_right, following = num_right + 1, places[index] + 1
     return num_right
+
+
+def _pairs(token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    """A number for each token and the one before it."""
+    ids = np.asarray(token_ids, np.int64)
+    return ids[:-1] << 32 | ids[1:]

@@ -1,5 +1,7 @@
 """A sequence takes each token once, in order."""
 
+import time
+
 import pytest
 
 from gateway.replicas.events import FinishReason
@@ -84,4 +86,12 @@ def test_tokens_of_the_reasoning_are_counted_with_its_marks(name, thinking, reas
     ],
 )
 def test_tokens_that_follow_a_prediction_are_counted(output: list[int], count: int) -> None:
-    assert num_predicted([1, 2, 3, 4, 5, 6], output) == count
+    assert num_predicted([1, 2, 3, 4, 5, 6], [output, [], output[:1]]) == [count, 0, int(output[:1] == [1])]
+
+
+def test_tokens_that_follow_a_long_prediction_are_counted_in_little_time() -> None:
+    predicted = tuple(index * 7919 % 50_021 for index in range(300_000))
+    started = time.process_time()
+    assert num_predicted(predicted, [[predicted[0], 1, 1]] * 128) == [1] * 128
+    # A table of all its pairs takes as long for one sequence.
+    assert time.process_time() - started < 0.2
