@@ -139,5 +139,5 @@ async def conversation_with(store: ResponseStore, body: InputBody) -> Conversati
     earlier = await store.run(store.earlier_messages, tenant, body.previous_response_id)
     items: dict[str, Any] = {}
     if asked := references(body):
-        items = await store.run(store.items, tenant, asked)
+        items = await store.items(tenant, asked)
     return conversation_of(body, earlier, {name: ITEM.validate_python(item) for name, item in items.items()})

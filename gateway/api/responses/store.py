@@ -1,6 +1,7 @@
 """Responses that are kept for `previous_response_id` and for references to their items: in memory, or in a file of
 SQLite, which outlives its gateways and which all gateways of a machine share."""
 
+import asyncio
 import json
 import logging
 import re
@@ -8,7 +9,7 @@ import sqlite3
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +17,16 @@ from typing import Any, cast
 from google.protobuf.message import Message
 from pydantic_core import from_json
 
+from gateway.api.answers import as_json
 from gateway.api.responses.items import input_items
+from gateway.request.body_memory import count_memory
 from gateway.settings import SQLITE
 from gateway.sqlite import Arguments, Found, StoreThread, changing
 from gateway.types import ChatMessage
 from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.progress import shown_bytes
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable, invalid_field
 from quire.settings import ConfigurationError
 
 # The memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
@@ -33,6 +36,8 @@ _CALL_BYTES = 300
 _RESPONSE_BYTES = 1000
 # The id of an item has that of its response, and its position, with "in" before it among the items that were answered.
 _ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})(?:in)?\d{1,6}")
+# Of all items that one body refers to: each reference to an item brings the whole of it into the conversation.
+_MAX_REFERRED_BYTES = 16 << 20
 _LOCK_TIMEOUT_S = 5.0
 _VERSION = 1
 # The first with RETURNING.
@@ -133,21 +138,33 @@ class ResponseStore(ABC):
             raise self._missing("previous_response_id", response_id)
         return found.messages
 
-    def items(self, tenant: str, references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """The items of stored responses by their ids; `references` has these by the paths of their fields. Raises
-        InvalidArgument if one is not kept."""
-        found: dict[str, dict[str, Any]] = {}
-        kept: dict[str, dict[str, dict[str, Any]]] = {}
+    async def items(self, tenant: str, references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """The items of stored responses by their ids; `references` has these by the paths of their fields.
+
+        Raises:
+            InvalidArgument: one is not kept, or all together stand for too much.
+        """
+        asked: dict[str, dict[str, str]] = {}
         for path, item_id in references.items():
-            match = _ITEM_ID.fullmatch(item_id)
-            response_id = "" if match is None else f"resp_{match[1]}"
-            if response_id not in kept:
-                response = self.get(tenant, response_id) if match is not None else None
-                kept[response_id] = {} if response is None else _items_of(response_id, response)
-            if item_id not in kept[response_id]:
+            if (match := _ITEM_ID.fullmatch(item_id)) is None:
                 raise self._missing(path, item_id)
-            found[item_id] = kept[response_id][item_id]
-        return found
+            asked.setdefault(f"resp_{match[1]}", {}).setdefault(item_id, path)
+        found: dict[str, tuple[dict[str, Any], int]] = {}
+        for response_id, paths in asked.items():
+            response = await self.run(self.get, tenant, response_id)
+            if response is not None:
+                found |= await asyncio.to_thread(_items_of, response_id, response, paths.keys())
+            for item_id, path in paths.items():
+                if item_id not in found:
+                    raise self._missing(path, item_id)
+        num_bytes = 0
+        for path, item_id in references.items():
+            num_bytes += found[item_id][1]
+            if num_bytes > _MAX_REFERRED_BYTES:
+                description = f"stands for {num_bytes:,} bytes with those before it; the max is {_MAX_REFERRED_BYTES:,}"
+                raise invalid_field(path, description)
+        count_memory(num_bytes)
+        return {item_id: item for item_id, (item, _) in found.items()}
 
     def _missing(self, path: str, id: str) -> InvalidArgument:
         description = f'is "{id:.80}", which {self._absence}; send the items of the earlier turns in input'
@@ -169,10 +186,12 @@ class ResponseStore(ABC):
         """Which responses are here, for errors."""
 
 
-def _items_of(response_id: str, response: StoredResponse) -> dict[str, dict[str, Any]]:
-    """The items of a response and those that it answered."""
+def _items_of(
+    response_id: str, response: StoredResponse, asked: Collection[str]
+) -> dict[str, tuple[dict[str, Any], int]]:
+    """The asked ones among the items of a response and those that it answered, and their sizes."""
     items = [*input_items(response_id, response.messages[:-1]), *from_json(response.body)["output"]]
-    return {item["id"]: item for item in items}
+    return {item["id"]: (item, len(as_json(item))) for item in items if item["id"] in asked}
 
 
 @dataclass(slots=True)

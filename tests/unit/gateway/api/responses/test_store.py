@@ -1,5 +1,6 @@
 """Responses that a gateway keeps."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -53,6 +54,40 @@ def test_the_tenant_that_holds_most_loses_the_one_used_longest_ago(store_of):
     kept = [(tenant, name) for tenant, name in [("small", "s"), ("large", "a"), ("large", "b"), ("large", "c"),
             ("other", "o")] if store.get(tenant, name)]  # fmt: skip
     assert kept == [("small", "s"), ("large", "a"), ("large", "c"), ("other", "o")]
+
+
+async def test_items_are_found_without_holding_the_loop():
+    store = MemoryStore(1 << 30)
+    names = [f"{number:032x}" for number in range(5)]
+    for name in names:
+        store.add("one", f"resp_{name}", StoredResponse(b'{"output": []}', (ChatMessage("user", "hi"),) * 500))
+    asked = {f"input[{place}].id": f"msg_{name}in3" for place, name in enumerate(names)}
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    found = await store.items("one", asked)
+    counting.cancel()
+    assert list(found) == list(asked.values())
+    assert num_turns >= len(names)
+
+
+async def test_what_references_stand_for_has_a_limit():
+    store = MemoryStore(1 << 30)
+    name = "0" * 32
+    store.add(
+        "one", f"resp_{name}", StoredResponse(b'{"output": []}', (ChatMessage("system", LONG), *RESPONSE.messages))
+    )
+    asked = {f"input[{place}].id": f"msg_{name}in0" for place in range(1000)}
+    with pytest.raises(InvalidArgument, match=r"stands for 17,.* bytes with those before it; the max is 16,") as raised:
+        await store.items("one", asked)
+    assert raised.value.violations[0].field == "input[16].id"
+    assert len(await store.items("one", dict(list(asked.items())[:16]))) == 1
 
 
 LONG = "x" * 1_000_000
