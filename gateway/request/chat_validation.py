@@ -110,7 +110,7 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
 
 
 def _check_tool_choice(violations: Violations, choice: ToolChoice, names: Set[str]) -> None:
-    shown = ", ".join(sorted(names)[:10]) or "none"
+    shown = ", ".join(map(shortened, sorted(names)[:10])) or "none"
     if choice.allowed and (choice.name or choice.mode == TOOL_CHOICE_MODE_NONE):
         violations.add("tool_choice.allowed", "is set; it has a meaning only with the modes auto and required")
     violations.check_count("tool_choice.allowed", choice.allowed, MAX_TOOLS)

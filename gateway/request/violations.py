@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
 _SHOWN_CHARACTERS = 80
+# Of the whole of a violation, whose fields and values may have texts of the caller in them.
+_FIELD_CHARACTERS, _DESCRIPTION_CHARACTERS = 256, 2048
 _MAX_VIOLATIONS = 16
 # A field of the messages in a text. Values of callers are quoted.
 _NAMED = re.compile(r"(?<![\w.\"])(?:(?:sampling|output|stopping)(?:\.[a-z_]+)+|response_format(?![\w.]))")
@@ -28,6 +30,7 @@ class Violations:
     def add(self, field: str, description: str, *, reason: str | None = None) -> None:
         """`reason` becomes the reason of the error; the first one given wins."""
         if not self.are_enough:
+            field, description = shortened(field, _FIELD_CHARACTERS), shortened(description, _DESCRIPTION_CHARACTERS)
             self.found.append(FieldViolation(field, description))
             self._reason = self._reason or reason
 
@@ -102,9 +105,9 @@ def shown(value: float) -> str:
     return shortened(f"{value:,}" if isinstance(value, int) else f"{value:.7g}")
 
 
-def shortened(text: str) -> str:
-    """The text, cut off after 80 characters."""
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+def shortened(text: str, max_characters: int = _SHOWN_CHARACTERS) -> str:
+    """The text, cut off after so many characters."""
+    return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
 def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:

@@ -114,7 +114,7 @@ class ChatTemplate:
                 raise _refusal(field, "cannot be used: the model's chat template has no tool calls", reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
         for name, value in _arguments(prompt.template_options).items():
-            field = f"template_options.arguments.{name}"
+            field = f"template_options.arguments.{name:.80}"
             if name in _OWN_NAMES or name in self._special_tokens:
                 raise invalid_field(field, "is set by the server; leave it out")
             asks_nothing = not reasons and name in _NO_REASONING and _NO_REASONING[name] == value

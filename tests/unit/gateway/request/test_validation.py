@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from gateway.request.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES, Limits, Pool
 from gateway.request.validation import check_call, check_request, resolve_max_tokens
+from gateway.request.violations import Violations
 from gateway.types import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import EARLY_STOPPING_NEVER, Constraint
+from quire.gateway.v1.generation_pb2 import Tool, ToolChoice
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
 
@@ -304,6 +306,20 @@ def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, fi
     for part in (f"{num_prompts} prompts", "sequences together", "at most 256", "send fewer prompts"):
         assert part in violation.description
     check_call(call_options(sampling), num_prompts - 1, LIMITS)
+
+
+def test_errors_show_no_long_texts_of_the_caller():
+    long = "x" * 100_000
+    limits = dataclasses.replace(LIMITS, max_model_len=10**6, max_prompt_tokens=10**6, pools=(Pool(10**6, 4),))
+    for choice in [ToolChoice(name=long), ToolChoice(allowed=[long] * 9), ToolChoice(name="f")]:
+        prompt = ChatPrompt([ChatMessage("user", "hi")], tools=[Tool(name=f"?{long}")], tool_choice=choice)
+        violations = refused(check_request, make_options(prompt), limits, "served")
+        assert {each.field.partition(".")[0] for each in violations} == {"tools[0]", "tool_choice"}
+        assert max(len(each.description) for each in violations) < 1000
+    violations = Violations()
+    violations.add(f"a.{long}", long)
+    assert len(violations.found[0].field) == 256
+    assert len(violations.found[0].description) == 2048
 
 
 def test_stop_strings_of_all_sequences_are_bounded_together():

@@ -261,6 +261,10 @@ def test_whole_numbers_among_the_arguments_of_a_template_are_integers():
     template = ChatTemplate("{{ budget }} {{ share }} {{ list }}", {})
     assert template.render(ChatPrompt(MESSAGES, template_options=options)) == "5 0.5 [1]"
     assert template.arguments == {"budget", "share", "list"}
+    options.arguments.update({"x" * 100_000: 1})
+    with pytest.raises(InvalidArgument, match="is not read by the model's chat template") as refused:
+        template.render(ChatPrompt(MESSAGES, template_options=options))
+    assert len(str(refused.value)) < 1000
 
 
 def test_a_template_that_drops_the_last_message_cannot_continue_it():
