@@ -12,6 +12,7 @@ from gateway.api.shapes import AnthropicError, AnthropicErrorDetail, ErrorDetail
 from gateway.replicas.events import Chunk, Finished, FinishReason, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
+from gateway.text.formats.scanning import write_json
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -127,9 +128,11 @@ class MessageShaper:
 
 def _arguments(text: str) -> dict[str, Any]:
     """The arguments of a call as an object, completed if max_tokens cut them off. Arguments that are not an object,
-    which a model can write if `strict` is false, are kept as a string in `arguments`."""
+    which a model can write if `strict` is false, or have numbers that are infinite for readers, are kept as a string in
+    `arguments`."""
     try:
         found = from_json(text or "{}", allow_partial=True)
+        write_json(found)
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": text}

@@ -12,7 +12,15 @@ from quire.gateway.v1.generation_pb2 import ToolCall
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
-    [("", {}), ('{"x": [1, 2', {"x": [1, 2]}), ("[1]", {"arguments": "[1]"}), ("no", {"arguments": "no"})],
+    [
+        ("", {}),
+        ('{"x": [1, 2', {"x": [1, 2]}),
+        ("[1]", {"arguments": "[1]"}),
+        ("no", {"arguments": "no"}),
+        # The first is JSON, whose value no answer in JSON can have.
+        ('{"x": 1e400}', {"arguments": '{"x": 1e400}'}),
+        ('{"x": NaN}', {"arguments": '{"x": NaN}'}),
+    ],
 )
 def test_arguments_that_are_no_object_are_kept_as_far_as_they_go(arguments, shown):
     live: Any = SimpleNamespace(request=SimpleNamespace(prompt_token_ids=[0] * 5))
