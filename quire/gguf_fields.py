@@ -87,7 +87,7 @@ def metadata_of(model: ModelDirectory) -> dict[str, Any]:
             model, f"{model.architecture} is not written to GGUF files; written are {', '.join(_ARCHITECTURES)}"
         )
     numbers = {key: next((config[name] for name in names if config.get(name)), None) for key, names in _NUMBERS.items()}
-    if not config.get("use_sliding_window", True):
+    if not config.get("use_sliding_window", not architecture.startswith("qwen")):
         numbers["attention.sliding_window"] = None
     if architecture == "gpt2":
         numbers["feed_forward_length"] = numbers["feed_forward_length"] or 4 * config["n_embd"]
@@ -103,8 +103,8 @@ def metadata_of(model: ModelDirectory) -> dict[str, Any]:
     return _with_tokenizer(model, {key: value for key, value in fields.items() if value is not None})
 
 
-def check_read_back(model: ModelDirectory, header: GgufHeader) -> None:
-    """Raises ConfigurationError where what is read from the header is another model."""
+def check_read_back(model: ModelDirectory, header: GgufHeader) -> Mapping[str, Any]:
+    """The configuration that is read from the header. Raises ConfigurationError where that is of another model."""
     described = describe_header(header)
     for key, value in described.config.items():
         expected = model.config.get(key, value)
@@ -112,6 +112,7 @@ def check_read_back(model: ModelDirectory, header: GgufHeader) -> None:
             raise _error(model, f"{key} is {expected!r:.80}, and a GGUF file of such a model means {value!r:.80}")
     if missing := sorted(set(model.eos_token_ids) - set(described.eos_token_ids)):
         raise _error(model, f"a GGUF file cannot say that each of the tokens {missing} ends a text")
+    return described.config
 
 
 def rotation_factors(model: ModelDirectory) -> Mapping[str, Sequence[float]]:
@@ -151,6 +152,8 @@ def _rotation(model: ModelDirectory) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope.freq_base": _theta(config), "rope.dimension_count": rotated}
     fields |= {"attention.key_length": size, "attention.value_length": size}
     if of_windows := (config.get("rope_parameters") or {}).get("sliding_attention"):
+        if of_windows.get("rope_type", "default") != "default":
+            raise _error(model, f"rotations as {dict(of_windows)!r:.200} are not written to GGUF files for windows")
         fields["rope.freq_base_swa"] = float(of_windows["rope_theta"])
         fields["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if model.architecture == "Phi3ForCausalLM":

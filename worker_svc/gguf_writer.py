@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ from quire.gguf_header import GgufHeader, GgufTensor
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.gguf_codes import Array, encode
+from worker_svc.models.gpt2_opt import GPT2Config, GPT2LMHeadModel
+from worker_svc.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_svc.models.registry import FAMILIES
+from worker_svc.models.rope import RopeConfig
 from worker_svc.weights import DTYPE_BYTES, Checkpoint, Progress, StoredTensor
 
 _ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -62,12 +66,12 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
     Raises:
         ConfigurationError: one line: what of the model GGUF files do not have, or why nothing can be written.
     """
-    model, format = ModelDirectory.open(directory), _ALIASES.get(format, format)
+    model, format = _as_served(ModelDirectory.open(directory)), _ALIASES.get(format, format)
     metadata = metadata_of(model)
     model, stored = _with_head(model, Checkpoint.of_model(model).tensors)
     tensors = _tensors(model, stored, metadata["general.architecture"], format)
     described = {each.name: GgufTensor(each.name, each.kind, each.shape, file, 0, 0) for each in tensors}
-    check_read_back(model, GgufHeader(file, metadata, described))
+    _check_served_alike(model, check_read_back(model, GgufHeader(file, metadata, described)))
     for name, factors in rotation_factors(model).items():
         tensors.insert(0, _Tensor(name, (len(factors),), lambda factors=factors: np.array(factors, np.float32)))
     writer = gguf.GGUFWriter(None, metadata.pop("general.architecture"))
@@ -98,6 +102,85 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
         # numpy says only how much it has written.
         reason = error.strerror or f"{error}; is the disk full?"
         raise ConfigurationError(f"cannot write {file}: {reason}") from error
+
+
+def _as_served(model: ModelDirectory) -> ModelDirectory:
+    """The model with a configuration that leaves out nothing that files have: as workers take what is missing, and what
+    has several forms in one of them."""
+    family = FAMILIES.get(model.architecture)
+    if family is None or not issubclass(family, GPT2LMHeadModel | LlamaForCausalLM):
+        return model
+    config = family.read_config(model.config)
+    written = _fields_of_gpt2(config) if isinstance(config, GPT2Config) else _fields_of_llama(config)
+    return replace(model, config={**model.config, **written})
+
+
+def _fields_of_gpt2(config: GPT2Config) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.hidden_size,
+        "n_inner": config.inner_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_positions": config.max_positions,
+        "layer_norm_epsilon": config.layer_norm_eps,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _fields_of_llama(config: LlamaConfig) -> dict[str, Any]:
+    found = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.activation,
+        "hidden_activation": config.activation,
+        "max_position_embeddings": config.rope.max_positions,
+        "tie_word_embeddings": config.tied,
+        "rope_scaling": None,
+        "rope_parameters": _rope_section(config.rope),
+    }
+    if windows := {window for window in config.sliding_windows if window is not None}:
+        found["sliding_window"] = windows.pop()
+    if config.sliding_rope is not None:
+        sections = {"full_attention": config.rope, "sliding_attention": config.sliding_rope}
+        found["rope_parameters"] = {kind: _rope_section(rope) for kind, rope in sections.items()}
+        found["layer_types"] = [
+            "full_attention" if window is None else "sliding_attention" for window in config.sliding_windows
+        ]
+    return found
+
+
+def _rope_section(rope: RopeConfig) -> dict[str, Any]:
+    section = {name: value for name, value in rope.fields.values.items() if value is not None}
+    section |= {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type in ("llama3", "longrope", "yarn"):
+        section["original_max_position_embeddings"] = rope.original_max_positions
+    return section
+
+
+def _check_served_alike(model: ModelDirectory, read_back: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError where workers take a configuration that was read back for another model. Rotations are
+    checked as they are written."""
+    families = FAMILIES[model.architecture], FAMILIES[read_back["architectures"][0]]
+    ours, theirs = (
+        family.read_config(config)
+        for family, config in zip(families, (model.config, read_back), strict=True)
+        if issubclass(family, GPT2LMHeadModel | LlamaForCausalLM)
+    )
+    for field in fields(ours):
+        if field.name in ("rope", "sliding_rope"):
+            continue
+        expected, found = (getattr(each, field.name) for each in (ours, theirs))
+        if expected != found:
+            raise ConfigurationError(
+                f"{model.path}: {field.name} is {expected!r:.80}, and a GGUF file of such a model means {found!r:.80}"
+            )
 
 
 def _with_head(

@@ -179,8 +179,13 @@ class GPT2LMHeadModel(NativeCausalLM):
         self.head = make_head(self.embedding, hidden, config.vocab_size, tied=config.tied, placement=placement)
 
     @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> GPT2Config:
+        """Raises ConfigurationError for a field of another type or out of range."""
+        return GPT2Config.read(values)
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "GPT2LMHeadModel":
-        return cls(GPT2Config.read(config), placement)
+        return cls(cls.read_config(config), placement)
 
     def embed(self, inputs: ModelInput) -> torch.Tensor:
         return self.embedding(inputs.token_ids) + self.position_embedding(inputs.positions)

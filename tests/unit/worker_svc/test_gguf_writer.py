@@ -21,11 +21,11 @@ from quire.model_source import resolve_model
 from quire.settings import ConfigurationError
 from quire_cli.main import main
 from tests.support.gguf_files import write_gguf as write_by_package
-from tests.support.models import edit_config, edit_tensors, make_model, make_tokenizer
+from tests.support.models import Family, edit_config, edit_tensors, make_model, make_tokenizer
 from tests.support.paged import PagedRunner, Span
 from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_fallback
-from tests.unit.worker_svc.test_gguf_weights import FURTHER, make
+from tests.unit.worker_svc.test_gguf_weights import FURTHER, SIZES, make
 from worker_svc.gguf_codes import encode
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.gguf_writer import FORMATS, write_gguf
@@ -100,6 +100,51 @@ ROTATIONS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 8192,
     },
 }
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+# Fields that config.json has, of which the rest is what transformers assumes.
+LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
+    # As the published models of 4B have it, with another pattern and rotation.
+    "gemma3": (
+        Family("Gemma3", {**HEADS, "head_dim": 256, "max_position_embeddings": 131072}, "Gemma3TextConfig"),
+        ("hidden_size", "intermediate_size", "vocab_size"),
+        {
+            "num_hidden_layers": 3,
+            "rope_local_base_freq": 300.0,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+        },
+    ),
+    # The name that the published models have for GELU by tanh.
+    "gemma": (FURTHER["gemma"], (*SIZES, "head_dim"), {"hidden_act": "gelu", "hidden_activation": None}),
+    "mixtral": (
+        FURTHER["mixtral"],
+        (*SIZES, "num_local_experts", "num_experts_per_tok"),
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": None}},
+    ),
+    "qwen2": (Family("Qwen2"), (*SIZES,), {"sliding_window": 5, "max_window_layers": 0}),
+}
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_what_a_configuration_leaves_out_is_written_as_it_is_served(tmp_path: Path, family: str) -> None:
+    """Fields that are missing, and those by which transformers 4 said what others say today."""
+    made, kept, further = LEFT_OUT[family]
+    make_model(tmp_path / "model", made, num_hidden_layers=further.get("num_hidden_layers", 2))
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    names = ("architectures", "model_type", "eos_token_id", *kept)
+    path.write_text(json.dumps({name: config[name] for name in names} | further))
+    file = write(tmp_path / "model", tmp_path / "m.gguf", "F32")
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    cpu: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_model_len": 64}
+    found, expected = (
+        PagedRunner(load_model(path, **cpu), [tokens], block_size=4).step(Span(0, 0, 40))
+        for path in (file, tmp_path / "model")
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if family.startswith("gemma") else 0)
 
 
 @pytest.mark.parametrize("kind", ROTATIONS)
@@ -223,17 +268,34 @@ def test_one_large_number_does_not_harm_other_groups(kind: str) -> None:
     assert np.square(found - data)[:, 32:].mean() < 0.02
 
 
-def test_what_files_do_not_say_is_refused(tmp_path: Path) -> None:
-    make(tmp_path / "model", "llama")
-    original = json.loads((tmp_path / "model" / "config.json").read_text())
-    for changes, problem in (
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and a GGUF file of such a model means 'silu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "are not written to GGUF files"),
-        ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not written to GGUF files; written are Llama"),
-    ):
-        edit_config(tmp_path / "model", **{**original, **changes})
-        with pytest.raises(ConfigurationError, match=problem):
-            write(tmp_path / "model", tmp_path / "m.gguf", "Q8_0")
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and a GGUF file of such a model means 'silu'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "are not written to GGUF files"),
+        ("llama", {"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not written to GGUF files; written are Ll"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_by_layer is True, and a GGUF file of such a model means False",
+        ),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"sliding_windows is \(None, 20\), and a GGUF file of such a model means \(20, None\)",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rotations as .*'linear'.* are not written to GGUF files for windows",
+        ),
+    ],
+)
+def test_what_files_do_not_say_is_refused(tmp_path: Path, family: str, changes: dict[str, Any], problem: str) -> None:
+    make(tmp_path / "model", family)
+    edit_config(tmp_path / "model", **changes)
+    with pytest.raises(ConfigurationError, match=problem):
+        write(tmp_path / "model", tmp_path / "m.gguf", "Q8_0")
     assert [*tmp_path.glob("*.gguf*")] == []
 
 
