@@ -268,15 +268,16 @@ class LlamaForCausalLM(NativeCausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """LLaMA whose layers may see a sliding window of the context."""
+    """LLaMA whose layers may see a sliding window: all of them, or those that `layer_types` names (Ministral)."""
 
     architecture = "MistralForCausalLM"
 
     @classmethod
     def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
         values = {**_MISTRAL_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False}
-        llama = LlamaConfig.read(values)
-        return replace(llama, sliding_windows=(window_of(ConfigFields(values)),) * llama.num_layers)
+        llama, fields = LlamaConfig.read(values), ConfigFields(values)
+        windows = windows_of_layers(fields, llama.num_layers, window_of(fields), lambda _: True)
+        return replace(llama, sliding_windows=windows)
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
@@ -325,8 +326,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
-        values = {**_PHI_3_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False, "head_dim": None}
+        values = {**_PHI_3_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False}
         llama = LlamaConfig.read(values, rotates_partly=True)
+        if (kind := llama.rope.rope_type) not in ("default", "longrope"):
+            raise llama.rope.fields.error("rope_type", kind, "default or longrope")
         return replace(llama, merged=True, sliding_windows=(window_of(ConfigFields(values)),) * llama.num_layers)
 
 

@@ -75,7 +75,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
-        values = {**_QWEN_2_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False, "head_dim": None}
+        values = {**_QWEN_2_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False}
         llama, fields = LlamaConfig.read(values), ConfigFields(values)
         window = window_of(fields) if fields.flag("use_sliding_window", False) else None
         end = fields.integer("max_window_layers", 28, minimum=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -26,7 +27,19 @@ from transformers import (
 
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
-from tests.support.models import FAMILIES, FOREIGN, NATIVE, VOCAB_SIZE, WITH_IMAGES, Family, edit_tensors, make_model
+from tests.support.models import (
+    ALTERNATING,
+    FAMILIES,
+    FEW_EXPERTS,
+    FOREIGN,
+    NATIVE,
+    VOCAB_SIZE,
+    WITH_IMAGES,
+    Family,
+    edit_config,
+    edit_tensors,
+    make_model,
+)
 from tests.support.models import make_model_with_images as make_with_images
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM, NativeCausalLM
@@ -168,12 +181,22 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Gemma", {"head_dim": 20, "hidden_act": "gelu", "attention_bias": True}),
     ("Gemma2", {"head_dim": 16, "sliding_window": 9, "final_logit_softcapping": None, "attn_logit_softcapping": None}),
     ("Phi3", LONG_ROPE),
+    ("Phi3", {"head_dim": 24}),
+    ("Qwen2Moe", {**FEW_EXPERTS, "shared_expert_intermediate_size": 48, "head_dim": 24}),
 ]
 
 
 @pytest.mark.parametrize(("family", "fields"), VARIANTS)
 def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     reference = make_model(tmp_path, Family(family, fields))
+    assert_serves_like(reference, load(tmp_path, model_impl="native"))
+
+
+def test_mistral_with_types_of_layers_has_windows_in_some(tmp_path: Path) -> None:
+    """As transformers reads such files, of Ministral 8B, by another class."""
+    reference = make_model(tmp_path, Family("Ministral", {**ALTERNATING, "head_dim": 16}))
+    edit_config(tmp_path, model_type="mistral", architectures=["MistralForCausalLM"])
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "ministral"
     assert_serves_like(reference, load(tmp_path, model_impl="native"))
 
 
@@ -320,6 +343,11 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
         (Gemma3ForCausalLM, {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
         (Phi3ForCausalLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
         (Phi3ForCausalLM, {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
+        (
+            Phi3ForCausalLM,
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type is 'yarn'; expected default or longrope",
+        ),
         (LlamaForCausalLM, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
     ],
 )
