@@ -34,6 +34,8 @@ _MAX_NUMBER = 1e30
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight", re.ASCII)
 _PATTERN = re.compile(r"\^?(?:\w|\\?\.)+", re.ASCII)
 """Of alpha_pattern: without repetitions, of which a hostile one takes hours."""
+_OF_IMAGES = "visual."
+"""What reads images in Qwen2-VL and Qwen2.5-VL as transformers had them before 4.52: beside the language model."""
 _EMBEDDINGS = ("lora_embedding_", "embed_tokens", "embed_positions", "wte.", "wpe.", "lm_head")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element."""
@@ -282,7 +284,8 @@ def _shapes(files: Sequence[Path]) -> dict[str, tuple[tuple[int, int], tuple[int
             raise UnusableAdapterError(f"{file} has no tensors")
     shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
     within = {module: found for module, found in sides.items() if name_within(module) != module}
-    for module, found in (within or sides).items():
+    of_text = {module: found for module, found in sides.items() if not module.startswith(_OF_IMAGES)}
+    for module, found in (within or of_text or sides).items():
         match found:
             case {"A": (rank, inputs), "B": (outputs, columns)}:
                 shapes[module] = (rank, inputs), (outputs, columns)

@@ -138,9 +138,18 @@ def test_tensors_that_are_no_lora_are_refused_by_name(tmp_path: Path, name: str,
     assert part in line_of(tmp_path)
 
 
-def test_what_adapts_the_reading_of_images_beside_a_language_model_is_left_out(tmp_path: Path) -> None:
-    of_text = Q.replace("model.", "model.language_model.", 1)
-    write_adapter(tmp_path, {of_text: (4, 16, 16), "model.vision_tower.encoder.layers.30.q_proj": (4, 8, 8)})
+@pytest.mark.parametrize(
+    ("of_text", "of_images"),
+    [
+        (Q.replace("model.", "model.language_model.", 1), "model.vision_tower.encoder.layers.30.q_proj"),
+        # Qwen2-VL and Qwen2.5-VL of transformers before 4.52.
+        (Q, "visual.blocks.30.attn.qkv"),
+    ],
+)
+def test_what_adapts_the_reading_of_images_beside_a_language_model_is_left_out(
+    tmp_path: Path, of_text: str, of_images: str
+) -> None:
+    write_adapter(tmp_path, {of_text: (4, 16, 16), of_images: (4, 8, 8)})
     adapter = read_adapter(tmp_path)
     assert adapter.modules.keys() == {of_text}
     check_fits(adapter, {"num_hidden_layers": 1, "hidden_size": 16})
