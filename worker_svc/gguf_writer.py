@@ -140,13 +140,16 @@ def _fields_of_llama(config: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": config.activation,
         "hidden_activation": config.activation,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
         "max_position_embeddings": config.rope.max_positions,
         "tie_word_embeddings": config.tied,
         "rope_scaling": None,
         "rope_parameters": _rope_section(config.rope),
     }
-    if windows := {window for window in config.sliding_windows if window is not None}:
-        found["sliding_window"] = windows.pop()
+    windows = [window for window in config.sliding_windows if window is not None]
+    if windows or config.sliding_rope is None:
+        found["sliding_window"] = windows[0] if windows else None
     if config.sliding_rope is not None:
         sections = {"full_attention": config.rope, "sliding_attention": config.sliding_rope}
         found["rope_parameters"] = {kind: _rope_section(rope) for kind, rope in sections.items()}

@@ -124,7 +124,9 @@ LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
         (*SIZES, "num_local_experts", "num_experts_per_tok"),
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": None}},
     ),
-    "qwen2": (Family("Qwen2"), (*SIZES,), {"sliding_window": 5, "max_window_layers": 0}),
+    # Fields that the family does not have.
+    "llama": (Family("Llama"), (*SIZES,), {"sliding_window": 5}),
+    "qwen2": (Family("Qwen2"), (*SIZES,), {"attention_bias": False, "sliding_window": 5, "max_window_layers": 0}),
 }
 
 
