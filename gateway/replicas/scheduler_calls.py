@@ -13,7 +13,7 @@ from gateway.replicas.request_messages import adapter_message, request_from_subm
 from quire import clock
 from quire.arrays import encode_int32
 from quire.histograms import Distribution
-from quire.rpc.errors import DeadlineExceeded, FieldViolation, NotFound, QuireError, Unavailable
+from quire.rpc.errors import DeadlineExceeded, FieldViolation, NotFound, QuireError, Unavailable, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 
 _TIMEOUT_S = 5.0
@@ -170,43 +170,44 @@ class SchedulerCalls:
         if not answers:
             raise errors[0]
 
+    # What operators ask of all replicas. Each that can be reached is asked, whatever another one answers, and the error
+    # names those that did not do it: a replica that is not connected may hold its memory, or sleep on.
+
     async def reset_prefix_cache(self) -> int:
-        """Forgets cached prefixes on every connected replica; returns how many blocks had some. Raises QuireError if
-        one of them cannot."""
-        answers = await self._all("ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest())
+        """Forgets cached prefixes on every replica; returns how many blocks had some. Raises QuireError as `_all`."""
+        answers = await self._all("ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest(), _TIMEOUT_S)
         return sum(each.forgotten_blocks for each in answers)
 
     async def sleep(self, *, discard_weights: bool) -> None:
-        """Has every connected replica give the memory of its KV pool back, or also that of the weights. Raises
-        QuireError if one of them cannot; the others sleep then."""
+        """Has every replica give the memory of its KV pool back, or also that of the weights. Raises QuireError as
+        `_all`."""
         await self._all("Sleep", scheduler_pb2.SleepRequest(discard_weights=discard_weights), _SLEEP_TIMEOUT_S)
 
     async def wake_up(self) -> None:
-        """Ends the sleep of every replica.
-
-        Raises:
-            QuireError: one of them is not back in time, or is not connected, so that it may sleep on.
-        """
-        if not self._links:
-            raise _none_known()
-        asked = (
-            _outcome(link, "WakeUp", scheduler_pb2.WakeUpRequest(), _WAKE_UP_TIMEOUT_S) for link in self._links.values()
-        )
-        for outcome in await asyncio.gather(*asked):
-            if isinstance(outcome, QuireError):
-                raise outcome
+        """Ends the sleep of every replica. Raises QuireError as `_all`."""
+        await self._all("WakeUp", scheduler_pb2.WakeUpRequest(), _WAKE_UP_TIMEOUT_S)
 
     async def are_asleep(self) -> bool:
         """Whether all connected replicas sleep. Raises QuireError if one of them does not answer."""
-        states = await self._all("GetState", scheduler_pb2.GetStateRequest())
-        return all(state.asleep for state in states)
-
-    async def _all(self, method: str, request: Message, timeout_s: float = _TIMEOUT_S) -> list[Any]:
-        """The answers of all connected replicas. Raises the first of their errors."""
-        answers, errors = await self._ask_connected(method, request, timeout_s)
+        states, errors = await self._ask_connected("GetState", scheduler_pb2.GetStateRequest(), _TIMEOUT_S)
         if errors:
             raise errors[0]
-        return answers
+        return all(state.asleep for state in states)
+
+    async def _all(self, method: str, request: Message, timeout_s: float) -> list[Any]:
+        """The answers of all replicas, connected or not.
+
+        Raises:
+            QuireError: one of them is not connected, cannot do it or does not answer in time; the others did it. It
+                names each such replica, and is a refusal where one refuses, which a later call does not mend.
+        """
+        if not self._links:
+            raise _none_known()
+        links = list(self._links.values())
+        outcomes = await asyncio.gather(*(_outcome(link, method, request, timeout_s) for link in links))
+        if failed := [each for each in zip(links, outcomes, strict=True) if isinstance(each[1], QuireError)]:
+            raise _error_of_some(failed, len(links))
+        return outcomes
 
     async def _ask_connected(
         self, method: str, request: Message, timeout_s: float | None, replica: str | None = None
@@ -243,6 +244,20 @@ def _load_from(state: scheduler_pb2.GetStateResponse) -> ReplicaLoad:
         (drafts.samples, drafts.drafts),
         tuple(drafts.accepted_at),
     )
+
+
+def _error_of_some(failed: Sequence[tuple[SchedulerLink, QuireError]], num_asked: int) -> QuireError:
+    """One error for those of several replicas, each with its own."""
+    errors = [error for _, error in failed]
+    error = next((each for each in errors if not each.is_retryable), errors[0])
+    if num_asked == 1:
+        return error
+    told = [f"{num_asked - len(failed)} of {num_asked} replicas did it"]
+    told += [
+        each.message if link.address in each.message else f"scheduler {link.address}: {each.message}"
+        for link, each in failed
+    ]
+    return error_for_code(error.code, "; ".join(told), reason=error.reason, retry_after_ms=error.retry_after_ms)
 
 
 def no_such_request(request_id: str) -> NotFound:
