@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 
-from quire.rpc.address import parse_address
+from quire.rpc.address import check_address
 from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags, TenantFlags
-from quire.settings import ConfigurationError, parse_bytes, setting
+from quire.settings import parse_bytes, setting
 
 _LAST_PORT = 65535
 
@@ -149,16 +149,9 @@ class SchedulerSettings(SchedulerFlags, DrainFlags, ProcessFlags):
         if not self.workers or len(set(self.workers)) < len(self.workers):
             raise ValueError(f"--workers is {','.join(self.workers)!r}; it must be one address for each rank")
         for address in self.workers:
-            _check_worker(address)
+            check_address("--workers", address)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), since every running sequence takes one token of a step"
             )
-
-
-def _check_worker(address: str) -> None:
-    try:
-        parse_address(address)
-    except ConfigurationError as error:
-        raise ValueError(f"--workers: {error}") from error

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.rpc.address import TcpAddress, check_address
 from quire.service_flags import ModelFlags, ProcessFlags, StepFlags
 from quire.settings import parse_bytes, setting
 
@@ -58,9 +59,9 @@ class WorkerFlags(StepFlags):
         "flags begins with them; for cpu",
         metavar="DIR",
     )
-    kv_disk_space: int = setting(
-        10 << 30,
-        "disk space of all workers in --kv-disk; the blocks written or read longest ago give way",
+    kv_disk_space: int | None = setting(
+        None,
+        "disk space of all workers in --kv-disk; the blocks written or read longest ago give way; not given, 10GiB",
         parse=parse_bytes,
         metavar="BYTES",
     )
@@ -129,6 +130,21 @@ class WorkerFlags(StepFlags):
     )
     tensor_parallel_size: int = setting(1, "ranks that share the model; each is a separate worker", minimum=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_disk_space is not None and self.kv_disk is None:
+            raise ValueError(
+                f"--kv-disk-space is {self.kv_disk_space}, and there is no --kv-disk; give --kv-disk DIR, or leave both"
+                " out"
+            )
+        if self.num_gpu_blocks is not None and self.kv_cache_memory is not None:
+            raise ValueError(
+                f"--num-gpu-blocks ({self.num_gpu_blocks}) and --kv-cache-memory ({self.kv_cache_memory}) both say how "
+                "large the KV pool is; give one of them"
+            )
+        if "off" in self.speculate and len(set(self.speculate)) > 1:
+            raise ValueError(f"--speculate is {','.join(self.speculate)}; off stands alone, or leave it out")
+
 
 @dataclass(frozen=True)
 class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
@@ -171,5 +187,18 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
                 f"--tensor-parallel-rank is {self.tensor_parallel_rank}; it must be below --tensor-parallel-size "
                 f"({self.tensor_parallel_size})"
             )
-        if self.tensor_parallel_size > 1 and ":" not in self.tensor_parallel_address.removeprefix("unix:"):
-            raise ValueError(f"--tensor-parallel-address is {self.tensor_parallel_address!r}; it must be HOST:PORT")
+        if self.tensor_parallel_size > 1:
+            where = check_address("--tensor-parallel-address", self.tensor_parallel_address)
+            if not isinstance(where, TcpAddress):
+                raise ValueError(f"--tensor-parallel-address is {where}; it must be HOST:PORT")
+        if self.transfer_endpoint is not None:
+            check_address("--transfer-endpoint", self.transfer_endpoint)
+        if self.persistent_kv_cache == "on" and self.kv_cache_file is None:
+            raise ValueError(
+                "--persistent-kv-cache is on, and nothing holds the KV pool of this worker but itself; give "
+                "--kv-cache-file PATH, or leave it out"
+            )
+        if self.persistent_kv_cache == "off" and self.kv_cache_file is not None:
+            raise ValueError(
+                f"--kv-cache-file is {self.kv_cache_file}, and --persistent-kv-cache is off; leave out one of them"
+            )

@@ -67,6 +67,7 @@ from worker_svc.thread_binding import OWN_BINDING, processors_for
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64
 _MAX_ADAPTERS = 8
+_KV_DISK_BYTES = 10 << 30
 _PROGRESS_INTERVAL_S = 2.0
 # One parameter of each kind, so that every path of the sampler has been taken.
 _SAMPLING = RowSampling(
@@ -308,9 +309,8 @@ def _check_head_dim(model: CausalLM) -> None:
 
 
 def _make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
-    if "auto" in settings.speculate:
-        return Drafters([KINDS[name]() for name in AUTO]) if model.device.type == "cpu" else None
-    drafters = [make() for name, make in KINDS.items() if name in settings.speculate]
+    named = {*settings.speculate, *(AUTO if "auto" in settings.speculate and model.device.type == "cpu" else ())}
+    drafters = [make() for name, make in KINDS.items() if name in named]
     if not drafters and "draft" not in settings.speculate:
         return None
     if model.device.type != "cpu":
@@ -408,7 +408,8 @@ def _open_disk_tier(
         raise ConfigurationError(
             f"--kv-disk is for workers on cpu, and this one is on {model.device.type}; leave it out"
         )
-    path, space = file_of_rank(settings.kv_disk, model.ranks.rank), settings.kv_disk_space // model.ranks.size
+    space = _KV_DISK_BYTES if settings.kv_disk_space is None else settings.kv_disk_space
+    path, space = file_of_rank(settings.kv_disk, model.ranks.rank), space // model.ranks.size
     try:
         file = BlockFile(path, space, namespace.digest(), blocks.block_bytes)
     except DiskFailsError as error:

@@ -386,8 +386,8 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         ApiRoute(
             "/reset_prefix_cache", routes.reset_prefix_cache, method="POST", answer=ForgottenBlocks, errors=[400, 503]
         ),
-        ApiRoute("/sleep", routes.sleep, method="POST", answer=Sleeping, errors=[400, 503]),
-        ApiRoute("/wake_up", routes.wake_up, method="POST", answer=Sleeping, errors=[400, 503]),
+        ApiRoute("/sleep", routes.sleep, method="POST", answer=Sleeping, errors=[400, 503, 504]),
+        ApiRoute("/wake_up", routes.wake_up, method="POST", answer=Sleeping, errors=[400, 503, 504]),
         ApiRoute("/is_sleeping", routes.is_sleeping, answer=Sleeping, errors=[503]),
         ApiRoute("/ready", routes.ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
         ApiRoute("/version", routes.version, answer=GatewayVersion),

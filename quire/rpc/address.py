@@ -83,6 +83,14 @@ def parse_address(text: str) -> TcpAddress | UnixAddress:
     return TcpAddress(host, int(port))
 
 
+def check_address(flag: str, text: str) -> TcpAddress | UnixAddress:
+    """The address that a flag has. ValueError with the name of the flag when it is malformed."""
+    try:
+        return parse_address(text)
+    except ConfigurationError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
 def is_local(text: str) -> bool:
     """True for a unix socket, a loopback address and localhost."""
     if text.startswith(_UNIX_PREFIX):

@@ -1,5 +1,6 @@
 import os
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
     assert num_graphs == [3]
     assert recorder.replays.total() == 2
     assert worker.info.pool.num_gpu_blocks == 12
+
+
+def test_kinds_of_guesses_that_are_named_beside_auto_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    kinds = {name: partial(made.append, name) for name in startup.KINDS}
+    monkeypatch.setattr(startup, "KINDS", kinds)
+    for flags in ("auto", "auto,shared", "off"):
+        startup._make_drafter(TinyCausalLM(), load(f"--speculate={flags}"))
+        made.append("|")
+    assert " ".join(made) == "prediction grammar ngram | prediction grammar shared ngram | |"
 
 
 @pytest.mark.parametrize("flag", ["--max-num-batched-tokens", "--max-model-len", "--block-size", "--max-num-seqs"])
