@@ -4,12 +4,14 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from quire import clock
 from quire.settings import ConfigurationError
 
 _LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
+_LOCKS = Path("/proc/locks")
 
 
 def open_alone(path: Path, flag: str, *, may_be_link: bool = True) -> int:
@@ -35,6 +37,25 @@ def open_alone(path: Path, flag: str, *, may_be_link: bool = True) -> int:
             return file
         except BlockingIOError as error:
             if clock.monotonic() > deadline:
+                holder = _holder(os.fstat(file))
                 os.close(file)
-                raise ConfigurationError(f"{flag} {path} is in use by another worker") from error
+                raise ConfigurationError(
+                    f"{flag} {path} is in use by {holder}; each worker needs its own: stop that one, or name another "
+                    "place"
+                ) from error
             clock.sleep(_LOCK_EVERY_S)
+
+
+def _holder(file: os.stat_result) -> str:
+    """Who has a lock on a file, as far as the system says. A line is "1: FLOCK ADVISORY WRITE 4711 08:02:131 0 EOF":
+    the process, then device and inode."""
+    name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with suppress(OSError):
+        for line in _LOCKS.read_text().splitlines():
+            match line.split():
+                # In a container, processes outside of it have no number.
+                case [_, "FLOCK", _, "WRITE", process, where, *_] if where == name and process.isdecimal():
+                    return f"process {process}" if int(process) else "a process outside of this container"
+                case _:
+                    """Another lock, or one that waits."""
+    return "another process"

@@ -68,8 +68,20 @@ def test_file_keeps_the_blocks_written_last_for_its_namespace_only(path: Path, m
     assert path.stat().st_size == 4096 + 3 * (SIZE + 48)
     assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
     monkeypatch.setattr(file_lock, "_LOCK_TIMEOUT_S", 0.0)
-    with pytest.raises(ConfigurationError, match="in use by another worker"):
-        open_file(path)
+    found, locks = path.stat(), path.parent / "locks"
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    monkeypatch.setattr(file_lock, "_LOCKS", locks)
+    others = f"1: POSIX ADVISORY WRITE 1 {place} 0 EOF\n2: FLOCK ADVISORY WRITE 2 {place}0 0 EOF\n"
+    for told, says in [
+        (None, "another process"),
+        (others, "another process"),
+        (f"{others}3: FLOCK  ADVISORY  WRITE 4711 {place} 0 EOF\n", "process 4711"),
+        (f"1: FLOCK ADVISORY WRITE 0 {place} 0 EOF", "a process outside of this container"),
+    ]:
+        if told is not None:
+            locks.write_text(told)
+        with pytest.raises(ConfigurationError, match=f"--kv-disk {path} is in use by {says}; .* name another place"):
+            open_file(path)
     file.close()
     again = open_file(path)
     assert contents_of(again) == {5: True, 4: True, 3: True}

@@ -190,7 +190,7 @@ def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, mon
 def test_a_file_has_one_worker_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_lock, "_LOCK_TIMEOUT_S", 0.0)
     first = OpenPool(path)
-    with pytest.raises(ConfigurationError, match="is in use by another worker"):
+    with pytest.raises(ConfigurationError, match=r"is in use by .* stop that one, or name another place"):
         PoolFile.open(path)
     first.die()
     OpenPool(path)
