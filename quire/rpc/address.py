@@ -240,6 +240,10 @@ def _check_unix(address: UnixAddress) -> None:
         probe.settimeout(1)
         try:
             probe.connect(str(address.path))
-        except OSError:
-            return  # left behind by a dead process
+        except (ConnectionRefusedError, FileNotFoundError):
+            return  # left behind by a dead process, or gone by now
+        except (BlockingIOError, TimeoutError):
+            """Of a process that takes no further connection, since it is busy or stands still."""
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from error
     raise AddressInUse(f"cannot listen on {address}: the socket is in use")

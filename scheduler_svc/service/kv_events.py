@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -19,6 +20,7 @@ import zmq.asyncio
 
 from quire import clock
 from quire.prefix_hashes import BlockHash, short
+from quire.rpc.address import UnixAddress, check_bindable
 from quire.settings import ConfigurationError
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
@@ -35,6 +37,7 @@ _HOST = "CPU"
 _DISK = "STORAGE"
 """vLLM's name of disks: since 0.27, "FS" for some weeks before."""
 
+_IPC = "ipc://"
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBED, _UNSUBSCRIBED = b"\x01", b"\x00"
 _NUMBER_BYTES = 8
@@ -157,13 +160,13 @@ class KvEventPublisher:
             # XPUB is PUB that says who subscribes.
             pub = sockets.enter_context(context.socket(zmq.XPUB))
             pub.setsockopt(zmq.SNDHWM, settings.kv_events_buffer)
-            _attach(pub, "--kv-events", settings.kv_events, binds=_is_local(settings.kv_events))
+            _attach(sockets, pub, "--kv-events", settings.kv_events, binds=_is_local(settings.kv_events))
             replay = None
             if settings.kv_events_replay is not None:
                 replay = sockets.enter_context(context.socket(zmq.ROUTER))
                 # Room for a whole replay: a ROUTER drops what is too much.
                 replay.setsockopt(zmq.SNDHWM, settings.kv_events_buffer + 1)
-                _attach(replay, "--kv-events-replay", settings.kv_events_replay, binds=True)
+                _attach(sockets, replay, "--kv-events-replay", settings.kv_events_replay, binds=True)
             publisher = cls(pub, settings)
             tasks = [asyncio.create_task(publisher._follow_subscriptions())]
             if replay is not None:
@@ -246,19 +249,39 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 def _is_local(address: str) -> bool:
     """Whether an address is one to listen on, by vLLM's rule: all interfaces, or a path. Others are those of a
     subscriber that listens. 0.0.0.0, to which vLLM would connect, can only mean all interfaces."""
-    return any(each in address for each in ("*", "::", "//0.0.0.0:")) or address.startswith("ipc://")
+    return any(each in address for each in ("*", "::", "//0.0.0.0:")) or address.startswith(_IPC)
 
 
-def _attach(socket: zmq.asyncio.Socket, flag: str, address: str, *, binds: bool) -> None:
+def _attach(sockets: contextlib.ExitStack, socket: zmq.asyncio.Socket, flag: str, address: str, *, binds: bool) -> None:
+    """Listens or connects. The file of a socket that listens goes with `sockets`, before the socket is closed: from
+    then on another scheduler may have one there. Raises ConfigurationError."""
     socket.setsockopt(zmq.LINGER, 0)
+    file = _file_of(address) if binds else None
     try:
+        if file is not None:
+            # ZeroMQ replaces whatever socket is there, a live one too.
+            check_bindable(UnixAddress(file))
         if binds:
             socket.bind(address)
         else:
             socket.connect(address)
-    except zmq.ZMQError as error:
-        raise ConfigurationError(f"{flag} {address}: {error.strerror}") from error
-    if binds and not address.startswith("ipc://"):
+    except (zmq.ZMQError, ConfigurationError) as error:
+        raise ConfigurationError(f"{flag} {address}: {getattr(error, 'strerror', error)}") from error
+    if file is not None:
+        sockets.callback(_remove, file)
+    if binds and not address.startswith(_IPC):
         _logger.warning(
             "%s %s: whoever can connect there reads the token ids of all prompts; nothing is encrypted", flag, address
         )
+
+
+def _file_of(address: str) -> Path | None:
+    """The file of a socket; None of TCP, of a name without a file (@), and of a file that ZeroMQ chooses (*)."""
+    path = address.removeprefix(_IPC)
+    return None if path == address or path.startswith(("@", "*")) else Path(path)
+
+
+def _remove(file: Path) -> None:
+    """ZeroMQ leaves the file of a socket behind."""
+    with contextlib.suppress(OSError):
+        file.unlink()

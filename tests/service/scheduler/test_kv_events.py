@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -149,10 +150,17 @@ async def test_only_replays_of_the_right_form_are_answered(tmp_path, capsys):
 
 
 async def test_what_is_missing_or_taken_is_named(tmp_path, monkeypatch):
+    # Left behind by a scheduler that was killed.
+    for name in ("events", "replay"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(tmp_path / name))
     async with publishing(tmp_path, SMALL_POOL):
-        taken = SchedulerSettings(listen=f"unix:{tmp_path}/t", kv_events=f"ipc://{tmp_path}/nowhere/events")
-        with pytest.raises(ConfigurationError, match=r"--kv-events ipc://.*/nowhere/events: No such file"):
-            await serve(taken)
+        for name, why in [("nowhere/events", "no such directory"), ("events", "the socket is in use")]:
+            taken = SchedulerSettings(listen=f"unix:{tmp_path}/t", kv_events=f"ipc://{tmp_path}/{name}")
+            with pytest.raises(ConfigurationError, match=rf"--kv-events ipc://.*/{name}: .*: {why}"):
+                await serve(taken)
+        assert (tmp_path / "events").is_socket()
+    assert not {"events", "replay"} & {path.name for path in tmp_path.iterdir()}
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "scheduler_svc.service.kv_events")
     with pytest.raises(ConfigurationError, match=r"--kv-events needs zmq, .*; install quire-llm\[events\]"):

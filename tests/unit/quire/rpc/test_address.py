@@ -64,6 +64,19 @@ def test_a_path_that_is_too_long_for_a_socket_or_taken_by_a_file_is_refused_and_
     assert file.read_text() == "precious"
 
 
+def test_a_socket_whose_process_stands_still_is_in_use_and_one_of_another_kind_is_kept(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as waiting:
+        full.bind(str(tmp_path / "full"))
+        full.listen(0)
+        waiting.connect(str(tmp_path / "full"))
+        with pytest.raises(AddressInUse, match="the socket is in use"):
+            check_bindable(UnixAddress(tmp_path / "full"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(tmp_path / "other"))
+        with pytest.raises(ConfigurationError, match=f"cannot listen on unix:{tmp_path}/other: "):
+            check_bindable(UnixAddress(tmp_path / "other"))
+
+
 # A port that our processes share, and nobody else gets.
 
 
