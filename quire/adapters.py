@@ -148,6 +148,15 @@ def check_digest(adapter: Adapter, digest: bytes) -> None:
         )
 
 
+def check_distinct(directory: Path, names: Mapping[str, str]) -> None:
+    """Raises UnusableAdapterError where two modules of an adapter are one of the model; `names` has the model's name of
+    each."""
+    by_name: dict[str, str] = {}
+    for module, name in names.items():
+        if (other := by_name.setdefault(name, module)) != module:
+            raise UnusableAdapterError(f"adapter {directory}: {other} and {module} both name {name}; keep one of them")
+
+
 def check_fits(adapter: Adapter, config: Mapping[str, Any]) -> None:
     """Raises UnusableAdapterError where the adapter is of another shape than the model with this config.json, as far as
     that says. The worker knows all of its layers."""
@@ -276,14 +285,18 @@ def _shapes(files: Sequence[Path]) -> dict[str, tuple[tuple[int, int], tuple[int
     """The shapes of A and B by the name of the module. Beside modules of a language model within another model, others
     are left out: they read images, and texts do not pass them."""
     sides: dict[str, dict[str, tuple[int, ...]]] = {}
+    places: dict[str, Path] = {}
     for file in files:
         for name, dtype, shape in _pickled_tensors(file) if file.suffix == PICKLED else _tensors(file):
             module, side = _module_of(file, name, dtype)
+            if (other := places.setdefault(name, file)) != file:
+                raise UnusableAdapterError(f"{other} and {file} both have {name:.200}; one of the files is of another")
             sides.setdefault(module, {})[side] = shape
         if not sides:
             raise UnusableAdapterError(f"{file} has no tensors")
     shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
     within = {module: found for module, found in sides.items() if name_within(module) != module}
+    check_distinct(files[0].parent, {module: name_within(module) for module in within})
     of_text = {module: found for module, found in sides.items() if not module.startswith(_OF_IMAGES)}
     for module, found in (within or of_text or sides).items():
         match found:

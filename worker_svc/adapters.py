@@ -22,7 +22,15 @@ from torch.nn import functional
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.low_rank import LowRank
 from quire import clock
-from quire.adapters import PICKLED, AdaptedModule, Adapter, UnusableAdapterError, check_digest, read_adapter
+from quire.adapters import (
+    PICKLED,
+    AdaptedModule,
+    Adapter,
+    UnusableAdapterError,
+    check_digest,
+    check_distinct,
+    read_adapter,
+)
 from quire.model_directory import name_within
 from worker_svc.layers.experts import Experts
 from worker_svc.layers.linear import Linear
@@ -110,7 +118,9 @@ class AdapterSlots:
                 f"adapter {directory} has rank {adapter.rank}; this worker takes at most {self._max_rank}, "
                 "see --max-adapter-rank"
             )
-        modules = {self._name_of(name, module, adapter): name for name, module in adapter.modules.items()}
+        names = {name: self._name_of(name, module, adapter) for name, module in adapter.modules.items()}
+        check_distinct(directory, names)
+        modules = {of_model: name for name, of_model in names.items()}
         try:
             with _opened(adapter.files) as read, torch.inference_mode():
                 packed = tuple(self._pack(linear, modules, adapter, read) for linear in self._linears)
@@ -178,12 +188,18 @@ class AdapterSlots:
             return found
 
         def part(layers: Mapping[str, tuple[int, int, int]]) -> LowRank | None:
-            for layer, (_, _, first) in layers.items():
-                if (name := modules.get(layer)) is not None:
-                    # B of a layer that is a part of the checkpoint's begins where its outputs are there.
-                    b = functional.pad(tensor(name, "B"), (0, 0, first, 0))
-                    return LowRank(tensor(name, "A"), b, adapter.modules[name].scale)
-            return None
+            found = [(modules[layer], first) for layer, (_, _, first) in layers.items() if layer in modules]
+            if not found:
+                return None
+            if len(found) > 1:
+                (whole, _), (apart, _) = found
+                raise UnusableAdapterError(
+                    f"adapter {adapter.directory}: {apart} is a part of {whole}, and both are there; keep one of them"
+                )
+            ((name, first),) = found
+            # B of a layer that is a part of the checkpoint's begins where its outputs are there.
+            b = functional.pad(tensor(name, "B"), (0, 0, first, 0))
+            return LowRank(tensor(name, "A"), b, adapter.modules[name].scale)
 
         parts = [part(layers) for layers in linear.adapted_modules]
         if all(each is None for each in parts):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import struct
 from collections import OrderedDict
 from pathlib import Path
@@ -153,6 +154,20 @@ def test_what_adapts_the_reading_of_images_beside_a_language_model_is_left_out(
     adapter = read_adapter(tmp_path)
     assert adapter.modules.keys() == {of_text}
     check_fits(adapter, {"num_hidden_layers": 1, "hidden_size": 16})
+
+
+def test_a_module_that_two_names_or_two_files_have_is_refused_by_both(tmp_path: Path) -> None:
+    spelled = ["language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"]
+    write_adapter(tmp_path / "names", dict.fromkeys(spelled, (4, 16, 16)))
+    line = line_of(tmp_path / "names")
+    assert all(name in line for name in spelled)
+    assert "both name model.layers.0.mlp.up_proj" in line
+    parts = write_adapter(tmp_path / "files", {Q: (4, 16, 32)})
+    (parts / WEIGHTS_FILE).rename(parts / "a.safetensors")
+    shutil.copy(parts / "a.safetensors", parts / "b.safetensors")
+    index = {"weight_map": {f"{number}": f"{number}.safetensors" for number in "ab"}}
+    (parts / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index))
+    assert f"a.safetensors and {parts}/b.safetensors both have base_model.model.{Q}.lora_A.weight" in line_of(parts)
 
 
 def test_other_types_of_numbers_are_refused(tmp_path: Path) -> None:

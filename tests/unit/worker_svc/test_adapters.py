@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import threading
 import weakref
@@ -211,6 +212,12 @@ def test_modules_of_the_language_model_within_another_model_are_known(
     loaded, same = (slots.load(each, read_adapter(each).digest) for each in (file.parent, made.adapters[0]))
     assert loaded.adapter.modules != same.adapter.modules
     assert [linear for linear, _ in loaded.packed] == [linear for linear, _ in same.packed]
+    if name == "layers":
+        spelled = [f"{each}.0.self_attn.q_proj" for each in ("layers", "model.layers")]
+        keys = {f"base_model.model.{each}.lora_{side}.weight": each for each in spelled for side in "AB"}
+        tensors = load_file(file)
+        save_file({key: tensors[key.replace(each, spelled[0])].clone() for key, each in keys.items()}, file)
+        assert f"{spelled[0]} and {spelled[1]} both name {spelled[1]}" in failure_of(slots, file.parent)
 
 
 @pytest.mark.parametrize("form", ["shards", "pickle"])
@@ -262,6 +269,13 @@ def test_parts_of_merged_layers_are_adapted_apart(
         logits.append(make_runner(model, [1]).step(Span(0, 0, 9)))
     torch.testing.assert_close(logits[1], logits[2], rtol=1e-4, atol=1e-4)
     assert (logits[0] - logits[1]).abs().max() > 0.1
+    of_both = {
+        f"{LAYER}.{name}.lora_{side}.weight": x.clone()
+        for name, rows in ((part, b), (merged, padded))
+        for side, x in (("A", a), ("B", rows))
+    }
+    save_file(of_both, tmp_path / "adapter_model.safetensors")
+    assert re.search(rf"{part} is a part of .*{merged}, and both are there", failure_of(slots, tmp_path))
 
 
 def test_an_adapter_of_another_model_is_refused(make: Callable[[str], Made], tmp_path: Path) -> None:
