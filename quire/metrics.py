@@ -9,6 +9,7 @@ import datetime as dt
 import logging
 import re
 import socket
+import socketserver
 import ssl
 import sys
 import threading
@@ -90,6 +91,13 @@ class _Server(ThreadingWSGIServer):
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         super().__init__(address, handler)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def server_bind(self) -> None:
+        """Replaces that of http.server, which asks for the full name of the host: where name servers do not answer, for
+        many seconds, in which the event loop of the service stands still."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -213,7 +221,9 @@ class CertificateExpiry(Collector):
         )
         for path in self._files:
             try:
-                family.add_metric([str(path)], expires_at(path.read_text(encoding="ascii")) - clock.unix_s())
+                family.add_metric(
+                    [str(path)], expires_at(path.read_text(encoding="utf-8", errors="replace")) - clock.unix_s()
+                )
             except (OSError, ValueError) as error:
                 _logger.warning("%s: the end of its validity cannot be read: %s", path, error)
         yield family

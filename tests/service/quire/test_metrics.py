@@ -65,6 +65,15 @@ def test_metrics_are_served_until_stop_with_their_colons_whatever_the_scraper_ac
         socket.create_connection((host, server.port), timeout=30)
 
 
+def test_no_name_is_looked_up_at_the_start(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where name servers do not answer, a look-up holds up the event loop for many seconds, and health with it."""
+    for name in ("getfqdn", "gethostbyaddr", "gethostname"):
+        monkeypatch.setattr(socket, name, lambda *_: pytest.fail("it looks a name up"))
+    server = MetricsServer.start("0.0.0.0", 0, registry)
+    assert "steps_total 5.0" in scrape(server, None)
+    server.stop()
+
+
 def test_another_role_is_forbidden_to_read_them(encrypted: MetricsServer, tmp_path: Path) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         scrape(encrypted, context_of(tmp_path, Role.GATEWAY))

@@ -44,3 +44,7 @@ def test_the_metric_follows_the_file_and_is_absent_without_one(directory: Path, 
     assert seconds_left() is None
     path.write_bytes((directory / "worker.pem").read_bytes())
     assert seconds_left() == pytest.approx(expires_at(path.read_text()) - dt.datetime.now(dt.UTC).timestamp(), abs=60)
+    before = seconds_left()
+    # Bundles of authorities have their names between the certificates, in any encoding.
+    path.write_bytes(b"# F\xf5tan\xfas\xedtv\xe1ny \xc5\x91\n" + (directory / "worker.pem").read_bytes())
+    assert seconds_left() == pytest.approx(before, abs=60)
