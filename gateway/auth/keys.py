@@ -13,10 +13,8 @@ key has a `note` in place of comments.
 import asyncio
 import json
 import logging
-import os
 import re
 import stat
-import tempfile
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -29,6 +27,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from gateway.auth.caller import DEFAULT_TENANT, HIGHEST_PRIORITY, Access, Caller, anyone
 from gateway.auth.quota import Account, Limits
 from quire import clock, entropy
+from quire.replacement import replace_file
 from quire.rpc.errors import Unauthenticated
 from quire.settings import ConfigurationError
 
@@ -213,28 +212,15 @@ def parse_keys(text: str) -> list[KeyEntry]:
 
 
 def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
-    """Replaces the file atomically, so that no reader sees a part of it. Only its owner can read a new file.
+    """Replaces the file as `replace_file` does. Only its owner can read a new file.
 
     Raises:
         ConfigurationError: it cannot be written.
     """
     fields = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
     text = json.dumps({"keys": fields}, indent=2, ensure_ascii=False) + "\n"
-    # The path may be a symbolic link.
-    target = Path(os.path.realpath(path))
     try:
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), mode)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(target)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        replace_file(path, text.encode(), 0o600)
     except OSError as error:
         raise ConfigurationError(f"cannot write the keys file {path}: {error.strerror}") from error
 

@@ -2,7 +2,6 @@
 
 import datetime as dt
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from quire import entropy
+from quire.replacement import replace_file
 from quire.rpc.tls import AUTHORITY_FILE, ROLE_URI, Role
 from quire.settings import ConfigurationError
 
@@ -72,7 +72,7 @@ class Authority:
         path = directory / AUTHORITY_FILE
         trusted = path.read_bytes() if path.exists() else b""
         # The key last: should this end in between, the authority from before is still whole.
-        _write(path, self.certificate.public_bytes(serialization.Encoding.PEM) + trusted, 0o644)
+        replace_file(path, self.certificate.public_bytes(serialization.Encoding.PEM) + trusted, 0o644)
         _write_key(directory / _AUTHORITY_KEY_FILE, self.key)
 
     def issue(self, directory: Path, role: Role, hosts: Sequence[str], days: int, now: dt.datetime) -> x509.Certificate:
@@ -97,7 +97,7 @@ class Authority:
         )
         certificate = builder.sign(self.key, hashes.SHA256())
         _write_key(directory / f"{role}.key", key)
-        _write(directory / f"{role}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        replace_file(directory / f"{role}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
         return certificate
 
 
@@ -117,7 +117,7 @@ def hosts_of(path: Path) -> tuple[str, ...]:
 def share_authority(source: Path, target: Path) -> None:
     """Makes one directory trust the authority of another; copies no key. OSError when it cannot."""
     target.mkdir(mode=0o700, exist_ok=True)
-    _write(target / AUTHORITY_FILE, (source / AUTHORITY_FILE).read_bytes(), 0o644)
+    replace_file(target / AUTHORITY_FILE, (source / AUTHORITY_FILE).read_bytes(), 0o644)
 
 
 def has_authority(directory: Path) -> bool:
@@ -175,13 +175,4 @@ def _host_name(host: str) -> x509.GeneralName:
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     encryption = serialization.NoEncryption()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
-    _write(path, pem, 0o600)
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Writes all of it or nothing: a service may read the file at this moment."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    temporary.replace(path)
+    replace_file(path, pem, 0o600)

@@ -1,6 +1,7 @@
 """`quire certs`: what it writes, and what it leaves alone."""
 
 import datetime as dt
+import os
 import stat
 from pathlib import Path
 
@@ -30,7 +31,13 @@ def test_every_role_gets_a_key_for_its_owner_alone_and_a_certificate_that_a_seco
     for name in ("ca.key", *(f"{role}.key" for role in Role)):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     authority, worker = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "worker.pem").read_bytes()
+    # Readable for the group of a service, which may be another user's.
+    owner = (4711, 4712) if os.getuid() == 0 else (os.getuid(), os.getgid())
+    (tmp_path / "worker.key").chmod(0o640)
+    os.chown(tmp_path / "worker.key", *owner)
     assert main(call) == 0
+    found = (tmp_path / "worker.key").stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (*owner, 0o640)
     assert (tmp_path / "ca.pem").read_bytes() == authority
     assert (tmp_path / "worker.pem").read_bytes() != worker
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 import threading
 from datetime import UTC, datetime, timedelta
@@ -93,6 +94,17 @@ def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_mode(tmp_path):
     write_keys(path, [FULL])
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+def test_a_file_that_root_changes_stays_its_owners(tmp_path):
+    """The gateway, which runs as its owner, could not read it otherwise."""
+    path = tmp_path / "keys.json"
+    write_keys(path, [])
+    os.chown(path, 4711, 4712)
+    write_keys(path, [FULL])
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (4711, 4712, 0o600)
 
 
 def test_a_link_to_the_file_stays_a_link(tmp_path):
