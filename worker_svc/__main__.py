@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from quire import failpoint
-from quire.rpc.process import imports_that_stay, run_service
+from quire.rpc.process import command_of, environ_of, imports_that_stay, run_service
 from quire.settings import load_settings
 from worker_svc.settings import WorkerSettings
 
@@ -38,10 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_discarded:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        interpreter = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
         # The last one of a kind holds; each sleep adds none.
         own = [flag for flag in flags if flag != _LOADED_LATER]
-        os.execv(sys.executable, [*interpreter, "-m", "worker_svc", *own, _LOADED_LATER])
+        os.execve(sys.executable, [*command_of("worker_svc"), *own, _LOADED_LATER], environ_of(os.environ))
     return status
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.check_process import CUT_SHORT, HEADER
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
 from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
+from quire.rpc.process import command_of, environ_of
 
 MAX_RUNNING = 2
 """Number of constraints that are compiled at once; at most one of a tenant's while other tenants wait."""
@@ -221,11 +221,11 @@ class TrialProcess:
     def _start(self, connection: socket.socket) -> subprocess.Popen[bytes]:
         """Uses subprocess, because asyncio's way runs the fork handlers of gRPC, which may abort the new process."""
         return subprocess.Popen(
-            [sys.executable, "-m", "quire.constraints.check_process", str(self._model_directory)],
+            [*command_of("quire.constraints.check_process"), str(self._model_directory)],
             stdin=connection.fileno(),
             stdout=connection.fileno(),
             # It forks, so it must have no threads.
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=environ_of(os.environ, OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
         )
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

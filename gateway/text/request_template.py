@@ -6,6 +6,7 @@ bounded processor time and memory, and starts again when it ended.
 
 import functools
 import json
+import os
 import pickle
 import resource
 import struct
@@ -20,6 +21,7 @@ from gateway.text.chat import ChatTemplate
 from gateway.types import ChatPrompt
 from quire.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, Unavailable, invalid_field
+from quire.rpc.process import command_of, environ_of
 from quire.settings import ConfigurationError
 
 MAX_PROCESSOR_S = 2
@@ -66,7 +68,7 @@ class TemplateProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                command_of(__name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ_of(os.environ)
             )
         to, back = self._process.stdin, self._process.stdout
         assert to is not None

@@ -10,11 +10,13 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
+import quire
 from quire.logs import change_level
 from quire.settings import ConfigurationError
 
@@ -109,6 +111,18 @@ def _extras_with(module: str) -> list[str]:
         return ["all"]
     matches = filter(None, map(_REQUIREMENT_OF_EXTRA.match, requirements))
     return [each["extra"] for each in matches if each["name"] == name and each["extra"] not in _COLLECTIONS]
+
+
+def command_of(module: str) -> list[str]:
+    """The command line that runs a module of ours in a process of its own, with `environ_of`: files in the working
+    directory do not stand in for modules, as a user's resource.py would."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def environ_of(environ: Mapping[str, str], **own: str) -> dict[str, str]:
+    """The environment of such a process: it finds this code wherever it is. `own` are further variables."""
+    paths = [str(Path(quire.__file__).resolve().parent.parent), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(paths))), **own}
 
 
 def leave_process(why: str, status: int = 1) -> NoReturn:

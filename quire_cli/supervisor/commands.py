@@ -2,33 +2,27 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import quire
 from gateway.settings import MEMORY, SQLITE, GatewaySettings
 from quire import failpoint
 from quire.processors import cores, num_processors
+from quire.rpc.process import command_of, environ_of
 from quire.settings import to_argv
 from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
 
-def _module(name: str) -> tuple[str, ...]:
-    # -P: a folder of that name in the working directory must not stand in for the service.
-    return (sys.executable, "-P", "-m", name)
-
-
 @dataclass(frozen=True, slots=True)
 class Programs:
     """How each service is called, without its flags. Tests put stand-ins here."""
 
-    worker: tuple[str, ...] = _module("worker_svc")
-    scheduler: tuple[str, ...] = _module("scheduler_svc")
-    gateway: tuple[str, ...] = _module("gateway")
+    worker: tuple[str, ...] = (*command_of("worker_svc"),)
+    scheduler: tuple[str, ...] = (*command_of("scheduler_svc"),)
+    gateway: tuple[str, ...] = (*command_of("gateway"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +156,5 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     inherited = {
         name: value for name, value in environ.items() if not name.startswith("QUIRE_") or name == failpoint.VARIABLE
     }
-    code = str(Path(quire.__file__).resolve().parent.parent)
-    paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]
     # The libraries log every peer that goes away; our services log that themselves.
-    return {
-        "GRPC_VERBOSITY": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **inherited,
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    return {"GRPC_VERBOSITY": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", **environ_of(inherited)}

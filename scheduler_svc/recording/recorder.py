@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from typing import BinaryIO, Self, TypeVar
 import numpy as np
 
 from quire import entropy
+from quire.rpc.process import command_of, environ_of
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
@@ -172,12 +172,12 @@ class _Writer:
         if segment:
             # In a process of its own, since running the core takes the processor from this one.
             self._compacting = subprocess.Popen(
-                [sys.executable, "-m", "scheduler_svc.recording.compact", self.path, str(segment)],
+                [*command_of("scheduler_svc.recording.compact"), self.path, str(segment)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                env=environ_of(os.environ, OPENBLAS_NUM_THREADS="1"),
             )
 
 

@@ -109,7 +109,7 @@ async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
     popen = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-        return popen([command[0], "-c", patient, *command[3:]], **options)
+        return popen([command[0], "-c", patient, command[-1]], **options)
 
     monkeypatch.setattr(checking.subprocess, "Popen", start)
     with pytest.raises(InvalidArgument, match="processor time to compile"):
@@ -189,6 +189,15 @@ async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path
     checker = ConstraintChecker(TrialProcess(directory))
     with pytest.raises(InvalidArgument, match="cannot be enforced with the tokenizer of this model"):
         await checker.check(Constraint(regex="a"), "a")
+    checker.close()
+
+
+async def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_path, monkeypatch) -> None:
+    for name in ("resource.py", "quire.py"):
+        (tmp_path / name).write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    checker = ConstraintChecker(TrialProcess(write_model_directory(tmp_path / "m", byte_level())))
+    await checker.check(Constraint(regex="a"), "a")
     checker.close()
 
 

@@ -37,3 +37,11 @@ def test_a_template_that_takes_too_much_is_refused_and_the_next_one_renders(proc
     assert len(caught.value.message) < 2000
     assert caught.value.violations
     assert process.render("{{ bos_token }}{{ messages[0].content }}", PROMPT) == "<s>hello"
+
+
+def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_path, monkeypatch):
+    (tmp_path / "pickle.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    process = TemplateProcess({})
+    assert process.render("{{ messages[0].content }}", PROMPT) == "hello"
+    process.close()
