@@ -11,7 +11,7 @@ from contextlib import suppress
 from quire.logs import json_line
 from quire.model_source import hub_name
 from quire.progress import ProgressLine
-from quire.rpc.process import CONFIGURATION_EXIT_STATUS
+from quire.rpc.process import CONFIGURATION_EXIT_STATUS, stop_signals
 from quire.settings import load_settings
 from quire_cli.pull import Stopped, fetch
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
@@ -19,13 +19,13 @@ from quire_cli.supervisor.process import print_error
 from quire_cli.supervisor.server import report_on_stderr
 
 PROGRAM = "quire serve"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The services know what to do.
 _LOG_LEVEL_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM or SIGINT; the first lets live requests finish, a second ends everything at once.
+    """Serves until SIGTERM, SIGINT or SIGHUP; the first lets live requests finish, a second ends everything at once,
+    but for SIGHUP, which a terminal that closes sends more than once.
 
     Returns:
         0 after the first signal, 128 + its number after a second one, 2 when a service refused its configuration.
@@ -66,6 +66,8 @@ async def _serve(settings: ServeSettings) -> int:
     signals: list[int] = []
 
     def on_signal(number: int) -> None:
+        if signals and number == signal.SIGHUP:
+            return
         signals.append(number)
         if len(signals) == 1 and serving is not None:
             serving.cancel()
@@ -73,7 +75,7 @@ async def _serve(settings: ServeSettings) -> int:
             server.kill()
 
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    for number in stop_signals():
         loop.add_signal_handler(number, on_signal, number)
     for number in _LOG_LEVEL_SIGNALS:
         loop.add_signal_handler(number, server.signal, number)

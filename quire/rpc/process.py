@@ -23,7 +23,6 @@ from quire.settings import ConfigurationError
 CONFIGURATION_EXIT_STATUS = 2
 LOST_PEER_EXIT_STATUS = 75
 """The exit status of a process that lost a process which it cannot run without (EX_TEMPFAIL: try again)."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "quire_cli")
 # Distributions that are not named as their modules are.
 _DISTRIBUTIONS = {"zmq": "pyzmq"}
@@ -41,8 +40,9 @@ _T = TypeVar("_T")
 def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
     """Runs `main` in an event loop until it returns or a signal comes; returns the exit status.
 
-    SIGTERM or SIGINT cancels `main` once, which drains in its `finally`; a second one kills the process. SIGUSR1 lowers
-    the log level to debug, SIGUSR2 sets it back.
+    One of `stop_signals` cancels `main` once, which drains in its `finally`; a second one kills the process, but for
+    SIGHUP, which a terminal that closes sends more than once. SIGUSR1 lowers the log level to debug, SIGUSR2 sets it
+    back.
     `main` may load the settings itself: a ConfigurationError from the call or from the awaitable is printed as
     "PROGRAM: error: LINE".
 
@@ -67,6 +67,13 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
         _logger.exception("%s failed", program)
         return 1
     return 0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a process in order: SIGHUP, too, of a terminal that closes, unless it is ignored as by
+    nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 async def return_freed_memory(interval_s: float) -> None:
@@ -178,23 +185,32 @@ async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(main())
     stopped_by: list[signal.Signals] = []
+    signals = stop_signals()
 
     def stop(number: signal.Signals) -> None:
         stopped_by.append(number)
-        for each in _SIGNALS:
+        for each in signals:
             loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_DFL)
+            if each is signal.SIGHUP:
+                signal.signal(each, signal.SIG_IGN)
+            else:
+                # The kernel gives the first process of a container no signal that it does not handle.
+                signal.signal(each, _end_at_once if os.getpid() == 1 else signal.SIG_DFL)
         task.cancel()
 
     loop.add_signal_handler(signal.SIGUSR1, change_level, "debug")
     loop.add_signal_handler(signal.SIGUSR2, change_level, None)
-    for number in _SIGNALS:
+    for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:
         await task
     except asyncio.CancelledError:
         if not stopped_by:
             raise
+
+
+def _end_at_once(number: int, _: object) -> NoReturn:
+    os._exit(128 + number)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

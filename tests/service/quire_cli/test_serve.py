@@ -98,10 +98,13 @@ def serve(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> It
         each.process.communicate()
 
 
-def test_the_ready_line_is_all_of_stdout_and_sigterm_stops_in_order(serve: Callable[..., Serve]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_ready_line_is_all_of_stdout_and_a_signal_stops_in_order(
+    serve: Callable[..., Serve], number: signal.Signals
+) -> None:
     running = serve()
     assert re.fullmatch(r"quire: ready grpc=127\.0\.0\.1:\d+ http=127\.0\.0\.1:\d+\n", running.wait_ready())
-    running.process.send_signal(signal.SIGTERM)
+    running.process.send_signal(number)
     status, stdout, stderr = running.end()
     assert (status, stdout) == (0, "")
     assert "quire: starting worker, scheduler and gateway" in stderr

@@ -28,11 +28,11 @@ def refuse():
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def run(main: str) -> subprocess.Popen[str]:
-        code = f"{PRELUDE}\nsys.exit(run_service({main}, program='quire thing'))"
+    def run(main: str, before: str = "") -> subprocess.Popen[str]:
+        code = f"{PRELUDE}\n{before}\nsys.exit(run_service({main}, program='quire thing'))"
         pipe = subprocess.PIPE
         started.append(subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True))
         return started[-1]
@@ -53,10 +53,11 @@ def read_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def test_a_signal_drains_and_exits_with_0(start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_drains_and_exits_with_0(start, number: signal.Signals) -> None:
     process = start("forever")
     assert read_line(process) == "up\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert end_of(process) == (0, "draining\ndrained\n", "")
 
 
@@ -67,6 +68,31 @@ def test_a_second_signal_kills(start) -> None:
     assert read_line(process) == "draining\n"
     process.send_signal(signal.SIGTERM)
     assert end_of(process) == (-signal.SIGTERM, "", "")
+
+
+def test_the_first_process_of_a_container_is_ended_by_a_second_signal_too(start) -> None:
+    """The kernel gives it no signal that it does not handle."""
+    process = start("lambda: forever(60)", "import os; os.getpid = lambda: 1")
+    assert read_line(process) == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert read_line(process) == "draining\n"
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process) == (128 + signal.SIGTERM, "", "")
+
+
+def test_a_hangup_is_no_second_signal_and_one_that_nohup_ignores_is_none(start) -> None:
+    for before, numbers in [
+        ("", [signal.SIGHUP]),
+        ("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)", [signal.SIGHUP, signal.SIGTERM]),
+    ]:
+        process = start("lambda: forever(0.5)", before)
+        assert read_line(process) == "up\n"
+        for number in numbers:
+            process.send_signal(number)
+        assert read_line(process) == "draining\n"
+        process.send_signal(signal.SIGHUP)
+        assert read_line(process) == "drained\n"
+        assert end_of(process) == (0, "", "")
 
 
 @pytest.mark.parametrize(
