@@ -365,17 +365,27 @@ class RunDirectory:
 
     @classmethod
     def make(cls) -> Self:
-        """Makes one, and removes those whose lock is free."""
-        parent = Path(tempfile.gettempdir())
-        if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
-            parent = Path("/tmp")
-        _remove_abandoned(parent)
-        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
-        # The lock gets its name once it is taken, so that no other process can take it before.
-        new = path / f"{_LOCK}.new"
-        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(path / _LOCK)
+        """Makes one, and removes those whose lock is free. ConfigurationError where none can be made."""
+        parent = path = None
+        try:
+            parent = Path(tempfile.gettempdir())
+            if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+                parent = Path("/tmp")
+            _remove_abandoned(parent)
+            path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
+            # The lock gets its name once it is taken, so that no other process can take it before.
+            new = path / f"{_LOCK}.new"
+            lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(path / _LOCK)
+        except OSError as error:
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
+            where = "" if parent is None else f" in {parent}"
+            raise ConfigurationError(
+                f"no directory for sockets can be made{where}: {error.strerror}; set TMPDIR to a short path that can "
+                "be written"
+            ) from error
         return cls(path, lock)
 
     def remove(self) -> None:

@@ -1,9 +1,12 @@
+import errno
+import fcntl
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from quire.settings import ConfigurationError
 from quire_cli.supervisor.server import RunDirectory
 
 
@@ -46,3 +49,25 @@ def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch,
     directory = RunDirectory.make()
     assert directory.path.parent == Path("/tmp")
     directory.remove()
+
+
+def test_where_no_directory_can_be_made_the_way_out_is_named_and_nothing_stays(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def has_none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/']")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", is_full)
+        with pytest.raises(ConfigurationError, match=f"made in {temporary}: No space left .*; set TMPDIR"):
+            RunDirectory.make()
+    assert list(temporary.iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "none"))
+    with pytest.raises(ConfigurationError, match=f"made in {temporary}/none: No such file or directory; set TMPDIR"):
+        RunDirectory.make()
+    monkeypatch.setattr(tempfile, "gettempdir", has_none)
+    with pytest.raises(ConfigurationError, match=r"No usable temporary directory .*; set TMPDIR"):
+        RunDirectory.make()
