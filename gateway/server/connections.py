@@ -26,7 +26,7 @@ from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.settings import GatewaySettings
 from quire.progress import shown_bytes
-from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.address import ALL_IPV6, TcpAddress, check_bindable
 from quire.rpc.errors import QuireError
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
@@ -209,7 +209,14 @@ class HttpServer(uvicorn.Server):
     def _bind(self, host: str, port: int, *, reuse_port: bool) -> socket.socket:
         check_bindable(TcpAddress(host, port), reuse_port=reuse_port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=reuse_port)
+        listener = socket.create_server(
+            (host, port),
+            family=family,
+            backlog=1024,
+            reuse_port=reuse_port,
+            # As gRPC does.
+            dualstack_ipv6=host == ALL_IPV6 and socket.has_dualstack_ipv6(),
+        )
         # Connections inherit it. Without it a client that confirms packets late waits 40 ms for each body of an answer;
         # uvloop sets it itself, and asyncio only for the sockets that it makes.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,6 +17,8 @@ from quire.settings import ConfigurationError
 _UNIX_PREFIX = "unix:"
 _DNS_PREFIX = "dns:///"
 _LOOPBACK = "127.0.0.1"
+ALL_IPV6 = "::"
+"""All addresses of a machine: who listens there takes connections by IPv4, too."""
 _MAX_UNIX_PATH_BYTES = 107
 # A port that is free at one address of a host may be taken at another one.
 _MAX_PICKS = 20
@@ -211,7 +213,7 @@ def _bind(family: int, sockaddr: tuple[object, ...], *, reuse_port: bool, reuse_
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse_address))
         if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(sockaddr[0] != ALL_IPV6))
         bound.bind(sockaddr)
         undo.pop_all()
         return bound

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.app import serve
@@ -58,6 +59,21 @@ async def test_port_in_use_is_one_clear_line(port):
         ports: dict[str, Any] = {"grpc_port": 0, "http_port": 0} | {port: number}
         with pytest.raises(AddressInUse, match=rf"{number}: the port is in use"):
             await serve(GatewaySettings(**ports))
+
+
+@pytest.mark.parametrize("reuse_port", [False, True])
+async def test_all_addresses_of_a_machine_are_those_of_ipv4_too(reuse_port):
+    settings = {"grpc_host": "::", "http_host": "::", "reuse_port": reuse_port, "schedulers": ("127.0.0.1:1",)}
+    async with running_gateway(**settings) as gateway, httpx.AsyncClient(timeout=60) as http:
+        for address in (gateway.gateway.grpc_address, gateway.gateway.http_address):
+            port = int(address.removeprefix("[::]:"))
+            for host in ("127.0.0.1", "::1"):
+                socket.create_connection((host, port), timeout=60).close()
+        for host in ("127.0.0.1", "[::1]"):
+            assert (await http.get(f"http://{host}:{port}/live")).status_code == 200
+    with socket.create_server(("0.0.0.0", 0)) as taken, pytest.raises(AddressInUse, match="the port is in use"):
+        async with running_gateway(**settings | {"http_port": taken.getsockname()[1]}):
+            pass
 
 
 async def test_broken_tokenizer_is_one_clear_line(tmp_path):
