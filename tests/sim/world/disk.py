@@ -202,7 +202,7 @@ class _Compaction:
     """The process that replaces files by a snapshot. It outlives the scheduler that began it."""
 
     def __init__(self, command: list[Any], **_: Any) -> None:
-        self._path, self._end = Path(command[3]), int(command[4])
+        self._path, self._end = Path(command[-2]), int(command[-1])
         self._disk = _DISKS[self._path.parent]
         self._outage, self._error = self._disk.num_outages, ""
         self.returncode: int | None = None
