@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _drain(address: str, flags: DrainFlags) -> int:
     """How many requests are left. Raises QuireError."""
-    options = channel_options(address)
+    options = channel_options()
     if flags.tls_dir is not None and isinstance(parse_address(address), TcpAddress):
         credentials = TlsIdentity.of(flags.tls_dir, Role.OPERATOR).read().channel_credentials()
         channel = grpc.secure_channel(address, credentials, options)

@@ -24,7 +24,7 @@ from quire.gateway.v1 import (
     prefix_pb2,
     prefix_pb2_grpc,
 )
-from quire.rpc.address import TcpAddress, UnixAddress, parse_address
+from quire.rpc.address import TcpAddress, UnixAddress, is_local, parse_address
 from quire.rpc.channel import channel_options
 from quire.rpc.errors import Unauthenticated, Unavailable
 from quire.rpc.transport import TRANSPORT
@@ -282,12 +282,12 @@ def _read(path: str | PathLike[str] | None) -> bytes | None:
 
 
 def _options(target: Target) -> list[tuple[str, Any]]:
-    options: dict[str, Any] = dict(channel_options(target.addresses[0]))
+    options: dict[str, Any] = dict(channel_options())
+    options["grpc.enable_http_proxy"] = int(not (target.is_list or is_local(target.addresses[0])))
     options["grpc.service_config"] = json.dumps(service_config(spread=not target.is_one_place))
     if target.is_list:
-        # gRPC would take the whole list for the name of the server, and for that of one host behind a proxy.
+        # gRPC would take the whole list for the name of the server, and above for that of one host behind a proxy.
         options["grpc.default_authority"] = target.addresses[0] if target.hosts else "localhost"
-        options["grpc.enable_http_proxy"] = 0
     return list(options.items())
 
 

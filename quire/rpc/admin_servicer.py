@@ -13,6 +13,8 @@ from quire.rpc.tls import TlsIdentity
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 MAX_DURATION_MS = 86_400_000
 _PREFIX = "LOG_LEVEL_"
+_OPTIONS = (("grpc.enable_http_proxy", 0),)
+"""As channels between services have it."""
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -59,7 +61,9 @@ def set_log_level(
     request = admin_pb2.SetLogLevelRequest(level=_name_of(level), duration_ms=round(duration_s * 1e3))
     credentials = None if tls is None else tls.read().channel_credentials()
     with (
-        grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+        grpc.insecure_channel(address, _OPTIONS)
+        if credentials is None
+        else grpc.secure_channel(address, credentials, _OPTIONS)
     ) as channel:
         try:
             answer = admin_pb2_grpc.AdminServiceStub(channel).SetLogLevel(request, timeout=timeout_s)

@@ -2,7 +2,7 @@
 
 import grpc.aio
 
-from quire.rpc.address import TcpAddress, is_local, parse_address
+from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.rpc.transport import TRANSPORT
@@ -24,7 +24,7 @@ def open_channel(
     Raises:
         ConfigurationError: the files of `tls` cannot be used.
     """
-    options: list[tuple[str, int | str]] = [*channel_options(address, max_message_bytes=max_message_bytes)]
+    options: list[tuple[str, int | str]] = [*channel_options(max_message_bytes=max_message_bytes)]
     if host_name is not None:
         options.append(("grpc.default_authority", host_name))
     credentials = None
@@ -33,8 +33,8 @@ def open_channel(
     return TRANSPORT.get().channel(address, credentials, options)
 
 
-def channel_options(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """The options of a channel to `address`, for either gRPC API."""
+def channel_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """The options of a channel, for either gRPC API."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -48,5 +48,6 @@ def channel_options(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAG
         ("grpc.min_reconnect_backoff_ms", 5_000),
         # Channels of one process to one address must not share a connection: each has its own flow control and fate.
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", int(not is_local(address))),
+        # gRPC would send prompts to the proxy of https_proxy, by which machines reach a hub of models.
+        ("grpc.enable_http_proxy", 0),
     ]
