@@ -357,16 +357,19 @@ class RunDirectory:
     """The private directory of the sockets of one `quire serve`, ours as long as this process holds the lock in it.
 
     A supervisor that is killed leaves its directory behind. Its lock is free then, so the next supervisor removes it.
+    Another lock is on the directory itself: systemd-tmpfiles, which removes files of /tmp that were not used for days,
+    leaves such ones alone. A gateway that is started again needs the keys that are in there.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, *locks: int) -> None:
         self.path = path
-        self._lock: int | None = lock
+        self._locks = [*locks]
 
     @classmethod
     def make(cls) -> Self:
         """Makes one, and removes those whose lock is free. ConfigurationError where none can be made."""
         parent = path = None
+        locks: list[int] = []
         try:
             parent = Path(tempfile.gettempdir())
             if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
@@ -375,10 +378,13 @@ class RunDirectory:
             path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
             # The lock gets its name once it is taken, so that no other process can take it before.
             new = path / f"{_LOCK}.new"
-            lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for locked, flags in ((path, os.O_RDONLY), (new, os.O_RDWR | os.O_CREAT)):
+                locks.append(os.open(locked, flags | os.O_CLOEXEC, 0o600))
+                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(path / _LOCK)
         except OSError as error:
+            for lock in locks:
+                os.close(lock)
             if path is not None:
                 shutil.rmtree(path, ignore_errors=True)
             where = "" if parent is None else f" in {parent}"
@@ -386,15 +392,14 @@ class RunDirectory:
                 f"no directory for sockets can be made{where}: {error.strerror}; set TMPDIR to a short path that can "
                 "be written"
             ) from error
-        return cls(path, lock)
+        return cls(path, *locks)
 
     def remove(self) -> None:
         """Removes it with everything in it. Idempotent."""
-        if self._lock is None:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        if self._locks:
+            shutil.rmtree(self.path, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def _remove_abandoned(parent: Path) -> None:

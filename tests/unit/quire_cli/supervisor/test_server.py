@@ -22,6 +22,11 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 def test_a_directory_is_private_and_goes_with_all_that_lies_in_it(temporary: Path) -> None:
     directory = RunDirectory.make()
     assert directory.path.parent == temporary
+    # By a lock on it, what cleans old files away (systemd-tmpfiles) leaves alone what is in it.
+    cleaner = os.open(directory.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleaner)
     assert directory.path.stat().st_mode & 0o777 == 0o700
     (directory.path / "worker.sock").touch()
     directory.remove()
