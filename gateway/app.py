@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,8 @@ _HAND_OVER_S = 1.0
 _SHARED_CONNECTION_AGE_S = 10.0
 # A scrape takes the numbers of schedulers that have answered by then.
 _SCRAPE_TIMEOUT_S = 2.0
+# Files that are open besides the connections of clients: libraries, stores, schedulers, batches.
+_OTHER_FILES = 512
 _ADAPTERS_FIXED = (
     "several gateways share the ports here, and only one of them would know; name adapters by --adapters, or start one "
     "gateway"
@@ -287,12 +290,33 @@ class Gateway:
             self._rpc.set_serving(False)
 
 
+def allow_open_files(max_connections: int) -> None:
+    """Raises the limit on open files of this process to what its two ports need, as far as the system allows; the log
+    says where that is not enough. Shells and container engines often set 1,024."""
+    needed = 2 * max_connections + _OTHER_FILES
+    allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return
+    raised = needed if highest == resource.RLIM_INFINITY else min(needed, highest)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, highest))
+    if raised < needed:
+        _logger.warning(
+            "at most %s files may be open, and --max-connections %d may need %s; raise the limit (ulimit -Hn), or lower"
+            " --max-connections",
+            f"{raised:,}",
+            max_connections,
+            f"{needed:,}",
+        )
+
+
 async def serve(settings: GatewaySettings) -> None:
     """Runs a gateway until it is cancelled, then drains it.
 
     Raises:
         ConfigurationError: it cannot start, in one line.
     """
+    allow_open_files(settings.max_connections)
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)

@@ -26,8 +26,8 @@ from quire_cli.bench.machine import cpu_field
 
 PROGRAM = "quire doctor"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Connections of clients, and those of services among each other.
-_FEW_OPEN_FILES = 4096
+# The default --max-connections of two ports, and what else a gateway opens.
+_FEW_OPEN_FILES = 8704
 _GIB = 1 << 30
 _FEW_FREE_BYTES = 10 * _GIB
 _COLOURS = {"ok": "32", "note": "33", "wrong": "31"}
@@ -113,11 +113,16 @@ def _huge_pages() -> Finding:
 
 
 def _open_files() -> Finding:
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY or allowed >= _FEW_OPEN_FILES:
-        return Finding("open files", Verdict.OK, "any number" if allowed == resource.RLIM_INFINITY else f"{allowed:,}")
-    advice = f"raise it (ulimit -n {_FEW_OPEN_FILES}) or lower --max-connections: each connection takes one"
-    return Finding("open files", Verdict.NOTE, f"{allowed:,} (at most {most:,})", advice)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in limits:
+        return Finding("open files", Verdict.OK, "any number")
+    # A gateway raises the first to what it needs.
+    allowed, most = limits
+    found = f"{allowed:,} (at most {most:,})"
+    if most >= _FEW_OPEN_FILES:
+        return Finding("open files", Verdict.OK, found)
+    advice = f"raise it (ulimit -Hn {_FEW_OPEN_FILES}) or lower --max-connections: each connection takes one"
+    return Finding("open files", Verdict.NOTE, found, advice)
 
 
 def _sockets() -> Finding:

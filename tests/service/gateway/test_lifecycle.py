@@ -1,13 +1,14 @@
 """How a gateway process starts, drains and fails to start."""
 
 import asyncio
+import resource
 import socket
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.app import serve
+from gateway.app import allow_open_files, serve
 from gateway.settings import GatewaySettings
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
@@ -81,3 +82,16 @@ async def test_broken_tokenizer_is_one_clear_line(tmp_path):
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not a tokenizer") as caught:
         await serve(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("highest", "allowed", "warned"), [(1 << 20, 8704, False), (4096, 4096, True)])
+def test_as_many_files_may_be_open_as_connections_need(monkeypatch, caplog, highest, allowed, warned):
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, highest))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
+    allow_open_files(4096)
+    assert set_to == [(allowed, highest)]
+    assert ("at most 4,096 files may be open, and --max-connections 4096 may need 8,704" in caplog.text) == warned
+    # Where there are enough, nothing changes.
+    allow_open_files(100)
+    assert len(set_to) == 1
