@@ -514,6 +514,9 @@ class Requests:
             owned = self._by_handle.get(entry.handle)
             if owned is None or (new := entry.since(owned.end_of_prompt_logprobs)) is None:
                 continue
+            if new.first_position > owned.end_of_prompt_logprobs:
+                # Those between were not finite: the request fails, or its prompt is computed again.
+                continue
             owned.end_of_prompt_logprobs = new.end
             if owned.keeps_events:
                 owned.history.add_prompt_logprobs(new)

@@ -554,7 +554,7 @@ class StepLoop:
             try:
                 if scheduler.in_flight:
                     answer.check_rows(scheduler.in_flight[0])
-                prompt_logprobs = self._prompt_logprobs.answered(result.step_id, answer.prompt_logprobs)
+                prompt_logprobs = self._prompt_logprobs.answered(answer)
                 events = scheduler.apply(result, now)
             except ValueError as error:
                 raise InvalidAnswerError(f"worker {link.address}: {error}") from error

@@ -427,17 +427,23 @@ class PromptLogprobsRouter:
         if self._reporting:
             self._by_step[plan.step_id] = dict(self._reporting)
 
-    def answered(self, step_id: int, reports: Iterable[RowPromptLogprobs]) -> list[PromptLogprobs]:
-        """The step's reports, by request. Raises ValueError for a report that was not requested."""
+    def answered(self, answer: StepAnswer) -> list[PromptLogprobs]:
+        """The step's reports, by request. Raises ValueError for a report that was not requested.
+
+        Those of a chunk that is not finite are left out: readers would keep them where the worker is lost before the
+        request fails, and computes the prompt again.
+        """
+        step_id, non_finite = answer.result.step_id, answer.result.non_finite_chunks
         reporting = self._by_step.pop(step_id, {})
         routed: list[PromptLogprobs] = []
-        for report in reports:
+        for report in answer.prompt_logprobs:
             request = reporting.get(report.row)
             if request is None:
                 raise ValueError(
                     f"step {step_id} reports prompt logprobs of row {report.row}, which did not request them"
                 )
-            routed.append(report.of(request))
+            if report.row not in non_finite:
+                routed.append(report.of(request))
         return routed
 
     def clear(self) -> None:
