@@ -182,7 +182,8 @@ def _with_tokenizer(model: ModelDirectory, fields: Mapping[str, Any]) -> dict[st
     for token, index in bpe["vocab"].items():
         is_byte = bpe["byte_fallback"] and len(token) == 6 and token.startswith("<0x")
         tokens[index], kinds[index] = token, _BYTE if is_byte else _NORMAL
-    for each in content["added_tokens"]:
+    # Some tokenizers have one more to pad with than the model has vectors for.
+    for each in (each for each in content["added_tokens"] if each["id"] < size):
         tokens[each["id"]], kinds[each["id"]] = each["content"], _CONTROL if each["special"] else _USER_DEFINED
     own = tokenizers.Tokenizer.from_str(json.dumps(content))
     plain, around = (own.encode("a", add_special_tokens=each).ids for each in (False, True))
@@ -204,7 +205,7 @@ def _with_tokenizer(model: ModelDirectory, fields: Mapping[str, Any]) -> dict[st
         **{
             f"tokenizer.ggml.{names.get(name, name)}_token_id": index
             for name, index in ids.items()
-            if index is not None
+            if index is not None and index < size
         },
         "tokenizer.ggml.add_bos_token": has_bos,
         "tokenizer.ggml.add_eos_token": has_eos,

@@ -177,6 +177,19 @@ def test_a_vocabulary_of_pieces_is_written(tmp_path: Path) -> None:
     assert header.metadata["tokenizer.ggml.token_type"][-1] == gguf.TokenType.UNUSED
 
 
+def test_a_token_that_the_model_has_no_vector_for_is_not_written(tmp_path: Path) -> None:
+    """As that to pad with, which fine-tuned models may have beside a vocabulary that was not enlarged."""
+    make(tmp_path / "model", "llama")
+    own = tokenizer_of(tmp_path / "model")
+    own.add_special_tokens(["[PAD]"])
+    own.save(str(tmp_path / "model" / "tokenizer.json"))
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "[PAD]"}))
+    header = GgufHeader.read(write(tmp_path / "model", tmp_path / "m.gguf", "F32"))
+    assert len(header.metadata["tokenizer.ggml.tokens"]) == own.token_to_id("[PAD]") == 320
+    assert "tokenizer.ggml.padding_token_id" not in header.metadata
+
+
 def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
