@@ -8,7 +8,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import ModelDirectory, weight_files
+from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from quire.processors import available_memory, cores, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report, shown_bytes
@@ -63,6 +62,7 @@ from worker_svc.step import (
     WorkerLimits,
 )
 from worker_svc.thread_binding import OWN_BINDING, processors_for
+from worker_svc.weights import DTYPE_BYTES, Checkpoint
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64
@@ -117,7 +117,7 @@ def build_worker(
     if directory.whole is not None:
         _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
     if device.type == "cpu":
-        check_weights_fit(directory.path, settings)
+        check_weights_fit(directory, dtype, settings)
     load = partial(
         load_model,
         device=device,
@@ -474,18 +474,26 @@ def _make_pool(
     return pool
 
 
-def check_weights_fit(model: Path, settings: WorkerSettings) -> None:
-    """Raises ConfigurationError where the files of a model are larger than the memory that is available for it on the
-    CPU: a process that takes more is killed, and started again, without end. Rounding at load makes them smaller."""
-    if settings.quantization == "int8-weight-only":
+def check_weights_fit(described: ModelDirectory, dtype: torch.dtype, settings: WorkerSettings) -> None:
+    """Raises ConfigurationError where the weights of a model are larger than the memory that is available for them on
+    the CPU: a process that takes more is killed, and started again, without end. Rounding makes them smaller."""
+    quantization = Quantization(settings.quantization)
+    if quantization is Quantization.INT8_WEIGHT_ONLY:
         return
-    size = sum(file.stat().st_size for file in weight_files(model)) // settings.tensor_parallel_size
-    available = _memory_of_each_rank(settings)
+    width = 1 if quantization is Quantization.INT8_DYNAMIC else dtype.itemsize
+    stored = Checkpoint.of_model(described).tensors.values()
+    # Codes take what the file has of them, or more; those of GGUF files stay codes in bfloat16 alone.
+    has_codes = described.gguf is None or dtype == torch.bfloat16
+    sizes = (
+        each.num_bytes if has_codes and each.dtype not in DTYPE_BYTES else math.prod(each.shape) * width
+        for each in stored
+    )
+    size, available = sum(sizes) // settings.tensor_parallel_size, _memory_of_each_rank(settings)
     if available is not None and size > available:
         raise ConfigurationError(
-            f"the weights of {model} take {shown_bytes(size)}; {shown_bytes(available)} of memory are available to "
-            "this worker; take a model with fewer parameters or in fewer bits (`quire models` says what each takes; "
-            "`quire quantize` makes a smaller one), or more memory"
+            f"the weights of {described.path} take {shown_bytes(size)}; {shown_bytes(available)} of memory are "
+            "available to this worker; take a model with fewer parameters or in fewer bits (`quire models` says what "
+            "each takes; `quire quantize` makes a smaller one), or more memory"
         )
 
 

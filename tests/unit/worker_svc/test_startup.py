@@ -1,3 +1,4 @@
+import json
 import os
 from collections.abc import Collection
 from functools import partial
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc import startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, requested_pool_dtype
@@ -59,17 +62,51 @@ def test_a_gpu_is_used_only_where_it_is_asked_for(
     ]
 
 
-def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_loaded(
+@pytest.mark.parametrize(
+    ("stored", "dtype", "flags", "size"),
+    [
+        ("BF16", torch.bfloat16, (), "3.0 GiB"),
+        ("F32", torch.bfloat16, (), "1.5 GiB"),
+        ("F16", torch.float32, (), "6.0 GiB"),
+        ("BF16", torch.bfloat16, ("--quantization", "int8-dynamic"), "1.5 GiB"),
+        ("BF16", torch.bfloat16, ("--quantization", "int8-weight-only"), None),
+        # Codes, of which only the file says how many bits they have.
+        ("I32", torch.bfloat16, (), "3.0 GiB"),
+    ],
+)
+def test_a_model_that_is_larger_than_the_memory_in_the_dtype_that_is_served_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stored: str,
+    dtype: torch.dtype,
+    flags: tuple[str, ...],
+    size: str | None,
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    num_bytes = 3 << 30
+    shape = [1024, num_bytes // 1024 // (4 if "32" in stored else 2)]
+    header = json.dumps({"a": {"dtype": stored, "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)
+    described = ModelDirectory.open(tmp_path)
+    if size is not None:
+        monkeypatch.setattr(startup, "available_memory", lambda: 1 << 30)
+        with pytest.raises(ConfigurationError, match=rf"take {size}; 1\.0 GiB of memory are available"):
+            startup.check_weights_fit(described, dtype, load(*flags))
+    monkeypatch.setattr(startup, "available_memory", lambda: 7 << 30)
+    startup.check_weights_fit(described, dtype, load(*flags))
+
+
+def test_codes_of_a_gguf_file_are_larger_in_another_dtype_than_bfloat16(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(3 << 30)
-    monkeypatch.setattr(startup, "available_memory", lambda: 2 << 30)
-    with pytest.raises(ConfigurationError, match=r"take 3\.0 GiB; 2\.0 GiB of memory are available"):
-        startup.check_weights_fit(tmp_path, load())
-    startup.check_weights_fit(tmp_path, load("--quantization", "int8-weight-only"))
-    monkeypatch.setattr(startup, "available_memory", lambda: 4 << 30)
-    startup.check_weights_fit(tmp_path, load())
+    write_gguf(resolve_model(None), tmp_path / "m.gguf", "Q4_0", lambda *_: None)
+    described, size = ModelDirectory.open(tmp_path / "m.gguf"), (tmp_path / "m.gguf").stat().st_size
+    monkeypatch.setattr(startup, "available_memory", lambda: 2 * size)
+    startup.check_weights_fit(described, torch.bfloat16, load())
+    with pytest.raises(ConfigurationError, match=r"of memory are available"):
+        startup.check_weights_fit(described, torch.float32, load())
 
 
 def test_cuda_graphs_without_cuda_are_refused_before_anything_is_allocated() -> None:
