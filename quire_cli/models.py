@@ -18,6 +18,14 @@ from quire.settings import ConfigurationError, load_settings, setting
 PROGRAM = "quire models"
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _KV_TOKENS = 1000
+_GEMMA_2 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+# What transformers assumes where config.json does not say it, as of the published Gemma 3.
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "GemmaForCausalLM": {"head_dim": 256},
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": _GEMMA_2,
+    "Qwen3ForCausalLM": {"head_dim": 128},
+}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -105,7 +113,8 @@ def _read(name: str, path: Path) -> _Model:
         described, files = ModelDirectory.open(path), weight_files(path)
         format, parameters = _of_gguf(path) if is_gguf(path) else _of_safetensors(files)
         size = sum(file.stat().st_size for file in files)
-        return _Model(name, str(path), described.architecture, format, parameters, size, _kv_bytes(described.config))
+        kv_bytes = _kv_bytes({**_LEFT_OUT.get(described.architecture, {}), **described.config})
+        return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes)
     except (ConfigurationError, OSError) as error:
         return _Model(name, str(path), problem=str(error))
 

@@ -11,8 +11,11 @@ from quire.hub import cached
 from quire.model_directory import HubName
 from quire.model_source import resolve_model
 from quire_cli.main import main
+from quire_cli.models import _LEFT_OUT
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model
+from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.models.registry import FAMILIES
 
 TINY = {
     "model": "quire-tiny",
@@ -108,3 +111,21 @@ def test_an_odd_configuration_hides_no_other_model(
     listed = json.loads(capsys.readouterr().out)
     assert [each["model"] for each in listed][1:] == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert listed[2]["kv_bytes"]
+
+
+def test_keys_of_a_model_whose_configuration_leaves_out_its_heads(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of Gemma 3 of 4B, 12B and 27B."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert main(["models", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)[1]["kv_bytes"] == 2 * 34 * 4 * 256 * 2 * 1000
+    for architecture, assumed in _LEFT_OUT.items():
+        family = FAMILIES[architecture]
+        assert issubclass(family, LlamaForCausalLM)
+        served = family.read_config({})
+        found = {"num_attention_heads": served.num_heads, "num_key_value_heads": served.num_kv_heads}
+        assert assumed.items() <= (found | {"head_dim": served.head_dim}).items()
