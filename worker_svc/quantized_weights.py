@@ -29,6 +29,8 @@ _OF_OCTETS = {"I8": Coding.INT8, "F8_E4M3": Coding.FP8}
 _WORD_BITS = 32
 # Where AWQ has the numbers of eight neighbouring outputs in a word.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# Orders in which compressed-tensors has quantized inputs that mix the groups; others leave them in place.
+_MIXED_ORDERS = (True, "group", "dynamic")
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _logger = logging.getLogger(__name__)
 
@@ -256,6 +258,11 @@ class _Module:
                 )
         return groups
 
+    def group_of(self, kind: str, in_features: int, *, is_needed: bool) -> StoredTensor | None:
+        """The tensor that says which group each input has; without one they follow each other. ConfigurationError
+        where it is missing and they do not."""
+        return self.tensor(kind, _INTEGERS, (in_features,)) if is_needed or self.has(kind) else None
+
     def error(self, problem: str) -> ConfigurationError:
         return ConfigurationError(f"{self.config.file.parent}: {self.name} {problem}")
 
@@ -321,7 +328,7 @@ def _gptq(module: _Module) -> QuantizedWeight:
         rows=lambda: qweight.read().t().contiguous().view(torch.uint8),
         scales=lambda: scales.read().t(),
         zeros=lambda: _codes(qzeros.read(), bits)[:, :out_features].t() + is_older & (1 << bits) - 1,
-        group_of=module.tensor("g_idx", _INTEGERS, (in_features,)) if module.has("g_idx") else None,
+        group_of=module.group_of("g_idx", in_features, is_needed=groups > 1 and bool(config.get("desc_act"))),
     )
 
 
@@ -415,7 +422,7 @@ def _compressed(module: _Module) -> QuantizedWeight:
         group = module.group(weights, in_features)
     grid = group.grid(shape)
     scales = module.tensor("weight_scale", _FLOATS, grid)
-    zeros = None
+    zeros, is_mixed = None, weights.get("actorder") in _MIXED_ORDERS
     if has_zeros:
         words = (-(-out_features * bits // _WORD_BITS), grid[1])
         zeros = module.tensor("weight_zero_point", ("I32", "I8"), grid, words)
@@ -426,7 +433,7 @@ def _compressed(module: _Module) -> QuantizedWeight:
         rows=(lambda: stored.read().view(torch.uint8)[:, : in_features * bits // 8]) if is_packed else _octets(stored),
         scales=scales.read,
         zeros=None if zeros is None else lambda: _signed_zeros(zeros, bits, out_features),
-        group_of=module.tensor("weight_g_idx", _INTEGERS, (in_features,)) if module.has("weight_g_idx") else None,
+        group_of=module.group_of("weight_g_idx", in_features, is_needed=grid[1] > 1 and is_mixed),
         rounds_inputs=rounds_inputs,
     )
 

@@ -282,6 +282,7 @@ SCALES = torch.ones(8, 256, dtype=torch.float16)
         ("gptq", "g_idx", torch.full((512,), 8, dtype=torch.int32), "g_idx has 8; expected groups 0 to 7"),
         ("gptq", "g_idx", torch.full((512,), -1, dtype=torch.int32), "g_idx has -1; expected groups 0 to 7"),
         ("gptq", "g_idx", torch.zeros(5, dtype=torch.int32), "g_idx has shape [5]; expected [512]"),
+        ("gptq-in-mixed-order", "g_idx", None, f"tensor {PROJECTION}.g_idx is missing"),
         ("pack-4-group", "weight_shape", torch.tensor([256, 4]), "has weight_shape [256, 4], and weight_packed has"),
         ("pack-4-group", "weight_scale", None, f"tensor {PROJECTION}.weight_scale is missing"),
         ("pack-4-zeros", "weight_zero_point", None, f"tensor {PROJECTION}.weight_zero_point is missing"),
@@ -331,6 +332,18 @@ def test_files_that_contradict_the_configuration_are_refused(
             "is quantized, but is in no group of quantization_config.config_groups",
         ),
         ("pack-4-group", {"config_groups": [1]}, "config_groups is [1]; expected an object"),
+        (
+            "pack-4-group",
+            {
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "group"},
+                    }
+                }
+            },
+            "weight_g_idx is missing from the safetensors files",
+        ),
         ("pack-4-group", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not read"),
         ("pack-4-group", {"transform_config": {"config_groups": {"R1": {}}}}, "rotated weights are not read"),
         ("pack-4-group", {"ignore": ["re:.*self_attn.*"]}, "is quantized, but quantization_config says that"),
