@@ -93,6 +93,9 @@ def _sampling_defaults(directory: ModelDirectory) -> SamplingParameters:
     """
     given, file = directory.generation_defaults, directory.path
     file = file / "generation_config.json" if file.is_dir() else file
+    if given.get("top_k") == -1:
+        # All tokens, as vLLM writes it, in requests too.
+        given = {**given, "top_k": 0}
     for name in _DEFAULTS:
         value = given.get(name, 1)
         kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")

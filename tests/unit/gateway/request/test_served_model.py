@@ -43,7 +43,7 @@ def test_generation_config_gives_the_defaults(tmp_path, executor):
         ("repetition_penalty", "NaN", "is nan; it must be in [1e-30, 10]"),
         ("temperature", "-1", "is -1; it must be in [0, 100]"),
         ("temperature", "NaN", "is nan; it must be in [0, 100]"),
-        ("top_k", "-1", "is -1; it must be in [0, 4,294,967,295]"),
+        ("top_k", "-2", "is -2; it must be in [0, 4,294,967,295]"),
         ("top_k", "50.5", "is 50.5, not an integer"),
         ("top_p", "0", "is 0; it must be in (0, 1]"),
         ("top_p", "1" + 40 * "0", f"is {10**40:,}; it must be in (0, 1]"),
@@ -58,6 +58,10 @@ def test_a_default_out_of_range_is_a_configuration_error(tmp_path, executor, nam
 def test_do_sample_false_is_greedy(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": 0.6}')
     assert model.sampling_defaults.temperature == 0
+
+
+def test_top_k_of_minus_one_is_all_tokens(tmp_path, executor):
+    assert open_model(tmp_path, executor, generation_config__json='{"top_k": -1}').sampling_defaults.top_k == 0
 
 
 def test_limits_are_those_that_hold_on_every_replica():
