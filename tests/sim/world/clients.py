@@ -150,9 +150,12 @@ class Client:
         for index, offset, num_characters in witness.last.offsets:
             message.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
         self.world.note("take over", request.number, witness.last.num_tokens)
+        calls = self._client(request.tenant)._stubs.generation
+        # A long queue takes longer, and slow connections; the bound of the world holds for them.
+        timeout_s = 60 if self.circumstances.may_wait else None
         try:
             # A call of its own, which does not go on after a loss.
-            async for response in self._client(request.tenant)._stubs.generation.ResumeStream(message, timeout=60):
+            async for response in calls.ResumeStream(message, timeout=timeout_s):
                 other.event(convert.from_stream_response(response))
             if not other.last.is_complete:
                 raise FalseAnswerError(f"{request.request_id}, resumed, ends before its last event")

@@ -290,10 +290,15 @@ class Circumstances:
         if (has_begun and is_full) or not any(self._reasons(request, error)):
             raise FalseAnswerError(f"{request} fails by {type(error).__name__} {error.reason}: {error}") from error
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether calls may wait for what is away, and not just for their turn."""
+        return bool(self.has_faults or self.deadly or self.deadly_need)
+
     def check_takeover(self, request: Generate, error: QuireError) -> None:
         """A call that resumes a stream fails where there is none, or no longer, or where its client takes it back."""
-        may_wait = self.has_faults or self.deadly or self.deadly_need
-        if not isinstance(error, NotFound | Aborted) and not (may_wait and isinstance(error, DeadlineExceeded)):
+        may_be_late = self.may_wait and isinstance(error, DeadlineExceeded)
+        if not isinstance(error, NotFound | Aborted) and not may_be_late:
             self.check_refusal(replace(request, verb=Verb.STREAM), error)
 
     def _reasons(self, request: Request, error: QuireError) -> Iterable[bool]:
