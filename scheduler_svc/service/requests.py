@@ -49,8 +49,14 @@ KEPT_ROOM_S = 5.0
 COME_BACK_S = 1.0
 """How long gateways whose streams broke may take to come back to a scheduler that drains."""
 
+MOVED_S = 1.0
+"""How long one that has left is known by its id: its gateway is about to submit it to another scheduler."""
+
 MAX_UNDELIVERED = 2_000_000
 """How many tokens and log probabilities are kept of plain requests that ended without a reader."""
+
+
+_MOVED_RETRY_MS = 100
 
 
 class Timer(Protocol):
@@ -162,6 +168,8 @@ class Requests:
         self._readers: dict[Handle, Reader] = {}
         # Tenant, id and nonce of the newest that were cancelled: their gateways may submit them again.
         self._cancelled: dict[tuple[str, str, int], None] = {}
+        # Tenant and id of those that have just left for another scheduler.
+        self._moved: dict[tuple[str, str], Timer] = {}
         # Plain ones that ended without a reader, oldest first, with their sizes.
         self._undelivered: dict[Handle, int] = {}
         self._undelivered_size = 0
@@ -367,9 +375,15 @@ class Requests:
         return offer
 
     def find(self, tenant: str, request_id: str) -> OwnedRequest:
-        """A durable request. Raises NotFound, also where it is another tenant's."""
+        """A durable request.
+
+        Raises:
+            NotFound: there is none, or it is another tenant's.
+            Unavailable: it is on its way to another scheduler.
+        """
         for owned in self._durable_of(tenant, request_id):
             return owned
+        self._check_not_moved(tenant, request_id)
         raise NotFound(f'request_id "{request_id[:128]}" names no durable request', reason="REQUEST_NOT_FOUND")
 
     # Readers come and go
@@ -442,12 +456,14 @@ class Requests:
     def cancel(self, tenant: str, request_id: str) -> bool:
         """Ends and forgets what the tenant runs under an id, and durable requests that are over; the readers get an
         error. Returns whether there was anything. Gateways know nothing of each other's ids, so there may be
-        several."""
+        several. Raises Unavailable where it is on its way to another scheduler."""
         named = [
             owned
             for owned in self._by_id.get((tenant, request_id), ())
             if owned.durable is not None or not owned.is_over
         ]
+        if not named:
+            self._check_not_moved(tenant, request_id)
         for owned in named:
             self._set_reader(owned, None, _was_cancelled(request_id))
             self.forget(owned)
@@ -467,8 +483,20 @@ class Requests:
             return False
         owned.is_over = True
         self.forget(owned)
+        self._note_moved((owned.tenant, owned.request_id))
         reader.connection.outbox.put_moved(reader.handle, source)
         return True
+
+    def _note_moved(self, name: tuple[str, str]) -> None:
+        if (timer := self._moved.get(name)) is not None:
+            timer.cancel()
+        self._moved[name] = self._call_later(MOVED_S, lambda: self._moved.pop(name, None))
+
+    def _check_not_moved(self, tenant: str, request_id: str) -> None:
+        """Raises Unavailable: to who asks all schedulers, it would be nowhere until the other one has it."""
+        if (tenant, request_id) in self._moved:
+            text = f'request "{request_id[:128]}" is on its way to another scheduler'
+            raise Unavailable(text, retry_after_ms=_MOVED_RETRY_MS)
 
     def forget(self, owned: OwnedRequest) -> None:
         """Drops what is kept of a request, and ends it where it still runs. What is over and being sent to a reader is

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted
+from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
@@ -403,6 +404,30 @@ def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
         bench.requests.attach(durable, Reader(second, Handle(4)), Held())
     assert durable.reader == Reader(first, Handle(3))
     assert bench.requests.num_unread == 0
+
+
+def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
+    """Who asks all schedulers would take it for one that is over, and it would run on."""
+    connection = bench.connect()
+    owned = bench.admit(make_request(3), connection, durable=True)
+    assert owned.durable is not None
+    assert bench.requests.move(Reader(connection, Handle(3)), lambda key: KvSource())
+    for ask in (bench.requests.find, bench.requests.cancel):
+        with pytest.raises(Unavailable, match="request-3"):
+            ask("", "request-3")
+    assert not bench.requests.cancel("b", "request-3")
+    bench.timers.pass_time(0.5)
+    # It came back, and left again.
+    again = bench.admit(replace(make_request(5), request_id="request-3"), connection)
+    assert bench.requests.move(Reader(connection, Handle(5)), lambda key: KvSource())
+    assert again.is_over
+    bench.timers.pass_time(0.75)
+    with pytest.raises(Unavailable):
+        bench.requests.find("", "request-3")
+    bench.timers.pass_time(0.25)
+    with pytest.raises(NotFound):
+        bench.requests.find("", "request-3")
+    assert not bench.requests.cancel("", "request-3")
 
 
 def cancel(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
