@@ -359,6 +359,10 @@ class Results:
             if last is not None:
                 logprobs = beams.logprobs[each] = sequence.held_back.copy()
                 logprobs.append(last)
+        if beams.logprobs and step.finished:
+            # Those of hypotheses that better ones have replaced would add up to the square of the length.
+            best = beams.search.best()
+            beams.logprobs = {each: beams.logprobs[each] for each in best}
         # Before a parent's sequence goes on: its log probabilities are those of all its continuations.
         chosen = [
             _logprobs_of(parents[each.parent], candidates[each.parent], each.place) for each in step.continuations

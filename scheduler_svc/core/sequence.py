@@ -112,8 +112,8 @@ class BeamGroup:
     """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
 
     `candidates` are those that came since the last step of the search, by the sequence's index. The search advances
-    once all beams have theirs, which is within one step except after a preemption. `logprobs` has those of finished
-    hypotheses, if the request wants them. `num_generated` counts the tokens of all beams, dropped ones too.
+    once all beams have theirs, which is within one step except after a preemption. `logprobs` has those of the best
+    finished hypotheses, if the request wants them. `num_generated` counts the tokens of all beams, dropped ones too.
     """
 
     search: BeamSearch

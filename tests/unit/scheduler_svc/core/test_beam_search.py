@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,3 +199,21 @@ def test_a_search_without_any_token_left_fails_as_a_sampled_row_does(constraint,
     assert failure.reason == reason
     assert failure.message.startswith("every candidate of every beam is banned")
     driver.check()
+
+
+def test_log_probabilities_are_kept_of_the_best_hypotheses_alone():
+    """Longer texts score better, so nearly each step finishes one that is better than those before."""
+    driver = Driver(make_config())
+    request = make_beams(1, width=2, max_tokens=60, stop=frozenset(range(20)))
+    beam = BeamParameters(2, length_penalty=8.0, early_stopping=EarlyStopping.NEVER)
+    driver.submit(replace(request, beam=beam, sampling=replace(request.sampling, logprobs=1)))
+    num_finished = most = 0
+    (group,) = driver.scheduler.groups()
+    assert group.beams is not None
+    while driver.scheduler.num_live:
+        before = group.beams.search.best()
+        driver.run_steps(1)
+        num_finished += len({*group.beams.search.best()} - {*before})
+        most = max(most, len(group.beams.logprobs))
+    assert num_finished > 10
+    assert most == 2
