@@ -48,6 +48,7 @@ def check(scheduler: Scheduler) -> None:
     _check_preparations(scheduler)
     _check_adapters(scheduler)
     _check_order(scheduler)
+    _check_beams(scheduler)
     if not scheduler.trials.are_together(group.request.key for group in scheduler.running):
         raise InvariantViolationError("a suspect runs beside others than its cohort")
 
@@ -279,3 +280,11 @@ def _check_order(scheduler: Scheduler) -> None:
         orders = [group.order for group in queue]
         if orders != sorted(set(orders)):
             raise InvariantViolationError(f"groups are out of order: {orders}")
+
+
+def _check_beams(scheduler: Scheduler) -> None:
+    """A search keeps log probabilities of as many texts as it may end with."""
+    for group in scheduler.groups():
+        if group.beams is not None and len(group.beams.logprobs) > group.request.num_sequences:
+            name = group.request.request_id
+            raise InvariantViolationError(f"{name}: log probabilities of {len(group.beams.logprobs)} texts are kept")
