@@ -92,6 +92,12 @@ class HeldBody:
         is_alone = self not in memory.arriving and memory.num_bytes == self.num_bytes
         return not is_alone and memory.num_bytes + num_bytes > memory.max_bytes
 
+    def add_answer(self, num_bytes: int) -> None:
+        """Counts an answer that its client has yet to take; it is no longer given up for other bodies. Raises as `add`
+        does."""
+        self.complete()
+        self.add(num_bytes)
+
     def complete(self) -> None:
         """It has arrived, and is no longer given up for others."""
         self._memory.arriving.pop(self, None)
@@ -121,6 +127,12 @@ def count_memory(num_bytes: int) -> None:
     """Counts memory that the current request takes besides its bytes. Raises ResourceExhausted where there is none."""
     if (memory := message_memory.get(None)) is not None:
         memory.add(num_bytes)
+
+
+def count_answer(num_bytes: int) -> None:
+    """As `HeldBody.add_answer`, for the current request."""
+    if (memory := message_memory.get(None)) is not None:
+        memory.add_answer(num_bytes)
 
 
 def keep_memory() -> Callable[[], None]:

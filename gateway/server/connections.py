@@ -22,12 +22,12 @@ from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, send_answer
+from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, error_answer, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.settings import GatewaySettings
 from quire.progress import shown_bytes
 from quire.rpc.address import ALL_IPV6, TcpAddress, check_bindable
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import QuireError, ResourceExhausted
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
 
@@ -49,6 +49,9 @@ _CLOSE = (b"connection", b"close")
 # Read and dropped behind an answer: most clients read an answer only when they have sent their whole body.
 _MAX_DRAINED_BYTES = 16 * 1024 * 1024
 _MAX_DRAIN_S = 2.0
+# What is sent at once lies in this process until the client takes it.
+_PIECE_BYTES = 1 << 16
+_LONG_ANSWER_BYTES = 1 << 18
 
 
 class IncomingBody:
@@ -74,6 +77,9 @@ class IncomingBody:
         self._is_overdue = False
         self._is_read = False
         self._drains = False
+        # What an answer begins with, while that waits for its body, and whether an error was sent instead.
+        self._start: Message | None = None
+        self._is_refused = False
         self._reading: asyncio.Timeout | None = None
 
     async def receive(self) -> Message:
@@ -105,14 +111,44 @@ class IncomingBody:
         return await self._receive_in_time()
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and not self._has_come():
-            self._drains = True
-            others = [header for header in message.get("headers", ()) if header[0].lower() != _CLOSE[0]]
-            message = {**message, "headers": [*others, _CLOSE]}
-        if self._drains and message["type"] == "http.response.body" and not message.get("more_body", False):
+        """Sends a part of the answer, no faster than the client takes it. A long answer that is whole counts as memory
+        of the request until then; where there is no room, an error is sent instead."""
+        if message["type"] == "http.response.start":
+            # That of a whole answer goes out with its body.
+            self._start = message
+            if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                await self._send_start()
+            return
+        body = message.get("body", b"")
+        if self._start is not None:
+            try:
+                if len(body) > _LONG_ANSWER_BYTES:
+                    self.held.add_answer(len(body))
+            except ResourceExhausted as error:
+                await send_answer(self.send, error_answer(error, str))
+                self._is_refused = True
+            await self._send_start()
+        if self._is_refused:
+            return
+        last = (len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES if body else 0
+        for begin in range(0, last, _PIECE_BYTES):
+            piece = body[begin : begin + _PIECE_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        message = {**message, "body": body[last:]}
+        if self._drains and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
             await self._drain()
             message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    async def _send_start(self) -> None:
+        message, self._start = self._start, None
+        if message is None:
+            return
+        if not self._has_come():
+            self._drains = True
+            others = [header for header in message.get("headers", ()) if header[0].lower() != _CLOSE[0]]
+            message = {**message, "headers": [*others, _CLOSE]}
         await self._send(message)
 
     def release(self) -> None:

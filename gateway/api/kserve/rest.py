@@ -39,6 +39,7 @@ from gateway.api.shapes import (
     ModelReadiness,
     Readiness,
 )
+from gateway.request.body_memory import count_answer
 from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
@@ -203,6 +204,7 @@ class _KServeRoutes:
             response = await self._servicer.ModelInfer(asked, None)
             # It may have a thousand long texts.
             answer, size = await asyncio.to_thread(_answer, response, _binary_outputs(body))
+            count_answer(len(answer))
             if size is not None:
                 headers.update({_BINARY_HEADER: str(size), "content-type": _BINARY})
             yield answer
@@ -216,7 +218,9 @@ class _KServeRoutes:
 
         async def make() -> AsyncGenerator[bytes, None]:
             response = await self._servicer.ModelInfer(asked, None)
-            yield await asyncio.to_thread(lambda: as_json(_generated_json(response)))
+            answer = await asyncio.to_thread(lambda: as_json(_generated_json(response)))
+            count_answer(len(answer))
+            yield answer
 
         return WholeResponse(make, str, {}, DIALECT)
 

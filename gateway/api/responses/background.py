@@ -37,7 +37,7 @@ from gateway.auth.keys import Authenticator
 from gateway.replicas.events import Chunk, Completed, Event, TokenRun
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
-from gateway.request.body_memory import keep_memory
+from gateway.request.body_memory import count_answer, keep_memory
 from gateway.request.generator import Generator
 from gateway.request.prepare import CallParameters
 from gateway.request.violations import renamed
@@ -155,13 +155,14 @@ class BackgroundResponses:
         Raises:
             NotFound: it is not here.
             InvalidArgument: it has no event of this number yet; `field_name` is where the reader said the number.
+            ResourceExhausted: there is no memory for the first ones.
         """
         name = tenant, response_id
         last = await self._store.run(self._store.last_number, tenant, response_id) if after >= 0 else after
         if last < after and await self.get(tenant, response_id) is not None:
             description = f'is {after}; the last event of response "{response_id:.80}" so far is number {last}'
             raise invalid_field(field_name, description)
-        news, had = self._news.setdefault(name, _News()), after
+        news, had, most_bytes = self._news.setdefault(name, _News()), after, 0
         news.num_readers += 1
         try:
             while True:
@@ -169,6 +170,10 @@ class BackgroundResponses:
                 status, pieces = await self._store.run(self._store.pieces, tenant, response_id, after)
                 if status is None:
                     raise no_background(response_id)
+                if (num_bytes := sum(len(piece.data) for piece in pieces)) > most_bytes:
+                    # The reader may take them as slowly as it likes.
+                    count_answer(num_bytes - most_bytes)
+                    most_bytes = num_bytes
                 for piece in pieces:
                     events = piece.data.split(b"\n\n")[after + 1 - piece.first : -1]
                     after = piece.first + piece.number - 1

@@ -10,6 +10,7 @@ events of a response are one sequence, whoever wrote them and however late.
 
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ RUNNING = (QUEUED, IN_PROGRESS)
 MAX_RUNNING = 1024
 """How many responses of one tenant may run in the background at once."""
 LEASE_S = 5.0
+# So many bytes of events are read at once, and the rest of a piece.
+_PIECES_BYTES = 1 << 18
 _LOCK_TIMEOUT_S = 5.0
 _ROW_BYTES = 500
 _TABLES = """
@@ -194,8 +197,8 @@ class BackgroundStore:
                 self._make_room(database)
 
     def pieces(self, tenant: str, response_id: str, after: int) -> tuple[str | None, list[Piece]]:
-        """The state of a response, None if it is not here, and its events behind the number `after`; the first piece
-        may begin earlier."""
+        """The state of a response, None if it is not here, and the next events behind the number `after`; the first
+        piece may begin earlier."""
         # The state first: where that is an end, all events are there.
         state = self._database.execute(
             "SELECT status FROM background WHERE tenant = ? AND id = ?", (tenant, response_id)
@@ -204,8 +207,14 @@ class BackgroundStore:
             "SELECT first, number, data, tokens FROM background_events WHERE tenant = ? AND id = ? AND first + number "
             "> ? ORDER BY first LIMIT 256",
             (tenant, response_id, after + 1),
-        ).fetchall()
-        pieces = [Piece(first, number, data, _tokens(tokens)) for first, number, data, tokens in rows]
+        )
+        pieces, num_bytes = list[Piece](), 0
+        # Closed, it holds no snapshot of the file.
+        with closing(rows):
+            for first, number, data, tokens in rows:
+                pieces.append(Piece(first, number, data, _tokens(tokens)))
+                if (num_bytes := num_bytes + len(data)) >= _PIECES_BYTES:
+                    break
         return state[0][0] if state else None, pieces
 
     def news(self) -> list[tuple[str, str]]:

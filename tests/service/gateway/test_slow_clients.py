@@ -1,6 +1,7 @@
 """Clients that stop in the middle, of sending or of reading."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -118,6 +119,33 @@ async def test_an_http_client_that_reads_slowly_gets_all_of_one_large_answer(gat
         assert loop.time() - began > 3 * SHORT_S
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_long_answers_that_nobody_takes_have_a_limit_together(scheduler, is_stream):
+    size = 1_000_000
+    async with running_gateway(scheduler, max_message_bytes=2 * size, max_total_body_bytes=4 * size) as gateway:
+        # A tool that is left out, but shown.
+        tool = {"type": "web_search", "filters": "x" * size}
+        body = {"input": "hi", "max_output_tokens": 1, "tools": [tool], "background": is_stream}
+        path = f"/v1/responses/{(await gateway.http.post('/v1/responses', json=body)).json()['id']}"
+        events = path + ("?stream=true" if is_stream else "")
+        answer, statuses = (await gateway.http.get(events)).content, list[int]()
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):
+                connection = stack.enter_context(slow_reader(gateway))
+                connection.sendall(request(f"GET {events}"))
+                head = await asyncio.get_running_loop().sock_recv(connection, 20)
+                statuses.append(int(head.split()[1]))
+            # Events of one write to the store are read at once.
+            assert statuses[0] == 200 if is_stream else statuses[:3] == [200] * 3
+            assert statuses[3:] == [429] * 5
+
+        async def is_over() -> bool:
+            return not gateway.gateway._http._bodies.num_bytes
+
+        await until(is_over)
+        assert (await gateway.http.get(events)).content == answer
+
+
 @pytest.mark.parametrize("sent", [b"", b'{"prompt": '])
 async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, scheduler, sent):
     with await connection_to(gateway) as connection:
@@ -129,16 +157,22 @@ async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, sc
 
 def large_answer(gateway, **fields) -> socket.socket:
     """The connection of a client that has asked for hundreds of kilobytes, little of which lies in the kernel."""
-    # Connections inherit it.
-    gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    connection = slow_reader(gateway)
     asked = {"prompt": "slow", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
     body = json.dumps(asked | fields).encode()
+    connection.sendall(request("POST /v1/completions", {"content-length": str(len(body))}, body))
+    return connection
+
+
+def slow_reader(gateway) -> socket.socket:
+    """A connection of which little lies in the kernel."""
+    # Connections inherit it.
+    gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, _, port = gateway.gateway.http_address.rpartition(":")
     connection.connect((host, int(port)))
     connection.setblocking(False)
-    connection.sendall(request("POST /v1/completions", {"content-length": str(len(body))}, body))
     return connection
 
 
