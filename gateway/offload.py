@@ -134,6 +134,10 @@ class FairExecutor:
             finish, key = min(startable)
             flow = self._flows[key]
             turn = next(iter(flow.jobs))
+            if turn.cancelled():
+                # Its caller has left, and has not heard of it yet.
+                self._remove(key, turn)
+                continue
             flow.served = finish
             self._virtual_time = max(self._virtual_time, finish)
             self._remove(key, turn)
@@ -141,8 +145,10 @@ class FairExecutor:
             turn.set_result(None)
 
     def _remove(self, key: tuple[str, bool], turn: asyncio.Future[None]) -> None:
-        """Removes a waiting job. A flow without jobs is forgotten; the next one begins at the virtual time."""
-        tenant, flow = key[0], self._flows[key]
+        """Removes a job if it waits. A flow without jobs is forgotten; the next one begins at the virtual time."""
+        tenant, flow = key[0], self._flows.get(key)
+        if flow is None or turn not in flow.jobs:
+            return
         self._waiting_bytes[tenant] -= flow.jobs.pop(turn)
         if not flow.jobs:
             del self._flows[key]

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -140,6 +141,25 @@ async def test_work_of_a_caller_that_left_is_not_run_and_leaves_room(make_jobs):
     jobs.release()
     await last
     assert jobs.ran == ["last"]
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_a_caller_that_leaves_as_its_turn_comes_passes_it_on(make_jobs, num_turns):
+    jobs = make_jobs(1)
+    running = await jobs.block("a", SHORT)
+    left, behind = jobs.start("a", "left", SHORT), jobs.start("a", "behind", SHORT)
+    await until_waiting()
+    jobs.release()
+    # The loop hears of the end of the function in the next turns.
+    time.sleep(0.05)  # noqa: ASYNC251 (the loop is to stand still)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    left.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(running, behind, jobs.start("b", "last", SHORT))
+        with suppress(asyncio.CancelledError):
+            await left
+    assert jobs.ran[-2:] == ["behind", "last"]
 
 
 async def test_a_thread_is_taken_until_the_function_ends_also_if_the_caller_left(make_jobs):
