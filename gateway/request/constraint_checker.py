@@ -153,6 +153,11 @@ class FairTurns:
                 # The turn came at the same time as the cancellation.
                 self._num_running -= 1
                 self._wake_next()
+            elif turn in (queue := self._waiting.get(tenant, ())):
+                # Nobody is refused for the sake of those who have left.
+                self._waiting[tenant].remove(turn)
+                if not queue:
+                    del self._waiting[tenant]
             raise
 
     def _wake_next(self) -> None:

@@ -239,12 +239,18 @@ async def test_too_many_waiting_constraints_are_refused_with_a_time_to_come_back
 
 
 async def test_one_that_leaves_the_queue_gives_its_turn_on() -> None:
-    turns, gate = FairTurns(1, 3, 3), asyncio.Event()
+    turns, gate = FairTurns(1, 2, 2), asyncio.Event()
 
     async def work() -> None:
         await gate.wait()
 
-    first, second, third = (asyncio.create_task(turns.run("a", work)) for _ in range(3))
+    first, left, second, third = (asyncio.create_task(turns.run("a", work)) for _ in range(4))
+    await asyncio.sleep(0)
+    assert isinstance(third.exception(), ResourceExhausted)
+    # It leaves its place to another one, before any turn comes.
+    left.cancel()
+    await asyncio.wait([left])
+    third = asyncio.create_task(turns.run("a", work))
     await asyncio.sleep(0)
     second.cancel()
     gate.set()
