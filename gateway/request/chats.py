@@ -65,10 +65,14 @@ async def prepare_chat(
     if not is_constrained:
         size = sum(len(tool.parameters) for tool in prompt.tools)
         size += 0 if prompt.response_format is None else prompt.response_format.ByteSize()
-        if size <= _INLINE_BYTES:
-            constraint = _constraint(prompt, offered, chat, tokenizer)
-        else:
-            constraint = await executor.run(current_tenant(), size, _constraint, prompt, offered, chat, tokenizer)
+        try:
+            if size <= _INLINE_BYTES:
+                constraint = _constraint(prompt, offered, chat, tokenizer)
+            else:
+                constraint = await executor.run(current_tenant(), size, _constraint, prompt, offered, chat, tokenizer)
+        except RecursionError as error:
+            # JSON in a text is as deep as its parser allows; values of keywords without schemas have no other limit.
+            raise invalid_field("tools", "have a schema with values that are nested too deeply") from error
     if constraint is not None and not constraint.HasField("begins_after"):
         must_match = prompt.response_format is not None or (offered is not None and offered.is_forced)
         opening = _set_beginning(constraint, answer_format, must_match=must_match)

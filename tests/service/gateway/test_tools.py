@@ -3,6 +3,7 @@
 import json
 from typing import Any, cast
 
+import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf import json_format
@@ -109,6 +110,13 @@ BAD = [
     ({"response_format": common_pb2.Constraint(json_schema="{")}, "response_format.json_schema", "not valid JSON"),
     ({"response_format": common_pb2.Constraint(lark='start: "a"')}, "response_format", "combined with tools"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [300, 900, 10_000])
+async def test_however_deep_a_schema_is_it_is_no_failure(rig, depth):
+    tool = pb.Tool(name="f", parameters='{"type": "object", "minimum": ' + "[" * depth + "]" * depth + "}")
+    code = await rig.gateway.generation.Chat(request(tools=[tool])).code()
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 @pytest.mark.parametrize(("fields", "field", "says"), BAD, ids=lambda value: value if isinstance(value, str) else "")
