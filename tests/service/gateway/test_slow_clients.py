@@ -123,11 +123,16 @@ async def test_an_http_client_that_reads_slowly_gets_all_of_one_large_answer(gat
 async def test_long_answers_that_nobody_takes_have_a_limit_together(scheduler, is_stream):
     size = 1_000_000
     async with running_gateway(scheduler, max_message_bytes=2 * size, max_total_body_bytes=4 * size) as gateway:
+
+        async def is_over() -> bool:
+            return not gateway.gateway._http._bodies.num_bytes
+
         # A tool that is left out, but shown.
         tool = {"type": "web_search", "filters": "x" * size}
         body = {"input": "hi", "max_output_tokens": 1, "tools": [tool], "background": is_stream}
         path = f"/v1/responses/{(await gateway.http.post('/v1/responses', json=body)).json()['id']}"
         events = path + ("?stream=true" if is_stream else "")
+        await until(is_over)
         answer, statuses = (await gateway.http.get(events)).content, list[int]()
         with contextlib.ExitStack() as stack:
             for _ in range(8):
@@ -138,10 +143,6 @@ async def test_long_answers_that_nobody_takes_have_a_limit_together(scheduler, i
             # Events of one write to the store are read at once.
             assert statuses[0] == 200 if is_stream else statuses[:3] == [200] * 3
             assert statuses[3:] == [429] * 5
-
-        async def is_over() -> bool:
-            return not gateway.gateway._http._bodies.num_bytes
-
         await until(is_over)
         assert (await gateway.http.get(events)).content == answer
 
