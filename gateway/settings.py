@@ -136,7 +136,12 @@ class RequestLimits(ServiceFlags):
     """Limits of requests and answers."""
 
     max_message_bytes: int = setting(
-        4 * 1024 * 1024, "maximum bytes of a message of a client", parse=parse_bytes, minimum=1024
+        4 * 1024 * 1024,
+        "maximum bytes of a message of a client",
+        parse=parse_bytes,
+        minimum=1024,
+        # Of protobuf and of gRPC.
+        maximum=(1 << 31) - 1,
     )
     max_total_body_bytes: int = setting(
         256 * 1024 * 1024,
@@ -251,6 +256,7 @@ class ConnectionLimits(ServiceFlags):
         "seconds after which a gRPC client is told to open a new connection for its next calls, which spreads clients "
         "over gateways (default: 10 where several gateways share a port, else never)",
         minimum=0.1,
+        maximum=1_000_000,
         metavar="SECONDS",
     )
     slow_reader_timeout: float = setting(

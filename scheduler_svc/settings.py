@@ -113,6 +113,7 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
         10_000,
         "max steps whose events are kept, for replays and while nobody subscribes, at most 256 MiB of them",
         minimum=1,
+        maximum=1 << 30,
         metavar="STEPS",
     )
     kv_events_format: str = setting(

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import allow_open_files, serve
+from gateway.app import Gateway, allow_open_files, serve
 from gateway.settings import GatewaySettings
 from quire.rpc.address import AddressInUse
-from quire.settings import ConfigurationError
+from quire.settings import ConfigurationError, load_settings
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.tokenizers import byte_level, write_model_directory
 
@@ -95,3 +95,19 @@ def test_as_many_files_may_be_open_as_connections_need(monkeypatch, caplog, high
     # Where there are enough, nothing changes.
     allow_open_files(100)
     assert len(set_to) == 1
+
+
+async def test_the_greatest_numbers_that_grpc_takes_are_taken_and_greater_ones_refused_in_one_line():
+    flags = {"--max-message-bytes": (1 << 31) - 1, "--max-connection-age": 1_000_000}
+
+    argv = [
+        "--grpc-port=0",
+        "--http-port=0",
+        "--max-total-body-bytes=4GiB",
+        *(f"{flag}={flags[flag]}" for flag in flags),
+    ]
+    settings = load_settings(GatewaySettings, argv, {}, program="quire gateway")
+    await (await Gateway.start(settings)).stop(0)
+    for flag, value in flags.items():
+        with pytest.raises(ConfigurationError, match=f"{flag}: .* the greatest value is {value}"):
+            load_settings(GatewaySettings, [f"{flag}={value + 1}"], {}, program="quire gateway")

@@ -45,3 +45,8 @@ def test_an_address_of_events_that_zeromq_cannot_use_is_refused(address: str) ->
 def test_what_belongs_to_events_goes_with_them(flag: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--kv-events-{flag} needs --kv-events ADDRESS"):
         load(f"--kv-events-{flag}{value}")
+
+
+def test_more_kept_events_than_zeromq_counts_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--kv-events-buffer: .* the greatest value is 1073741824"):
+        load("--kv-events=ipc:///run/events", f"--kv-events-buffer={1 << 31}")
