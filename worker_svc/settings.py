@@ -82,7 +82,7 @@ class WorkerFlags(StepFlags):
         None, "longest sequence in tokens; not given, that of the model", minimum=1, common=True
     )
     num_threads: int | None = setting(
-        None, "threads of one operation on cpu; not given, one for each available processor", minimum=1
+        None, "threads of one operation on cpu; not given, one for each available processor", minimum=1, maximum=1024
     )
     thread_binding: str = setting(
         "auto",
