@@ -54,7 +54,7 @@ from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_header import part_names
 from quire.model_directory import OLDER_QUANTIZATIONS, HubName, ModelDirectory, shard_names, weight_files
 from quire.progress import DOWNLOADING, LoadProgress, Report, no_report, of_bytes
-from quire.settings import ConfigurationError
+from quire.settings import ConfigurationError, TemporaryError
 from quire.version import VERSION
 
 _CONFIG = "config.json"
@@ -293,7 +293,7 @@ class _Pull:
             if parts is Parts.ALL:
                 weight_files(snapshot)
         except ConfigurationError as error:
-            raise ConfigurationError(
+            raise _missing(
                 f"{self._model} is not whole in the cache, and {self._offline or _BROKEN}: {error}; "
                 f"`quire pull {self._model}` fetches the rest once there is a connection"
             ) from error
@@ -466,10 +466,10 @@ def _explained(model: HubName) -> Iterator[None]:
             f"{model.repository} has no revision {model.revision}; a revision is a branch, a tag or a commit"
         ) from error
     except HfHubHTTPError as error:
-        raise ConfigurationError(_http_reason(model, error)) from error
+        raise _refused(model, error) from error
     except LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, HfHubHTTPError):
-            raise ConfigurationError(_http_reason(model, error.__cause__)) from error
+            raise _refused(model, error.__cause__) from error
         if isinstance(error.__cause__, FileMetadataError):
             raise ConfigurationError(
                 f"{constants.ENDPOINT} does not answer as a hub does; check HF_ENDPOINT and the proxy"
@@ -482,7 +482,7 @@ def _explained(model: HubName) -> Iterator[None]:
         if reason.startswith("ReadTimeout"):
             seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
             reason = f"several attempts brought nothing within {seconds} s; HF_HUB_DOWNLOAD_TIMEOUT sets another time"
-        raise ConfigurationError(
+        raise TemporaryError(
             f"the connection to {constants.ENDPOINT} broke ({reason}); what has arrived is kept, "
             f"`quire pull {model}` goes on from there"
         ) from error
@@ -494,14 +494,16 @@ def _explained(model: HubName) -> Iterator[None]:
         ) from error
 
 
-def _http_reason(model: HubName, error: HfHubHTTPError) -> str:
+def _refused(model: HubName, error: HfHubHTTPError) -> ConfigurationError:
     status = error.response.status_code
     said = _one_line(error.server_message or f"HTTP status {status}")
     if status in (401, 403):
-        return f"{constants.ENDPOINT} refuses {model}: {said}; check HF_TOKEN ({_token_state()})"
+        return ConfigurationError(f"{constants.ENDPOINT} refuses {model}: {said}; check HF_TOKEN ({_token_state()})")
     if status == 429:
-        return f"{constants.ENDPOINT} limits the rate of requests: {said}; try again later, or set HF_TOKEN"
-    return f"{constants.ENDPOINT} cannot send {model}: {said}; try again later"
+        return TemporaryError(
+            f"{constants.ENDPOINT} limits the rate of requests: {said}; try again later, or set HF_TOKEN"
+        )
+    return TemporaryError(f"{constants.ENDPOINT} cannot send {model}: {said}; try again later")
 
 
 def _one_line(error: object) -> str:
@@ -512,8 +514,13 @@ def _token_state() -> str:
     return "no token is set" if get_token() is None else "a token is set"
 
 
+def _missing(text: str) -> ConfigurationError:
+    """The error for what the cache has not, where the hub is not asked or does not answer."""
+    return ConfigurationError(text) if constants.HF_HUB_OFFLINE else TemporaryError(text)
+
+
 def _not_cached(model: HubName, reason: str) -> ConfigurationError:
-    return ConfigurationError(
+    return _missing(
         f"{model} is not in the cache {constants.HF_HUB_CACHE}, and {reason}; `quire pull {model}` fetches it once "
         "there is a connection"
     )

@@ -40,6 +40,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 __all__ = [
     "ConfigurationError",
     "Option",
+    "TemporaryError",
     "flags_of",
     "load_settings",
     "make_parser",
@@ -67,6 +68,11 @@ _BYTES_UNITS = {"": 1, "B": 1} | {
 
 class ConfigurationError(Exception):
     """The configuration cannot work; the message is one clear line. The process exits with status 2."""
+
+
+class TemporaryError(ConfigurationError):
+    """A later start may find it mended, such as a hub of models that cannot be reached. A service exits with another
+    status than 2, so that its supervisor starts it again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 import quire
 from quire.logs import change_level
-from quire.settings import ConfigurationError
+from quire.settings import ConfigurationError, TemporaryError
 
 CONFIGURATION_EXIT_STATUS = 2
-LOST_PEER_EXIT_STATUS = 75
-"""The exit status of a process that lost a process which it cannot run without (EX_TEMPFAIL: try again)."""
+TEMPORARY_EXIT_STATUS = LOST_PEER_EXIT_STATUS = 75
+"""The exit status of a process that lost a process which it cannot run without, or found something that may be mended
+at its next start (EX_TEMPFAIL: try again)."""
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "quire_cli")
 # Distributions that are not named as their modules are.
 _DISTRIBUTIONS = {"zmq": "pyzmq"}
@@ -51,15 +52,15 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
         program: What the user called, for example "quire worker".
 
     Returns:
-        0 after a signal or when `main` returned, 2 on ConfigurationError and where a package is not installed, 1 on any
-        other error (logged).
+        0 after a signal or when `main` returned, 2 on ConfigurationError and where a package is not installed, 75 on
+        TemporaryError, 1 on any other error (logged).
     """
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_until_signalled(main))
     except ConfigurationError as error:
         report_configuration_error(error, program=program)
-        return CONFIGURATION_EXIT_STATUS
+        return TEMPORARY_EXIT_STATUS if isinstance(error, TemporaryError) else CONFIGURATION_EXIT_STATUS
     except ModuleNotFoundError as error:
         report_configuration_error(missing_package(error), program=program)
         return CONFIGURATION_EXIT_STATUS

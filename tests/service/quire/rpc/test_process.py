@@ -11,7 +11,7 @@ import pytest
 PRELUDE = """
 import asyncio, sys
 from quire.rpc.process import run_service
-from quire.settings import ConfigurationError
+from quire.settings import ConfigurationError, TemporaryError
 async def forever(clean_up=0.0):
     print("up", flush=True)
     try:
@@ -99,6 +99,7 @@ def test_a_hangup_is_no_second_signal_and_one_that_nohup_ignores_is_none(start) 
     ("main", "status", "error"),
     [
         ("refuse", 2, r"quire thing: error: --x is wrong\n"),
+        ("lambda: fail(TemporaryError('the hub is away'))", 75, r"quire thing: error: the hub is away\n"),
         ("lambda: fail(ValueError('broken'))", 1, r"quire thing failed\nTraceback [\s\S]*\nValueError: broken\n"),
         ("lambda: asyncio.sleep(0)", 0, ""),
     ],
