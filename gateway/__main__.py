@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gateway.settings import GatewaySettings
 from quire import failpoint
-from quire.logs import configure_logging
+from quire.logs import begin_logging
 from quire.rpc.process import imports_that_stay, run_service
 from quire.settings import load_settings
 
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.nice(settings.niceness)
         with imports_that_stay():
             from gateway.app import serve
-        configure_logging("gateway", settings.log_level, settings.log_format)
+        level, form = settings.log_level, settings.log_format
+        begin_logging("gateway", level, form, GatewaySettings, os.environ, program=_PROGRAM)
         await serve(settings)
 
     return run_service(start, program=_PROGRAM)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from quire import clock
+from quire.settings import misspelt_variables
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -36,6 +37,15 @@ def configure_logging(service: str, level: str = "info", log_format: str = "text
     logging.basicConfig(handlers=[ServiceHandler(service, level, log_format)], force=True)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_fault_of_a_caller)
     _set_level(level)
+
+
+def begin_logging(
+    service: str, level: str, log_format: str, settings: type, environ: Mapping[str, str], *, program: str
+) -> None:
+    """`configure_logging`, and a warning for each variable of the environment that is almost one of the settings."""
+    configure_logging(service, level, log_format)
+    for line in misspelt_variables(settings, environ, program=program):
+        _logger.warning("%s", line)
 
 
 def _is_no_fault_of_a_caller(record: logging.LogRecord) -> bool:

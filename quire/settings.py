@@ -44,15 +44,20 @@ __all__ = [
     "flags_of",
     "load_settings",
     "make_parser",
+    "misspelt_variables",
     "parse_bytes",
     "setting",
     "to_argv",
+    "variables_of",
 ]
 
 T = TypeVar("T")
 
 _METADATA_KEY = "quire.setting"
 _CONFIG_FIELD = "config"
+_VARIABLE_PREFIX = "QUIRE_"
+# Of two names of which one is the other with a mistake, by difflib.
+_SAME_LETTERS = 0.9
 # Of argparse's messages.
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<flag>--[\w-]+)")
 _VALUE_OF_BOOL = re.compile(r"argument (?P<flag>--\S+)/(?P<negated>--no-\S+): ignored explicit argument (?P<value>.+)")
@@ -172,6 +177,25 @@ def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] 
         return cls(**values)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def variables_of(cls: type) -> list[str]:
+    """The environment variables that a settings class reads."""
+    return [option.variable for option in _options_of(cls) if option.variable]
+
+
+def misspelt_variables(cls: type, environ: Mapping[str, str], *, program: str) -> list[str]:
+    """A line for each variable that is almost one of the class. Others that the class does not have are left alone:
+    services share files of variables, and NAME_2 is of a second one."""
+    known = variables_of(cls)
+    lines: list[str] = []
+    for name in sorted(environ):
+        is_ours = name.startswith(_VARIABLE_PREFIX) and environ[name] and name not in known
+        if not is_ours or any(name.startswith(f"{each}_") for each in known):
+            continue
+        for near in difflib.get_close_matches(name, known, 1, _SAME_LETTERS):
+            lines.append(f"{name} is set, and no setting of {program}; did you mean {near}?")
+    return lines
 
 
 def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
@@ -309,7 +333,7 @@ def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> Option:
     described: _Setting = field.metadata[_METADATA_KEY]
     kind = _without_none(hint)
     flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
-    variable = described.variable or "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper()
+    variable = described.variable or _VARIABLE_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
     return Option(
         declared_by=declared_by,
         name=field.name,

@@ -12,7 +12,7 @@ from quire.logs import json_line
 from quire.model_source import hub_name
 from quire.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, stop_signals
-from quire.settings import load_settings
+from quire.settings import load_settings, misspelt_variables
 from quire_cli.pull import Stopped, fetch
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
 from quire_cli.supervisor.process import print_error
@@ -79,6 +79,8 @@ async def _serve(settings: ServeSettings) -> int:
         loop.add_signal_handler(number, on_signal, number)
     for number in _LOG_LEVEL_SIGNALS:
         loop.add_signal_handler(number, server.signal, number)
+    for mistake in misspelt_variables(ServeSettings, os.environ, program=PROGRAM):
+        report(mistake)
     with suppress(asyncio.CancelledError):
         async with server:
             with suppress(asyncio.CancelledError):

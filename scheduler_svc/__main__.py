@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from quire import failpoint
+from quire.logs import begin_logging
 from quire.rpc.process import imports_that_stay, leave_out_of_collections, run_service
 from quire.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         failpoint.arm(os.environ)
         settings = load_settings(SchedulerSettings, arguments, os.environ, program=PROGRAM)
+        level, form = settings.log_level, settings.log_format
+        begin_logging("scheduler", level, form, SchedulerSettings, os.environ, program=PROGRAM)
         with imports_that_stay():
             from scheduler_svc.service.app import serve
         await serve(settings, on_attached=leave_out_of_collections)

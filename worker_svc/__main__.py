@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from quire import failpoint
+from quire.logs import begin_logging
 from quire.rpc.process import command_of, environ_of, imports_that_stay, run_service
 from quire.settings import load_settings
 from worker_svc.settings import WorkerSettings
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal is_discarded
         failpoint.arm(os.environ)
         settings = load_settings(WorkerSettings, flags, os.environ, program=PROGRAM)
+        level, form = settings.log_level, settings.log_format
+        begin_logging("worker", level, form, WorkerSettings, os.environ, program=PROGRAM)
         # OpenMP reads it when torch is imported. Threads that spin at the end of each operation wait for a partner that
         # has lost its core to another process, which costs a time slice, again and again (ADR 0005).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.logs import REQUEST_ID, change_level, configure_logging, set_request_id
+from quire.logs import REQUEST_ID, begin_logging, change_level, configure_logging, set_request_id
 from quire.rpc.process import run_service
+from quire.service_flags import ProcessFlags
 
 LOGGER = logging.getLogger("some.module")
 
@@ -35,6 +36,14 @@ def test_a_record_is_one_line_with_service_and_logger(capsys: pytest.CaptureFixt
     pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} WARNING worker some\.module 3 blocks\n"
     assert re.fullmatch(pattern, captured.err)
     assert captured.out == ""
+
+
+def test_a_variable_that_is_misspelt_is_logged_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"QUIRE_LOG_LEVL": "secret", "QUIRE_LOG_LEVEL": "info"}
+    begin_logging("worker", "info", "json", ProcessFlags, environ, program="quire worker")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "QUIRE_LOG_LEVL is set, and no setting of quire worker; did you mean" in json.loads(line)["message"]
+    assert "secret" not in line
 
 
 def test_texts_of_callers_forge_no_record_and_no_colour(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """Flags, environment and defaults into a dataclass."""
 
+import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.settings import ConfigurationError, load_settings, parse_bytes, setting, to_argv
+from quire.settings import (
+    ConfigurationError,
+    load_settings,
+    misspelt_variables,
+    parse_bytes,
+    setting,
+    to_argv,
+    variables_of,
+)
+from quire_cli.main import COMMANDS
 
 
 def _one_text(text: str) -> tuple[str, ...]:
@@ -257,3 +268,28 @@ def test_parse_bytes_reads_sizes_and_refuses_what_is_none() -> None:
     for text in ("", "-1", "1gib", "GiB", "1 2", "1e9", "0x10"):
         with pytest.raises(ValueError, match="expected a size"):
             parse_bytes(text)
+
+
+def test_a_variable_that_is_almost_one_of_a_setting_is_named_with_it() -> None:
+    environ = {"QUIRE_MEMROY": "1", "QUIRE_NUM_BLOCK": "2", "QUIRE_PEERS": "a", "QUIRE_OTHER": "3", "MEMRY": "4"}
+    environ |= {"QUIRE_NUM_BLOCKS_2": "5", "QUIRE_PEER": ""}
+    assert misspelt_variables(Settings, environ, program="quire thing") == [
+        "QUIRE_MEMROY is set, and no setting of quire thing; did you mean QUIRE_MEMORY?",
+        "QUIRE_NUM_BLOCK is set, and no setting of quire thing; did you mean QUIRE_NUM_BLOCKS?",
+    ]
+
+
+def test_what_another_command_reads_is_not_taken_for_a_mistake() -> None:
+    """Services and commands share files of variables."""
+    of_commands = {
+        name: getattr(importlib.import_module(module), cls)
+        for name, command in COMMANDS.items()
+        for module, _, cls in [command.flags.get("", "quire_cli.serve:").partition(":")]
+        if command.reads_environ and cls
+    }
+    known = {variable: "x" for cls in of_commands.values() for variable in variables_of(cls)}
+    compose = Path(__file__).resolve().parents[3].joinpath("compose.yaml").read_text()
+    known |= dict.fromkeys(re.findall(r"QUIRE_[A-Z0-9_]+", compose), "x")
+    assert len(known) > 200
+    for name in ("serve", "gateway", "scheduler", "worker"):
+        assert misspelt_variables(of_commands[name], known, program=name) == []
