@@ -77,8 +77,10 @@ COPY --from=gateway-packages /install /usr/local
 COPY --from=quire /install /usr/local
 # gRPC and HTTP.
 EXPOSE 50051 8000
+# Health is asked there, whatever certificate clients are shown.
+ENV QUIRE_LOCAL_SOCKET=/tmp/gateway.sock
 HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
-    CMD ["python", "/opt/quire/healthcheck.py", "127.0.0.1:50051"]
+    CMD ["python", "/opt/quire/healthcheck.py", "unix:/tmp/gateway.sock"]
 CMD ["gateway"]
 
 FROM base AS scheduler

@@ -116,10 +116,25 @@ def test_images_are_pinned_run_as_nobody_in_particular_and_say_whether_they_serv
     assert set(stages) <= {"${PYTHON_IMAGE}", "packages", "base"}
     for target in ("gateway", "scheduler", "worker-cpu", "worker-cuda"):
         stage = dockerfile.partition(f"FROM base AS {target}\n")[2].partition("\nFROM ")[0]
-        (port,) = re.findall(r'^HEALTHCHECK .*"127\.0\.0\.1:(\d+)"\]$', stage, re.MULTILINE)
+        (address,) = re.findall(r'^HEALTHCHECK .*"(\S+)"\]$', stage, re.MULTILINE)
+        if target == "gateway":
+            # Clients may be shown a certificate that is not of the container's address, or no certificate of ours.
+            assert f"ENV QUIRE_LOCAL_SOCKET={address.removeprefix('unix:')}\n" in stage
+            continue
+        host, _, port = address.rpartition(":")
+        assert host == "127.0.0.1"
         assert port in re.findall(r"^EXPOSE ([\d ]+)$", stage, re.MULTILINE)[0].split()
     users = re.findall(r"^USER (\S+)$", dockerfile, re.MULTILINE)
     assert users == ["10001:10001", "0", "10001:10001"]
+
+
+def test_the_health_of_a_gateway_is_asked_where_no_certificate_matters(
+    services: dict[str, Any], with_tls: dict[str, Any]
+) -> None:
+    for each in (services, with_tls):
+        for name in ("gateway", "gateway-2"):
+            *_, address = each[name]["healthcheck"]["test"]
+            assert address == f"unix:{each[name]['environment']['QUIRE_LOCAL_SOCKET']}"
 
 
 def test_the_dockerfile_breaks_no_rule_of_hadolint() -> None:
