@@ -416,6 +416,10 @@ def _lost_again(seed: int, draw: Random) -> Plan:
         prompt, pause_s = fresh(draw, draw.randint(1, 40)), draw.uniform(1.3, 1.6) / (options.n or 1)
         stream = Generate(number, draw.uniform(0, 0.5), "client-0", "ann", prompt, options, Verb.DURABLE)
         requests.append(replace(cast(Any, with_stops(draw, stream)), pause_s=pause_s))
+    summed = Random(f"sums {seed}")
+    if summed.random() < 0.5:
+        # Whoever goes on from its tokens has the sum of their log probabilities.
+        requests = [replace(cast(Any, each), options=replace(cast(Any, each).options, logprobs=0)) for each in requests]
     faults: list[Fault] = []
     for at in (draw.uniform(1.0, 4.0), draw.uniform(66.0, 72.0)):
         faults += [Kill(at, host) for host in layout.gateways]
@@ -453,6 +457,15 @@ def _stopped_early(seed: int, draw: Random) -> Plan:
         request = Generate(number, draw.uniform(0, 2), "client-0", "ann", fresh(draw, 9), options, verb)
         text = answer_of(request, 0).sequences[0].text[:20]
         requests.append(replace(request, options=replace(options, stop=(text[8:10], text[4:6] + "~"))))
+    late = Random(f"resumed at the end {seed}")
+    if late.random() < 0.5:
+        # Some are resumed when their usage is still to come.
+        requests = [
+            replace(each, taken_over_after_s=late.uniform(0.1, 1.5), num_takeovers=4)
+            if isinstance(each, Generate) and each.verb is Verb.DURABLE
+            else each
+            for each in requests
+        ]
     times = [2.8 * number + draw.uniform(0.5, 1.5) for number in range(draw.choice((0, 4)))]
     faults = [Cut(at, gateway, "scheduler-0", False, 2.4) for at in times for gateway in layout.gateways]
     return plan_of(seed, replace(layout, settings=settings), requests, faults)

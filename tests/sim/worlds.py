@@ -55,7 +55,7 @@ from tests.sim.world.faults import (
     Reset,
 )
 from tests.sim.world.gateways import gateways_without_sockets
-from tests.sim.world.http_calls import with_several_prompts
+from tests.sim.world.http_calls import with_returns, with_several_prompts
 from tests.sim.world.knobs import CROWDS, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_need
@@ -101,6 +101,8 @@ _WITH_LEAST = 0.05
 """The share of worlds in which outputs have a least length."""
 _SEVERAL = 0.06
 """The share of worlds in which calls have several prompts."""
+_RETURNING = 0.04
+"""The share of worlds in which durable streams go over HTTP, whose clients leave and come back."""
 _UNUSUAL = 0.02
 """The share of worlds in which something happens again, long after the first time, or ends early elsewhere."""
 _TO_THEIR_PLACE = 0.02
@@ -158,6 +160,9 @@ def draw_plan(seed: int) -> Plan:
         plan = with_least_lengths(lengths, plan)
     if several.random() < _SEVERAL:
         plan = replace(plan, requests=with_several_prompts(several, plan.requests))
+    returns = Random(f"durable readers back {seed}")
+    if returns.random() < _RETURNING:
+        plan = replace(plan, requests=with_returns(returns, plan.requests))
     return plan
 
 
@@ -250,6 +255,7 @@ def run_world(
                 raise StuckError(f"{', '.join(cluster.held)}: {error}") from error
             cluster.check()
             cluster.check_charges(charges)
+            cluster.check_tallies()
             on_quiet(cluster)
             cluster.check_left()
             for disk in cluster.disks.values():

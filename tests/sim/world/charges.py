@@ -39,7 +39,7 @@ class Charges:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Inside the block, all charges are noted."""
-        charge, resumed = quota._charge, Account.resumed
+        charge, resumed, admitted = quota._charge, Account.resumed, Account.admitted
 
         def note(bucket: TokenBucket | None, amount: float, now: float) -> None:
             if bucket is not None:
@@ -58,7 +58,24 @@ class Charges:
                     report(AssertionError("a stream that is resumed does not count as a request of its key"))
                 yield other
 
-        with patch.object(quota, "_charge", note), patch.object(Account, "resumed", note_resumed):
+        @contextmanager
+        def note_admitted(
+            account: Account, num_tokens: int = 0, generated: Callable[[], float] = lambda: 0
+        ) -> Iterator[Use]:
+            before = dict[int, float]()
+            try:
+                with admitted(account, num_tokens, generated) as use:
+                    try:
+                        yield use
+                    finally:
+                        buckets = [each for each in (account._requests, account._tokens) if each is not None]
+                        before = {id(each): self._taken[id(each)] for each in buckets} if use.generated() else {}
+            finally:
+                if any(self._taken[each] < taken - _TOLERANCE for each, taken in before.items()):
+                    report(AssertionError("a request that has generated something gets back what it was charged"))
+
+        changed = {"resumed": note_resumed, "admitted": note_admitted}
+        with patch.object(quota, "_charge", note), patch.multiple(Account, **changed):
             yield
 
 

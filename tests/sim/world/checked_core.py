@@ -27,6 +27,7 @@ from scheduler_svc.core.request import (
     Adapter,
     ClientId,
     Constraint,
+    MovedBlocks,
     PinQuotaError,
     QueueFullError,
     RequestKey,
@@ -42,6 +43,7 @@ from tests.sim.world.fairness import Shares
 from tests.sim.world.http_calls import salt_of
 from tests.sim.world.leaving import AdapterUse, out_of_order
 from tests.sim.world.onlooker import Onlooker
+from tests.sim.world.tallies import Tally
 from tests.sim.world.told import watched_log
 from tests.sim.world.traffic import Generate
 from tests.sim.world.turns import Turns
@@ -79,6 +81,8 @@ class CheckedScheduler(Scheduler):
     """Whom others made room for last."""
     _makes_slots = False
     """Whether groups are preempted for the next tokens of others."""
+    _is_refitting = False
+    """Whether workers with another pool are being attached."""
     _has_preempted = False
     """Whether groups were, for those of the step that was planned last."""
 
@@ -92,6 +96,10 @@ class CheckedScheduler(Scheduler):
         self._own_losses: dict[RequestKey, tuple[Progress, int, int]] = {}
         self._answered_at = 0.0
         self._times_of: dict[RequestKey, list[float]] = {}
+        self._fetched = set[RequestKey]()
+        """Requests of which blocks were asked for."""
+        self._entered: dict[RequestKey, dict[int, int]] = {}
+        """Tokens that sequences had when their groups entered the batch last."""
         self._started_at: dict[RequestKey, float] = {}
         self._num_preempted = Counter[RequestKey]()
         self._searched_at: dict[RequestKey, float] = {}
@@ -100,7 +108,7 @@ class CheckedScheduler(Scheduler):
         """Whether a step was answered since the worker was attached, and was so when it was lost."""
         self._pinned_until: dict[str, tuple[float, float]] = {}
         self._num_answered = Counter[RequestKey]()
-        self._turns, self._onlooker = Turns(), Onlooker()
+        self._turns, self._onlooker, self.tally = Turns(), Onlooker(), Tally()
         self._last_turn: str | None = None
         self._num_checks = 0
         self.forgotten = set[BlockHash]()
@@ -139,6 +147,8 @@ class CheckedScheduler(Scheduler):
         def give_way(pool: BlockPool) -> bool:
             if len(self.leases) or len(self.promises):
                 self._report(AssertionError("a pin ends before leases and promises do"))
+            if len(self.running) > 1:
+                self._report(AssertionError("a pin ends for others than a request that runs alone"))
             return pins_give_way(pool)
 
         self.pins.give_way = give_way
@@ -162,6 +172,10 @@ class CheckedScheduler(Scheduler):
             self._entering = group
             if not self._are_in_order(candidates):
                 self._report(AssertionError("others are to leave before the newest ones of those who got the most"))
+            if group.request.is_offer:
+                self._report(
+                    AssertionError(f"others are to leave for {group.request.request_id}, which runs elsewhere")
+                )
             chosen = victims(group, candidates, to_grow)
             all_leave = len(chosen) == len(self.running)
             if not all_leave and self._make_room_by(chosen or candidates, group) != bool(chosen):
@@ -236,6 +250,7 @@ class CheckedScheduler(Scheduler):
             ):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             num_free, needed = batch.blocks.pool.num_free, self._room._blocks_taken(group)
+            self._entered[group.request.key] = {each.index: each.num_tokens for each in group.unfinished}
             done = enter(group, now)
             if num_free - batch.blocks.pool.num_free > needed:
                 self._report(AssertionError(f"{group.request.request_id} takes more than {needed} blocks"))
@@ -356,6 +371,7 @@ class CheckedScheduler(Scheduler):
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
         plan = super().schedule(now)
+        self.tally.planned(plan)
         if plan is not None and self.preparations.suspect_is_next:
             self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
         self._observe_fairness()
@@ -449,6 +465,11 @@ class CheckedScheduler(Scheduler):
         num_cached = group.cached_tokens
         self._started_at.setdefault(group.request.key, now)
         super()._start(group, now)
+        self.tally.begun(group)
+        source, own = group.request.source, MovedBlocks(group.request.key)
+        is_asked = own.key in self._fetched or own in [each.need for each in self.preparations._underway.values()]
+        if source is not None and num_cached is None and not (is_asked or self.trials.are_on):
+            self._report(AssertionError(f"{group.request.request_id} runs, and nobody has asked for its blocks"))
         if num_cached not in (None, group.cached_tokens):
             self._report(AssertionError(f"{group.request.request_id} counts its own blocks as cached"))
 
@@ -485,6 +506,8 @@ class CheckedScheduler(Scheduler):
             raise
         if is_full:
             self._report(AssertionError(f"{request.request_id} is taken by a queue that has no room"))
+        if request.key.client != PIN_CLIENT:
+            self.tally.count("offered" if request.is_offer else "submitted")
         self._times_of[request.key] = [now]
         added = len(request.prompt) + sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
         if self.waiting._tokens[request.key] != added:
@@ -528,6 +551,7 @@ class CheckedScheduler(Scheduler):
         sealed = super().hand_over(key, lease, now, lease_s)
         if sealed is not None and is_lost:
             self._report(AssertionError(f"{key} moves, and what it has generated is lost"))
+        self.tally.count("out", sealed is not None)
         self._check()
         return sealed
 
@@ -551,7 +575,9 @@ class CheckedScheduler(Scheduler):
         if self.trials.are_on and step is not None:
             sequences = self.batch.rows.sequences_in(step.rows)
             self._num_answered.update({each.request.key for each in sequences if each is not None})
+        applied = self.tally.applying(self, result)
         events = super().apply(result, now)
+        applied(events)
         self._has_answered = True
         for group in searching:
             if group.beams is not None and group.beams.num_generated:
@@ -620,6 +646,7 @@ class CheckedScheduler(Scheduler):
         told = super().take_preparations()
         if (wrong := self._turns.wrong(wanted, [each.need for each in told])) is not None:
             self._report(AssertionError(wrong))
+        self._fetched.update(each.need.key for each in told if isinstance(each.need, MovedBlocks))
         waits = self.preparations
         kinds = Counter(type(each.need) for each in waits._underway.values())
         if max(kinds[Constraint], kinds[Adapter]) > _UNDERWAY:
@@ -638,6 +665,8 @@ class CheckedScheduler(Scheduler):
         if isinstance(need, Constraint):
             self._compiled = [each for each in self._compiled if each != need] + [need]
         events = super().prepared(number, failure, failed)
+        if arriving is not None:
+            self.tally.fetched(arriving, len(failed))
         if arriving is not None and any(arriving.hashes[index] in self.tier for index in failed):
             self._report(AssertionError("blocks that did not come from disk are asked for again"))
         self._check()
@@ -762,6 +791,8 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others"))
         super()._preempt(group, now)
         self._num_preempted[group.request.key] += 1
+        self.tally.count("preemptions")
+        self.tally.count("swap_outs", group.request.key in self.swapped)
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
             self._fairness.leaves(group)
@@ -784,6 +815,8 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{tenant} may not pin blocks that there is room for"))
             raise
         except QueueFullError:
+            if self._is_refitting:
+                self._report(AssertionError(f"{tenant} loses a pin for a full queue when its worker is back"))
             if before - {pin.pin_id for pin in self.pins}:
                 self._report(AssertionError(f"{tenant} loses a pin that is pinned again"))
             raise
@@ -830,7 +863,9 @@ class CheckedScheduler(Scheduler):
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         before = [group.request.key for group in self.waiting if group.request.key.client != PIN_CLIENT]
         ends = {pin.pin_id: pin.expires_at for pin in self.pins}
+        self._is_refitting = True
         failures = super().refit(config, now)
+        self._is_refitting = False
         self._watch_pins()
         # Blocks of another size give other ids.
         if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
@@ -862,6 +897,10 @@ class CheckedScheduler(Scheduler):
         before = {} if self.config.policy is PolicyKind.FCFS else dict.fromkeys(self.running)
         if self.config.policy is PolicyKind.FAIR:
             before = {group: self.batch.num_new_tokens(group) for group in before}
+            for group in before:
+                first, had = group.computing[0], self._entered[group.request.key]
+                if first.row is not None and self.batch.rows.num_entered[first.row] != had[first.index]:
+                    self._report(AssertionError(f"{group.request.request_id} counts other tokens than it entered with"))
         super()._displace(now)
         displaced = [group for group in before if group.request.key not in self.running]
         if not displaced:
@@ -874,7 +913,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a request displaces one whose turn is not over"))
         elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
-        is_all = len(displaced) < scheduler_core._MAX_DISPLACED and len(self.running)
+        is_all = len(displaced) < scheduler_core._MAX_DISPLACED and (len(self.running) or len(self.promises))
         if is_all and not self._room.fits(entering, self._room.to_grow()):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 

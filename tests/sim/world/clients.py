@@ -10,6 +10,7 @@ import grpc
 
 from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy, convert
 from quire.client.retries import Resumption
+from quire.client.types import StreamEvent
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import DeadlineExceeded, NotFound, QuireError, from_rpc_error
 from tests.sim.world.gateways import character_of, key_of
@@ -214,6 +215,7 @@ class _SubmitsOnce(Resumption):
     no sooner than it was told."""
 
     report: Callable[[FalseAnswerError], object] = lambda _: None
+    _lost_since: float | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
 
     @classmethod
@@ -226,7 +228,19 @@ class _SubmitsOnce(Resumption):
         delay_s = Resumption.delay_after(self, error)
         if delay_s < (error.retry_after_ms or 0) / 1000:
             self.report(FalseAnswerError(f"{self.request_id} comes back after {delay_s} s, too soon for {error}"))
+        now, policy = self.attempts.time.clock(), self.attempts.policy
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        if self._is_lost and policy is not None and now + delay_s > self._lost_since + policy.resume_for_s + 1e-6:
+            self.report(FalseAnswerError(f"{self.request_id} is lost since {self._lost_since}, and tries on at {now}"))
         return delay_s
+
+    def accept(self, event: StreamEvent) -> StreamEvent | None:
+        self._lost_since = None
+        return Resumption.accept(self, event)
+
+    def found(self) -> None:
+        self._lost_since = None
+        Resumption.found(self)
 
     def call(self) -> Any:
         if self._runs and not self._is_submitted:

@@ -30,6 +30,7 @@ from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
 from scheduler_svc.service.cache_digest import CacheDigest
+from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
@@ -48,6 +49,7 @@ from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.sleeps import CheckedLoop, Operator
 from tests.sim.world.supervisor import Supervised
+from tests.sim.world.tallies import checked_routing, counted_once, wrong_at, wrong_at_gateways
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, parent_of, watched_errors
@@ -661,6 +663,20 @@ class Cluster:
                     if count > _MOST_LEFT:
                         raise FalseAnswerError(f"{node.name} is quiet and has {count} tasks of {name}")
 
+    def check_tallies(self) -> None:
+        """Raises FalseAnswerError where metrics say otherwise than what happened. To be called where nothing runs."""
+        wrong = [
+            f"{host}: {each}" for host, core in self.cores.items() for each in core.tally.wrong(self._metrics_of(host))
+        ]
+        if not (self.circumstances.has_faults or self.circumstances.deadly or self.circumstances.deadly_need):
+            wrong += wrong_at_gateways(self.gateways.values(), self.stories)
+        wrong += filter(None, map(wrong_at, self.gateways.values()))
+        if wrong:
+            raise FalseAnswerError(f"metrics: {'; '.join(wrong)}")
+
+    def _metrics_of(self, host: str) -> SchedulerMetrics:
+        return self.loops[host]._metrics
+
     def check_concurrency(self) -> None:
         """Raises FalseAnswerError where more requests of a key run than it may have at once."""
         for host, gateway in self.gateways.items():
@@ -753,6 +769,8 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
     with (
         watched_errors(lambda: clusters[-1].cores[host()].is_late),
         ordered(CheckedScheduler._report, lambda name: parent_of(clusters[-1].names, name)),
+        checked_routing(),
+        counted_once(),
         simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),

@@ -27,6 +27,8 @@ _SILENCE_S = 80.0
 """What a client waits for bytes: streams have comments every fifteen seconds."""
 _KEPT_S = 60.0
 """For how long a client uses an idle connection again: shorter than the gateway keeps it."""
+_MAX_VISITS, _RETURN_S = 8, 1.0
+"""How often the client of a durable stream comes, and how long it waits where its connection was cut."""
 _FRONTS = {each.path: each(cast(Any, None)) for each in (Completions, OpenAiChat, Responses, Messages)}
 _OPENAI = (Front.COMPLETIONS, Front.CHAT)
 # What an error in a stream may be, which has no status, and one of Anthropic's, which have no reasons.
@@ -34,7 +36,7 @@ _CODES = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "ABORTED
 _REASONS: Mapping[str, Sequence[str]] = {
     "UNAVAILABLE": ("MODEL_CHANGED",),
     "INTERNAL": ("NON_FINITE_LOGITS", "WORKER_LOST"),
-    "RESOURCE_EXHAUSTED": ("RATE_LIMIT_EXCEEDED", "QUEUE_FULL", "CONCURRENCY_LIMIT"),
+    "RESOURCE_EXHAUSTED": ("RATE_LIMIT_EXCEEDED", "QUEUE_FULL", "CONCURRENCY_LIMIT", "DURABLE_LIMIT"),
 }
 _ERROR_FIELDS = {"message", "type", "param", "code"}
 
@@ -116,6 +118,28 @@ def _over_http(draw: Random, request: Generate) -> Generate:
     return replace(request, front=front, options=options, verb=verb, timeout_s=None, taken_over_after_s=None)
 
 
+def with_returns(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Many of the requests are durable streams over HTTP, whose clients leave and come back again and again."""
+    return tuple(_returning(draw, each) if isinstance(each, Generate) else each for each in requests)
+
+
+def _returning(draw: Random, request: Generate) -> Generate:
+    over_http = request if request.front is not None else _over_http(draw, request)
+    is_bound = request.others or request.adapter is not None or request.deadly_at is not None
+    if is_bound or over_http.front is None or draw.random() < 0.3:
+        return request
+    # A call that comes back counts for the rates of its key.
+    return replace(
+        over_http,
+        verb=Verb.STREAM,
+        tenant=request.tenant if request.tenant in ("ann", "bob") else "ann",
+        timeout_s=None,
+        leaves_after_s=None,
+        taken_over_after_s=None,
+        returns_after=draw.choice((1, 3, 10, 30)),
+    )
+
+
 def with_several_prompts(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
     """Many of the requests are completions of several prompts, of which some begin alike."""
     return tuple(
@@ -161,7 +185,8 @@ def _body_of(request: Generate) -> dict[str, Any]:
     is_list = request.front is Front.COMPLETIONS and request.number % 2
     prompt = [[*each] for each in (request.prompt, *request.others)] if request.others else [*request.prompt]
     body = _FRONTS[request.front.value]._body(prompt if is_list or request.others else text, fields)
-    return body | ({"stream": True} if request.verb is Verb.STREAM else {})
+    streams = {"stream": True} if request.verb is Verb.STREAM else {}
+    return body | streams | ({"durable": True} if request.returns_after else {})
 
 
 class _Reader:
@@ -169,6 +194,8 @@ class _Reader:
 
     Attributes:
         is_over: Whether the last event has come: nothing may follow.
+        num_events: How many events have come.
+        last_id: That of the last event that had one.
     """
 
     def __init__(self, request: Generate, testimony: Testimony) -> None:
@@ -178,19 +205,23 @@ class _Reader:
         self._answers: dict[int, Answer] = {}
         self._events: list[str] = []
         self.is_over = False
+        self.num_events = 0
+        self.last_id: str | None = None
 
     def whole(self, data: Any) -> None:
         """An answer that is no stream."""
         self._take(data, is_whole=True)
         self._end()
 
-    def event(self, name: str | None, data: str) -> Refusal | None:
+    def event(self, event_id: str | None, name: str | None, data: str) -> Refusal | None:
         """An event of a stream; returns the error that it is."""
         self._demand(not self.is_over, f"{data} comes after the end")
         if data == "[DONE]":
             self._end()
             return None
         value = json.loads(data)
+        if "error" not in value:
+            self._number(event_id, data)
         self._demand(name == value.get("type"), f"{value} has the name {name}")
         self._events.append(name or "")
         if "sequence_number" in value:
@@ -203,6 +234,16 @@ class _Reader:
             self._check_events()
             self._end()
         return None
+
+    def _number(self, event_id: str | None, data: str) -> None:
+        """Events of durable streams are numbered, and those of others are not."""
+        if self._request.returns_after is None:
+            self._demand(event_id is None, f"{data} has the id {event_id}")
+            return
+        prefix, _, number = (event_id or "").rpartition(":")
+        is_known = self.last_id is None or prefix == self.last_id.rpartition(":")[0]
+        self._demand(is_known and number == str(self.num_events), f"event {self.num_events} has the id {event_id}")
+        self.num_events, self.last_id = self.num_events + 1, event_id
 
     def _take(self, data: Any, *, is_whole: bool) -> None:
         if "choices" not in data:
@@ -310,15 +351,15 @@ class _Line:
         """The rest of an answer as JSON."""
         return json.loads(b"".join([chunk async for chunk in self.chunks()]))
 
-    async def events(self) -> AsyncIterator[tuple[str | None, str]]:
-        """The rest of an answer as server-sent events: name and data."""
+    async def events(self) -> AsyncIterator[tuple[str | None, str | None, str]]:
+        """The rest of an answer as server-sent events: id, name and data."""
         text = b""
         async for chunk in self.chunks():
             *whole, text = (text + chunk).split(b"\n\n")
             for each in whole:
                 fields = dict(line.split(": ", 1) for line in each.decode().split("\n"))
                 if "data" in fields:
-                    yield fields.get("event"), fields["data"]
+                    yield fields.get("id"), fields.get("event"), fields["data"]
         if text:
             raise FalseAnswerError(f"a stream ends in the middle of an event: {text}")
 
@@ -346,28 +387,49 @@ class HttpClient:
     _idle: list[_Line] = field(default_factory=list[_Line])
 
     async def ask(self, request: Generate, testimony: Testimony) -> None:
-        """Makes a call. Raises QuireError where it fails for a reason, and else FalseAnswerError."""
+        """Makes a call, or several of a durable stream, each of which gets the rest. Raises QuireError where it fails
+        for a reason, and else FalseAnswerError."""
+        reader = _Reader(request, testimony)
+        for number in range(_MAX_VISITS):
+            is_last = request.returns_after is None or number == _MAX_VISITS - 1
+            if await self._visit(request, testimony, reader, number, is_last=is_last):
+                return
+
+    async def _visit(
+        self, request: Generate, testimony: Testimony, reader: _Reader, number: int, *, is_last: bool
+    ) -> bool:
+        """Makes one of the calls of a request. Returns whether no other one is to follow."""
         assert request.front is not None
-        reader, refused = _Reader(request, testimony), None
+        refused, before = None, reader.num_events
         try:
-            async with self._line(request.number) as line:
-                key = {"authorization": f"Bearer {key_of(TENANT[request.tenant])}"}
-                await line.send("POST", request.front.value, key, json.dumps(_body_of(request)).encode())
+            async with self._line(request.number + number, is_new=number > 0) as line:
+                sent = {"authorization": f"Bearer {key_of(TENANT[request.tenant])}"}
+                if reader.last_id is not None:
+                    sent["last-event-id"] = reader.last_id
+                await line.send("POST", request.front.value, sent, json.dumps(_body_of(request)).encode())
                 status, headers = await line.answer()
                 if status != 200:
                     named = _STATUSES[status]
                     raise _RefusedError(_refusal_of(request.front, named, await line.value(), headers))
                 if request.verb is not Verb.STREAM:
-                    return reader.whole(await line.value())
-                async for name, data in line.events():
-                    refused = reader.event(name, data) or refused
+                    reader.whole(await line.value())
+                    return True
+                async for event_id, name, data in line.events():
+                    refused = reader.event(event_id, name, data) or refused
                     await asyncio.sleep(request.pause_s)
+                    if not is_last and reader.num_events - before == request.returns_after and not refused:
+                        return False
                 if refused is not None:
                     raise _RefusedError(refused)
                 if not reader.is_over:
                     raise FalseAnswerError(f"{request.request_id} ends before its last event")
+                return True
         except _CutError as error:
-            raise self._cut(request.request_id, error) from error
+            cut = self._cut(request.request_id, error)
+            if is_last or reader.last_id is None:
+                raise cut from error
+            await asyncio.sleep(_RETURN_S)
+            return False
         except _RefusedError as error:
             raise self._meant(request, error.refusal, testimony) from error
 
@@ -437,9 +499,9 @@ class HttpClient:
         raise FalseAnswerError(f"{request} fails by {refusal}")
 
     @asynccontextmanager
-    async def _line(self, number: int) -> AsyncIterator[_Line]:
+    async def _line(self, number: int, *, is_new: bool = False) -> AsyncIterator[_Line]:
         """A connection to some gateway. It is kept where the call is over."""
-        line = await self._connected(number)
+        line = await self._connected(number, is_new=is_new)
         try:
             yield line
         finally:
@@ -448,8 +510,8 @@ class HttpClient:
             else:
                 line.writer.close()
 
-    async def _connected(self, number: int) -> _Line:
-        while self._idle:
+    async def _connected(self, number: int, *, is_new: bool) -> _Line:
+        while self._idle and not is_new:
             line = self._idle.pop()
             if line.is_open:
                 return line

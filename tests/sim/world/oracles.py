@@ -307,6 +307,7 @@ class Circumstances:
         is_cancelled = generate is not None and generate.cancels_after_s is not None
         is_durable = generate is not None and generate.verb.is_durable
         is_taken_over = generate is not None and generate.taken_over_after_s is not None
+        returns = generate is not None and generate.returns_after is not None
         match error:
             case InvalidArgument():
                 yield isinstance(request, Pin) and len(request.prompt) < max(self.block_sizes)
@@ -322,7 +323,7 @@ class Circumstances:
                 yield self.has_short_queue
             case ResourceExhausted(reason="DURABLE_LIMIT"):
                 # A call that took the stream over hears of it, too.
-                yield self.has_few_durable and (is_durable or is_taken_over)
+                yield self.has_few_durable and (is_durable or is_taken_over or returns)
             case ResourceExhausted(reason="PIN_QUOTA"):
                 yield isinstance(request, Pin)
             case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
@@ -350,5 +351,7 @@ class Circumstances:
                 # A part of what is chosen at the end cannot be continued where nobody has it any more.
                 ends = generate is not None and (generate.chooses or is_cancelled or is_limited)
                 yield self.has_faults and is_durable and (ends or self.trouble_s > _PATIENCE_S)
+                # Over HTTP nobody submits anew what all processes that had it have lost.
+                yield returns and (self.has_faults or is_cancelled)
             case _:
                 pass

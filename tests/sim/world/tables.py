@@ -53,8 +53,10 @@ KEPT: dict[str, str] = {
         Outgoing.has_room Outgoing.moved Outgoing.refusals Pin.blocks Pin.hashes Pin.token_ids PrefixHashes._hashes
         Request.emitted Request.prompt Sequence.token_ids SequenceGroup.sequences Timeline.milestones""",
     "of classes of these tests, which have more attributes": """
-        BlockFile._written BlockManager._names Scheduler._compiled Scheduler._had_drafts Scheduler._names
+        BlockFile._written BlockManager._names Scheduler._compiled Scheduler._entered Scheduler._fetched
+        Scheduler._had_drafts Scheduler._names
         Scheduler._own_losses Scheduler._pinned_until Scheduler._place_of Scheduler._started_at Scheduler._times_of
+        _RecordedScheduler._entered _RecordedScheduler._fetched
         Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names _ObservedHashes._hashes
         _RecordedScheduler._compiled _RecordedScheduler._had_drafts _RecordedScheduler._names
         _RecordedScheduler._own_losses _RecordedScheduler._pinned_until _RecordedScheduler._place_of

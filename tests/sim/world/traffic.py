@@ -101,6 +101,8 @@ class Generate:
         deadly_at: The position of a token whose computation kills the worker, where it has one.
         front: The API by which it goes over HTTP, as a stream or not; None where it does not.
         others: Further prompts of its call, which has an answer with the sequences of all.
+        returns_after: Of a durable stream over HTTP, after how many events its client leaves and comes back for the
+            rest, through any gateway; None where it stays.
     """
 
     number: int
@@ -121,6 +123,7 @@ class Generate:
     adapter: str | None = None
     front: Front | None = None
     others: tuple[tuple[int, ...], ...] = ()
+    returns_after: int | None = None
 
     @property
     def request_id(self) -> str:

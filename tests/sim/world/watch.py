@@ -35,7 +35,7 @@ from scheduler_svc.service import step_loop
 from scheduler_svc.service.outbox import Readiness
 from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
 from scheduler_svc.service.step_loop import StepLoop
-from scheduler_svc.service.worker_link import WorkerHangsError
+from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
@@ -316,6 +316,7 @@ class CheckedRequests(Requests):
                 _demand(self._readers.get(handle) == (None if is_replayed else reader), "is told out of order", owned)
             if owned.is_over and owned.durable is None and reader is None:
                 plain[handle] = owned.history.size
+        _demand(self._readers.keys() <= self._by_handle.keys(), "tells readers of requests that it has forgotten")
         _demand(plain == self._undelivered and self._undelivered_size == sum(plain.values()), "counts what is kept")
         durable = {handle: owned for handle, owned in self._by_handle.items() if owned.durable is not None}
         _demand(durable == self._durable.requests, "knows which are durable")
@@ -374,7 +375,18 @@ for _name in ("forget", "forget_outputs", "deliver"):
 
 
 class CheckedDrains(StepLoop):
-    """A drain ends no sooner than leases do, where it has the time."""
+    """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke."""
+
+    _hung = False
+
+    def _take_loss(self, error: WorkerLostError) -> None:
+        self._hung = isinstance(error, WorkerFaultyError)
+        super()._take_loss(error)
+
+    def _judge_loss(self, scheduler: CoreScheduler, *, was_alive: bool) -> None:
+        if was_alive and self._hung:
+            report(AssertionError("a worker that hung counts as one whose link broke"))
+        super()._judge_loss(scheduler, was_alive=was_alive)
 
     async def drain(self, timeout_s: float | None) -> int:
         began_s = _now()
@@ -561,6 +573,7 @@ class Watch:
         found |= dict.fromkeys(self._left(gateways, tables), self.patience_s + 2 * self.failover_delay_s)
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
         found |= dict.fromkeys(self._misinformed(gateways), self.patience_s)
+        found |= dict.fromkeys(self._outdated(gateways), self.patience_s)
         found |= dict.fromkeys(self._untold(), _IDLE_S)
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         found |= dict.fromkeys(self._idle(), _IDLE_S)
@@ -756,6 +769,19 @@ class Watch:
                 continue
             if link.is_ready != loop.is_ready and not self._is_disturbed(host, gateway_host):
                 yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.is_ready}"
+
+    def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Gateways that know another pool of a replica than its worker has."""
+        for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
+            link = gateway._generator.replicas.links.get(self.address_of(host))
+            if host not in self.running or link is None or not (link.is_connected and loop.is_attached):
+                continue
+            welcome, info = link.welcome, loop.replica
+            assert welcome is not None
+            assert info is not None
+            known, there = (welcome.block_size, welcome.num_gpu_blocks), (info.block_size, info.num_gpu_blocks)
+            if known != there and not (loop.is_draining or self._is_disturbed(host, gateway_host)):
+                yield f"{gateway_host} takes {host} to have blocks {known}, and it has {there}"
 
     def _untold(self) -> Iterator[str]:
         """Schedulers without a worker that have yet to tell what has left their caches."""
