@@ -79,6 +79,8 @@ class LiveRequest:
         submissions: How often it was sent to a scheduler, except to those that drained.
         is_prepared: Whether it may be submitted; not before all requests of its call are valid.
         moves: How often it left a scheduler that had no worker, since its last token.
+        is_heir: Whether it goes on from an earlier entry of this gateway, and nothing has come since: another gateway
+            may have taken the request over from that one unnoticed.
         kv_source: Where the next scheduler finds blocks of it; None where there are none.
         model: The model of the scheduler that its tokens come from, or that has it; unknown before.
         prompt_logprobs: Log probabilities of the prompt tokens that the request asks for, as far as they came.
@@ -104,6 +106,7 @@ class LiveRequest:
         self.submissions = 0
         self.is_prepared = True
         self.moves = 0
+        self.is_heir = False
         self.kv_source: KvSource | None = None
         self.model = UNKNOWN_MODEL
         self.awaits_usage = False
@@ -240,7 +243,7 @@ class LiveRequest:
                     arrivals.gap_tokens.append(num_new)
                 arrivals.num_tokens += num_new
                 stream.last_token_at = now
-            self.moves = 0
+            self.moves, self.is_heir = 0, False
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
             self._news.set()

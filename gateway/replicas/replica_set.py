@@ -322,6 +322,7 @@ class Replicas:
         self._forget(earlier)
         if live.is_over:
             return
+        live.is_heir = True
         if link is None:
             self.place(live)
         elif link.is_connected:
@@ -579,6 +580,10 @@ class Replicas:
                 # Schedulers of earlier releases take nothing back.
                 self._refusing.add(link.address)
             self.place(live)
+        elif error.reason == "REQUEST_TAKEN_OVER" and live.is_heir:
+            # The call here is newer than the one that took it over.
+            live.is_heir = False
+            self.resume(live, link.address)
         elif error.reason == "MODEL_CHANGED":
             if _is_known(link, error):
                 # The end of a request that was resumed after it, or submitted again: it would be told again.

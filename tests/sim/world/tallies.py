@@ -73,7 +73,7 @@ class Tally:
             self.count("drafts_accepted", int(right.sum()) if result.num_drafts.any() else 0)
             is_current = (table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]
             drafted = [
-                (table.sequences[row], len(table.sequences[row].token_ids), *numbers)  # type: ignore[union-attr]
+                (table.sequences[row], len(table.sequences[row].token_ids), *numbers)
                 for row, is_its, *numbers in zip(
                     *(each.tolist() for each in (step.rows, is_current, right, result.num_drafts)), strict=True
                 )
@@ -193,7 +193,7 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
             num_calls = 1 + request.num_takeovers if request.taken_over_after_s is not None else 1
             # A call that is refused is made again.
             num_calls = math.inf if not story.has_ended or request.returns_after is not None else num_calls
-            most.update({name: wanted[name] * num_calls for name in wanted if wanted[name]})  # type: ignore[arg-type]
+            most.update({name: wanted[name] * num_calls for name in wanted if wanted[name]})
     said = {
         "requests": sum(_read(each, "quire_gateway_requests_total", {"outcome": "completed"}) for each in metrics),
         "prompt_tokens": sum(_read(each, "quire_gateway_prompt_tokens_total") for each in metrics),

@@ -26,7 +26,7 @@ from gateway.replicas.replica_set import Replicas
 from quire.common.v1.common_pb2 import KvSource
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, epoch_of_start
 from quire.replica_role import ReplicaRole
-from quire.rpc.errors import Internal, ResourceExhausted, Unavailable
+from quire.rpc.errors import Aborted, Internal, ResourceExhausted, Unavailable
 from quire.scheduler.v1.scheduler_pb2 import RequestFailure, TokenEvents
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
@@ -65,6 +65,7 @@ class Scheduler:
         self.num_deaths = 0
         self.submitted: list[int] = []
         self.released: list[int] = []
+        self.resumed: list[int] = []
         self.offered: list[int] = []
         self.aborted: list[int] = []
         self.has: dict[int, LiveRequest] = {}
@@ -75,6 +76,9 @@ class Scheduler:
         self.submitted.append(live.handle)
         self.has[live.handle] = live
         asyncio.get_running_loop().call_soon(self._serve, self, live)
+
+    def resume(self, live: LiveRequest) -> None:
+        self.resumed.append(live.handle)
 
     def offer(self, live: LiveRequest) -> None:
         self.offered.append(live.handle)
@@ -449,6 +453,35 @@ async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_place
     assert live.replica == other.address
     with pytest.raises(Unavailable, match="is not connected"):
         cluster.replicas.resume(live, gone.address)
+
+
+@pytest.mark.parametrize("has_news", [False, True])
+async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_before(has_news):
+    """Another gateway has read it meanwhile, and this one has not heard of that yet."""
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    earlier = cluster.place("story", durable=True)
+    scheduler.tell(runs=[TokenRun(earlier.handle, 0, 0, [50])])
+    live = cluster.ledger.prepare(earlier.request, TOKENIZER)
+    cluster.ledger.close(earlier)
+    cluster.ledger.enter(live)
+    live.catch_up(earlier, 1)
+    live.catch_up(earlier, 1)
+    cluster.replicas.hand_over(earlier, live)
+    if has_news:
+        # It is the reader by then, and the one that comes later has it for good.
+        scheduler.tell(runs=[TokenRun(live.handle, 0, 1, [51])])
+    taken_over = RequestFailed(live.handle, Aborted("is read by another call now", reason="REQUEST_TAKEN_OVER"))
+    scheduler.tell(failed=[taken_over])
+    assert (live.has_failed, scheduler.resumed) == (has_news, [] if has_news else [live.handle])
+    if not has_news:
+        assert live.replica == scheduler.address
+        scheduler.tell(runs=[TokenRun(live.handle, 0, 0, [50, 51])])
+        assert live.sequences[0].token_ids == [50, 51]
+        scheduler.tell(failed=[taken_over])
+    with pytest.raises(Aborted, match="another call"):
+        await live.result()
+    assert len(scheduler.resumed) == (not has_news)
 
 
 async def read_to_end(live: LiveRequest) -> None:
