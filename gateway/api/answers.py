@@ -467,6 +467,10 @@ class StreamedResponse(WatchedResponse):
         # Held during each write.
         self._lock = asyncio.Lock()
 
+    def use(self, dialect: Dialect, names: ParamNames) -> None:
+        """An error from now on has the form of this dialect, and these names of fields."""
+        self._dialect, self._names = dialect, names
+
     async def _make(self, send: Send) -> None:
         silence = asyncio.create_task(self._keep_alive(send))
         try:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from gateway.api.answers import (
     Dialect,
     HttpError,
+    ParamNames,
     StreamedResponse,
     WholeResponse,
     error_answer,
@@ -191,32 +192,36 @@ def resumed(
     """The events of a durable stream after the last one that the caller has. `read_call` reads the call that began it
     back; `dialect` is of errors before the first event."""
     live: list[LiveRequest] = []
-    return StreamedResponse(
-        partial(_rest, generator, last, read_call, live), lambda: bool(live), keep_alive_s, str, {}, dialect
+    response = StreamedResponse(
+        # An error is numbered behind the events before it, which the call alone knows.
+        lambda: _rest(generator, last, read_call, live, response.use),
+        lambda: bool(live),
+        keep_alive_s,
+        str,
+        {},
+        dialect,
     )
+    return response
 
 
 async def _rest(
-    generator: Generator, last: EventId, read_call: Callable[[LiveRequest], Call], running_now: list[LiveRequest]
+    generator: Generator,
+    last: EventId,
+    read_call: Callable[[LiveRequest], Call],
+    running_now: list[LiveRequest],
+    on_begin: Callable[[Dialect, ParamNames], object],
 ) -> AsyncGenerator[bytes, None]:
+    """`on_begin` gets the dialect of the call, and its names of fields, from the first event on."""
     async with generator.resume(last.request_id, ()) as live:
         call = read_call(live)
         shaper = await call.shaper(generator, [live])
         running_now.append(live)
         writer = EventWriter(call.dialect, last.request_id, last.number + 1)
-        has_begun = False
-        try:
-            async with aclosing(_events(call, shaper, [live], writer)) as written:
-                async for each in written:
-                    has_begun = has_begun or bool(each)
-                    if each:
-                        yield each
-        except QuireError as error:
-            if not has_begun:
-                raise
-            # Numbered behind the events before it, which the call alone knows.
-            say = call.dialect.error_event or call.dialect.error
-            yield call.dialect.event(say(error_answer(error, partial(call.param_name, 0))))
+        async with aclosing(_events(call, shaper, [live], writer)) as written:
+            async for each in written:
+                if each:
+                    on_begin(call.dialect, partial(call.param_name, 0))
+                    yield each
 
 
 def _running(

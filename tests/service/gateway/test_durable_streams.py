@@ -104,3 +104,21 @@ async def test_a_reader_that_comes_back_takes_the_stream_over(two):
     again.cancel()
     with contextlib.suppress(asyncio.CancelledError, httpx.HTTPError):
         await again
+
+
+async def test_an_error_is_the_last_event_of_a_stream_that_a_reader_came_back_to(two):
+    body = {"prompt": "Once", "max_tokens": 900, "stream": True, "durable": True, "request_id": "mine"}
+    body |= {"ignore_eos": True}
+    async with asyncio.timeout(30):
+        async with two.first.http.stream("POST", "/v1/completions", json=body) as first:
+            await anext(first.aiter_lines())
+        two.stand_still()
+        headers = {"last-event-id": "mine:0"}
+        async with two.second.http.stream("POST", "/v1/completions", headers=headers) as again:
+            lines = again.aiter_lines()
+            assert await anext(lines) == "id: mine:1"
+            await two.first.http.post("/v1/requests/mine/cancel")
+            rest = [line async for line in lines if line]
+    assert '"code":"cancelled_by_id"' in rest[-1]
+    registry = two.second.gateway._generator.metrics.registry
+    assert registry.get_sample_value("quire_gateway_requests_total", {"outcome": "completed"}) == 0
