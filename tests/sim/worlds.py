@@ -162,7 +162,10 @@ def draw_plan(seed: int) -> Plan:
         plan = replace(plan, requests=with_several_prompts(several, plan.requests))
     returns = Random(f"durable readers back {seed}")
     if returns.random() < _RETURNING:
-        plan = replace(plan, requests=with_returns(returns, plan.requests))
+        # What is read slowly is over for long when its reader comes back.
+        settings = replace(plan.layout.settings, durable_grace=60.0, max_durable_requests=MANY)
+        layout = replace(plan.layout, settings=settings)
+        plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
     return plan
 
 
