@@ -313,8 +313,12 @@ class _CutError(Exception):
 class _Line:
     """A connection of a client."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers_within_s: float | None
+    ) -> None:
+        """A whole answer may take as long as the world does; `answers_within_s` is for where connections break."""
         self._reader, self.writer = reader, writer
+        self._answers_within_s = answers_within_s
         self._state = h11.Connection(h11.CLIENT)
         self._used_at = asyncio.get_running_loop().time()
 
@@ -336,7 +340,7 @@ class _Line:
 
     async def answer(self) -> tuple[int, Mapping[str, str]]:
         """The status and the headers. Raises _CutError, as `chunks` does."""
-        head = await self._next()
+        head = await self._next(self._answers_within_s)
         return head.status_code, {name.decode(): value.decode() for name, value in head.headers}
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -363,10 +367,10 @@ class _Line:
         if text:
             raise FalseAnswerError(f"a stream ends in the middle of an event: {text}")
 
-    async def _next(self) -> Any:
+    async def _next(self, within_s: float | None = _SILENCE_S) -> Any:
         while (event := self._state.next_event()) is h11.NEED_DATA:
             try:
-                async with asyncio.timeout(_SILENCE_S):
+                async with asyncio.timeout(within_s):
                     data = await self._reader.read(65536)
             except (TimeoutError, OSError) as error:
                 raise _CutError(str(error)) from error
@@ -517,9 +521,11 @@ class HttpClient:
                 return line
             line.writer.close()
         first = number % len(self.gateways)
+        answers_within_s = _SILENCE_S if self.circumstances.may_cut else None
         for gateway in (*self.gateways[first:], *self.gateways[:first]):
             with suppress(OSError):
-                return _Line(*await connect(self.network, self.node, f"{gateway}:{HTTP_PORT}"))
+                ends = await connect(self.network, self.node, f"{gateway}:{HTTP_PORT}")
+                return _Line(*ends, answers_within_s=answers_within_s)
         raise _CutError("no gateway answers")
 
 
