@@ -14,9 +14,12 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.support.tiers import may_select
 
-# A shell starts its background jobs with SIGINT ignored, and programs inherit that; tests send it to programs.
+# A shell starts its background jobs with SIGINT ignored, nohup whatever it runs with SIGHUP, and programs inherit that;
+# tests send both to programs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

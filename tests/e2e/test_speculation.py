@@ -22,7 +22,6 @@ FLAGS = [
     "--max-model-len=512",
     "--num-threads=1",
     "--multi-step-ms=0",
-    "--speculate=off",
 ]
 MULTI_STEP = ["--multi-step-ms", "1000", "--max-drafts", "5"]
 POOLS = {

@@ -86,9 +86,10 @@ def make_request(
 
 
 class WholeEngine:
-    """A worker of these flags, and a core for each run."""
+    """A worker of these flags, without drafts unless they say so, and a core for each run."""
 
     def __init__(self, *flags: str) -> None:
+        flags = flags if "--speculate" in flags else (*flags, "--speculate=off")
         settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
         self.worker = build_worker(settings, DeviceLoop())
         runner = self.worker.runner
