@@ -262,6 +262,8 @@ class WorkerGroup:
         )
         # Of each rank, the answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
+        # Ranks that have sent a heartbeat since the last one of all.
+        self._alive: set[int] = set()
         # What ranks answered that have prepared something, by its number.
         self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
         self._tier = CommonTier(len(links))
@@ -280,8 +282,8 @@ class WorkerGroup:
         await self._write(message)
 
     async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
-        """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of rank 0. What others
-        fetched is told for each rank.
+        """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of each rank: nothing
+        takes too long while one is silent. What others fetched is told for each rank.
 
         Raises:
             WorkerLostError: a rank was lost, or sampled other tokens than rank 0.
@@ -307,8 +309,11 @@ class WorkerGroup:
                 return answer
             if answer is not None:
                 self._unmatched[rank].append(answer)
-            elif rank == 0:
-                return None
+            else:
+                self._alive.add(rank)
+                if len(self._alive) == len(self._links):
+                    self._alive.clear()
+                    return None
         return self._take_matched()
 
     def _take_matched(self) -> StepAnswer:
