@@ -1,7 +1,7 @@
 """What metrics and usage say, counted once more from what happens."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -176,7 +176,7 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
     """What the metrics of all gateways say together that is more or less than their clients saw. To be called where
     nothing broke and nothing runs."""
     metrics = [gateway._generator.metrics for gateway in gateways]
-    least, most = Counter[str](), Counter[str]()
+    least, most = Counter[str](), defaultdict[str, float](float)
     for story in stories:
         if isinstance(request := story.request, Generate):
             wanted = {
@@ -193,7 +193,8 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
             num_calls = 1 + request.num_takeovers if request.taken_over_after_s is not None else 1
             # A call that is refused is made again.
             num_calls = math.inf if not story.has_ended or request.returns_after is not None else num_calls
-            most.update({name: wanted[name] * num_calls for name in wanted if wanted[name]})
+            for name in filter(wanted.get, wanted):
+                most[name] += wanted[name] * num_calls
     said = {
         "requests": sum(_read(each, "quire_gateway_requests_total", {"outcome": "completed"}) for each in metrics),
         "prompt_tokens": sum(_read(each, "quire_gateway_prompt_tokens_total") for each in metrics),
@@ -201,7 +202,7 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
     }
     if any(each.value for own in metrics for each in _uncompleted(own)):
         # Perhaps it was refused, and then made again.
-        most["prompt_tokens"] = math.inf  # type: ignore[assignment]
+        most["prompt_tokens"] = math.inf
     wrong = [
         f"{name} is {value:g}, not {least[name]} to {most[name]}"
         for name, value in said.items()

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.moves import KvSource
@@ -19,7 +21,7 @@ from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
+from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from tests.support.core_driver import make_config, make_request
@@ -475,3 +477,22 @@ def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_toke
     bench.step(later)
     bench.requests.close(first)
     assert bench.resubmit(make_request(3), bench.connect(), has(0), nonce=2) is None
+
+
+def test_log_probabilities_of_a_prompt_have_no_gap(bench):
+    """Those of a chunk that is not finite do not come; what is behind it waits until the prompt is computed again."""
+    connection = bench.connect()
+    plain = make_request(1)
+    prompted = replace(plain, sampling=replace(plain.sampling, prompt_logprobs=0))
+    owned = bench.admit(prompted, connection)
+    for first, last in ((1, 3), (5, 7), (1, 5), (5, 7)):
+        columns = LogprobColumns.of_lines(
+            np.full(last - first, -1.5, np.float32),
+            np.ones(last - first, np.int32),
+            np.zeros((last - first, 0), np.int32),
+            np.zeros((last - first, 0), np.float32),
+        )
+        entry = PromptLogprobs(owned.key.handle, first, range(first, last), columns)
+        bench.requests.deliver_prompt_logprobs([entry])
+    given = [entry for outgoing in take_all(connection) for entry in outgoing.prompt_logprobs]
+    assert [token_id for entry in given for token_id in entry.token_ids] == [1, 2, 3, 4, 5, 6]
