@@ -56,10 +56,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Offer:
-    """Blocks by their hashes, each with how often it had been written; who fetches them now, and until when they are
-    offered."""
+    """Blocks, with their indices by hash; how often each had been written after the steps that came before; who fetches
+    them now, and until when they are offered."""
 
-    blocks: dict[bytes, tuple[int, int]]
+    blocks: Int32Array
+    index_of: dict[bytes, int]
+    writes: "Future[NDArray[np.int64]]"
     lease_s: float
     expires_at: float
     num_calls: int = 0
@@ -90,7 +92,7 @@ class Transfers:
         self,
         info: WorkerInfo,
         store: BlockStore,
-        call_device: Callable[[Callable[[], object]], "Future[Any]"],
+        call_device: Callable[[Callable[[], Any]], "Future[Any]"],
         tls: TlsIdentity | None = None,
         tier: DiskTier | None = None,
     ) -> None:
@@ -126,11 +128,11 @@ class Transfers:
         blocks, hashes = self._blocks_of(message.block_ids, message.hashes, "offer_blocks")
         now = clock.monotonic()
         self._offers = {lease: each for lease, each in self._offers.items() if each.num_calls or each.expires_at > now}
-        writes = self._store.seals.num_writes(blocks).tolist()
-        names = [each.tobytes() for each in hashes]
-        offered = dict(zip(names, zip(blocks.tolist(), writes, strict=True), strict=True))
+        # A step with drafts counts as a writer of each block that its row may be in, also of those that turn out final.
+        writes = self._call_device(partial(self._store.seals.num_writes, blocks))
+        index_of = {content.tobytes(): index for index, content in enumerate(hashes)}
         lease_s = message.lease_ms / 1e3
-        self._offers[message.lease] = _Offer(offered, lease_s, now + lease_s)
+        self._offers[message.lease] = _Offer(blocks, index_of, writes, lease_s, now + lease_s)
         self._news.set()
         self._news = asyncio.Event()
 
@@ -142,10 +144,12 @@ class Transfers:
             raise FailedPrecondition("the blocks of this worker mean something else", reason="KV_NAMESPACE")
         names = [request.hashes[start : start + HASH_BYTES] for start in range(0, len(request.hashes), HASH_BYTES)]
         offer = await self._offer_of(request.lease)
-        wanted = [(index, *offer.blocks[name]) for index, name in enumerate(names) if name in offer.blocks]
         offer.num_calls += 1
         told_at = clock.monotonic()
         try:
+            writes = await asyncio.shield(asyncio.wrap_future(offer.writes))
+            pairs = [(index, offer.index_of[name]) for index, name in enumerate(names) if name in offer.index_of]
+            wanted = [(index, offer.blocks[at], writes[at]) for index, at in pairs]
             for part in _parts(wanted, max(1, _MESSAGE_BYTES // self._store.block_bytes)):
                 response = await asyncio.get_running_loop().run_in_executor(None, self._read, part)
                 failpoint("worker.fetch.before_write")

@@ -21,6 +21,7 @@ from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, make_assign, make_batch, worker_stub
 from tests.support.worker_server import SMALL_WORKER, running_worker
 from worker_svc.device.disk_tier import BlockFile
+from worker_svc.device.seals import SealInventory
 from worker_svc.protocol import transfers
 
 MODEL = ModelFingerprint("a", "b", "c")
@@ -109,6 +110,30 @@ async def test_blocks_that_are_not_offered_or_were_written_since_do_not_come(pai
     await pair.offer([7, 3], HASHES[:2])
     await compute(pair.source, [9, 3, 6], row=1)
     assert await pair.move([11, 12, 13], HASHES) == [1, 2]
+
+
+async def test_blocks_come_that_a_step_before_the_offer_is_yet_to_count_as_written(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await compute(pair.source, [7, 3, 5])
+    is_offered = threading.Event()
+    begin_write, offer = SealInventory.begin_write, transfers.Transfers.offer
+
+    def begin_late(seals: SealInventory, block_ids: np.ndarray, step_number: int) -> None:
+        assert is_offered.wait(60)
+        begin_write(seals, block_ids, step_number)
+
+    def offer_first(of: transfers.Transfers, message: worker_pb2.OfferBlocks) -> None:
+        offer(of, message)
+        is_offered.set()
+
+    monkeypatch.setattr(SealInventory, "begin_write", begin_late)
+    monkeypatch.setattr(transfers.Transfers, "offer", offer_first)
+    again = make_assign(1, PROMPT, [7, 3, 5])
+    await pair.source.send(pair.source.step(assign=[again], batch=make_batch([1], [len(PROMPT)], [0])))
+    await pair.offer([7, 3], HASHES[:2])
+    await pair.source.result()
+    assert await pair.move([11, 12], HASHES[:2]) == []
 
 
 @pytest.mark.parametrize(
