@@ -53,9 +53,9 @@ protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 serve: setup ## serve a model on this machine
 	$(BIN)/quire serve $(ARGS)
 
-# File by file, so that what a file's tests share is made once.
+# File by file, so that what a file's tests share is made once; more processes than processors, since some only wait.
 PYTEST := $(BIN)/python -m pytest
-IN_PARALLEL := -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reorder
 SECOND_TIER := extended or all_isas
 
 test: setup triton-client ## show each promise once; or run the tests that ARGS names

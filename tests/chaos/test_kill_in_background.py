@@ -99,6 +99,7 @@ async def test_responses_in_the_background_survive(shared: Served, victims: tupl
             assert _told(events) == _told(expected)
 
 
+@pytest.mark.extended
 async def test_a_batch_survives_and_answers_each_request_once(shared: Served) -> None:
     await shared.server.wait_ready()
     body = {"model": "quire-tiny", "prompt": "Once", "max_tokens": 40, "temperature": 1, "ignore_eos": True}

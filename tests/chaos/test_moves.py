@@ -15,6 +15,7 @@ from tests.support.killing import Outputs, Stream
 from tests.support.processes import until_true
 from tests.support.two_replicas import TwoReplicas, ended, two_replicas
 
+pytestmark = pytest.mark.extended
 NUM_STREAMS = 8
 
 
@@ -36,8 +37,8 @@ async def read(replicas: TwoReplicas, streams: list[Stream]) -> Outputs:
     return [(stream.outputs, stream.texts) for stream in streams]
 
 
-async def advance(streams: list[Stream], num_tokens: int = 40) -> None:
-    """Waits until each has so many tokens, of many more."""
+async def advance(streams: list[Stream], num_tokens: int = 20) -> None:
+    """Waits until each has so many tokens, a block at least, of many more."""
     await until_true(lambda: all(len(each.token_ids) >= num_tokens for each in streams), timeout_s=100)
 
 
@@ -66,7 +67,6 @@ async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: Two
 LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] * 10)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("killed", [None, "worker-0", "worker-1"])
 async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_dies(
     tmp_path: Path, killed: str | None

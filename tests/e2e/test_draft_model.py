@@ -15,7 +15,6 @@ from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from tests.e2e.test_speculation import FLAGS, MULTI_STEP, POOLS, RECOMPUTE, SWAP, make_requests
 from tests.support.models import edit_config, edit_tensors, make_model
-from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import EveryDraft, WholeEngine, make_request
 from worker_svc import startup
 from worker_svc.device.device_loop import DeviceLoop
@@ -25,6 +24,8 @@ from worker_svc.device.runner import ModelRunner
 from worker_svc.models.base import ModelInput
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
+
+pytestmark = pytest.mark.extended
 
 
 def drafting(draft_model: Path, *flags: str, choice: EveryDraft | None = None) -> WholeEngine:
@@ -115,7 +116,6 @@ def test_blocks_of_the_prefix_cache_have_its_keys_and_values_of_prompts_and_of_a
     assert_full_blocks_are_those_of_the_model(on)
 
 
-@pytest.mark.extended
 def test_swaps_and_copies_of_blocks_keep_it_right(same: tuple[WholeEngine, WholeEngine]) -> None:
     off, on = same
     requests = [
@@ -136,7 +136,6 @@ class LateDraft(EveryDraft):
         return np.where(guesses.lengths > 100, guesses.num_tokens, 0)
 
 
-@pytest.mark.extended
 def test_rows_that_pay_late_are_caught_up_and_right() -> None:
     flags = [*FLAGS, "--dtype", "float32", "--max-num-batched-tokens", "40"]
     off, on = WholeEngine(*flags), drafting(resolve_model(None), *flags, choice=LateDraft())
@@ -145,8 +144,8 @@ def test_rows_that_pay_late_are_caught_up_and_right() -> None:
     assert share_right(on) > 0.9
 
 
-@parametrize_once(
-    "pool, config",
+@pytest.mark.parametrize(
+    ("pool", "config"),
     [(pool, SWAP) for pool in POOLS if pool != "int8 weights"] + [("bfloat16", {}), ("float32", RECOMPUTE)],
 )
 def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path: Path) -> None:
@@ -162,7 +161,6 @@ def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path
         assert (on.swap_outs > 0) == (config == SWAP)
 
 
-@pytest.mark.extended
 def test_several_passes_of_a_step_have_drafts_too() -> None:
     off, on = WholeEngine(*FLAGS), drafting(resolve_model(None), *FLAGS, *MULTI_STEP)
     requests = make_requests(off.worker.info.model.vocab_size)
@@ -175,7 +173,6 @@ def test_several_passes_of_a_step_have_drafts_too() -> None:
     assert on.num_accepted > 0
 
 
-@pytest.mark.extended
 def test_one_that_does_not_pay_drafts_next_to_nothing(tmp_path: Path) -> None:
     """Chosen by what it costs and by how often it was right."""
     off = WholeEngine(*FLAGS)

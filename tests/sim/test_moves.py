@@ -20,6 +20,7 @@ from tests.sim.world.network import Weather
 from tests.sim.world.traffic import LONGEST, Generate, Verb
 from tests.sim.world.world import Node, World
 from tests.sim.worlds import run_world
+from tests.support.tiers import parametrize_once
 
 NUM_WORLDS = 12
 BEGIN_S = 2.0
@@ -39,6 +40,7 @@ def crowded(seed: int) -> Plan:
     return replace(plan, layout=layout, faults=tuple(stops[:1]), low_limits=())
 
 
+@pytest.mark.extended
 def test_a_stream_does_not_stand_still_where_other_replicas_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds, left, pauses = list[World](), dict[str, float](), list[float]()
     hand_over, start = CheckedScheduler.hand_over, CheckedScheduler._start
@@ -100,7 +102,7 @@ def all_drain(seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(NUM_WORLDS))
+@parametrize_once("seed", range(NUM_WORLDS))
 def test_no_stream_ends_where_all_replicas_drain(seed: int) -> None:
     assert run_world(all_drain(seed)).errors == ()
 

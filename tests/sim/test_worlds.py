@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
+import pytest
+
 from tests.sim import worlds
 from tests.sim.plans import with_broken_naps
 from tests.sim.races import draw_moves_of_one_rank
@@ -27,6 +29,7 @@ def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
         check_world(draw_plan(seed))
 
 
+@pytest.mark.extended
 def test_worlds_that_once_failed() -> None:
     """By loads of adapters that never ended (288), by a request that displaced nobody though room had become enough
     (720201), by one that displaced others for rows that are kept for an offer (1130626), by workers that died of a

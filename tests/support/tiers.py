@@ -16,10 +16,14 @@ _SOME = re.compile(r"\bmark\.(extended|all_isas)\b|\b(cpu_kernels|parametrize_on
 _ALL_EXTENDED = re.compile(r"^pytestmark = pytest\.mark\.extended$", re.MULTILINE)
 
 
+def is_third_tier() -> bool:
+    """Whether tests take the time that `make test-long` has."""
+    return settings().max_examples > 100
+
+
 def few_examples() -> settings:
     """For a property whose examples take long: 20 of them in the first tier, as many as of others in the third."""
-    usual = settings().max_examples
-    return settings(max_examples=usual if usual > 100 else 20)
+    return settings() if is_third_tier() else settings(max_examples=20)
 
 
 def parametrize_once(names: str, cases: Sequence[Any], **options: Any) -> pytest.MarkDecorator:

@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.rig import EOS, TOKENIZER
+from tests.support.tiers import is_third_tier
 
 pytestmark = pytest.mark.extended
 CHECKS = [
@@ -61,7 +62,7 @@ RUNNING = {
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 # As many as other properties draw in the third tier.
-NUM_BODIES, NUM_PATHS = (1000, 50) if hypothesis.settings().max_examples > 100 else (40, 8)
+NUM_BODIES, NUM_PATHS = (1000, 50) if is_third_tier() else (20, 4)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import grpc.aio
 import httpx
+import pytest
 import pytest_asyncio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.internal import encoder
 from google.protobuf.message_factory import GetMessageClass
-from hypothesis import settings
 from pydantic_core import to_json
 
 from gateway.request.counting import EntryLimits
@@ -23,8 +23,9 @@ from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.measured_gateway import MeasuredGateway, measured_gateway
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import is_third_tier
 
+pytestmark = pytest.mark.extended
 # What a message may have, less what the fields around the filled one take.
 _ROOM = 4 * 1024 * 1024 - 4096
 # Levels of messages within messages; only those of google.protobuf.Struct go deeper.
@@ -332,18 +333,15 @@ async def over_http(http: httpx.AsyncClient) -> list[tuple[str, Call]]:
     return [(each.name, lambda each=each: call(each.path, each.make())) for each in http_calls(document, LIMITS)]
 
 
-# The first tier makes a few of the calls. Calls fill each field of gRPC in two ways or more, each of HTTP in three: all
-# ways in the third tier, each field in the second.
-GRPC_STEP, HTTP_STEP = (1, 1) if settings().max_examples > 100 else (2, 3)
+# The third tier makes all calls, which fill each field of gRPC in two ways or more, each of HTTP in three.
+GRPC_STEP, HTTP_STEP = (1, 1) if is_third_tier() else (7, 11)
 
 
-@parametrize_once("step", [20, GRPC_STEP])
-async def test_fields_of_grpc_calls_at_their_limits(gateway, step):
+async def test_fields_of_grpc_calls_at_their_limits(gateway):
     async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
-        assert await sweep(gateway, list(over_grpc(channel))[::step]) > 700 // step
+        assert await sweep(gateway, list(over_grpc(channel))[::GRPC_STEP]) > 700 // GRPC_STEP
 
 
-@parametrize_once("step", [30, HTTP_STEP])
-async def test_fields_of_http_bodies_at_their_limits(gateway, step):
+async def test_fields_of_http_bodies_at_their_limits(gateway):
     async with httpx.AsyncClient(base_url=gateway.http_url, timeout=None) as http:
-        assert await sweep(gateway, (await over_http(http))[::step]) > 900 // step
+        assert await sweep(gateway, (await over_http(http))[::HTTP_STEP]) > 900 // HTTP_STEP

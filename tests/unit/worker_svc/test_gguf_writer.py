@@ -190,6 +190,7 @@ def test_a_token_that_the_model_has_no_vector_for_is_not_written(tmp_path: Path)
     assert "tokenizer.ggml.padding_token_id" not in header.metadata
 
 
+@pytest.mark.extended
 def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))

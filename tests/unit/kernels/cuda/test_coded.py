@@ -28,6 +28,8 @@ from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
 
+pytestmark = pytest.mark.extended
+
 
 @given(
     coding=st.sampled_from(Coding),

@@ -20,10 +20,13 @@ from kernels.cuda.pointwise import add_rms_norm, layer_norm, rms_norm, silu_and_
 from kernels.packed_weight import Coding, Quantization
 from kernels.reference import ScoreRule
 from tests.support.coded_weights import make_coded
+from tests.support.tiers import is_third_tier
 from tests.unit.kernels.test_paged_attention import make_batch
 
 pytestmark = pytest.mark.extended
 
+# Of blocks within blocks, of one scale, and of scales beside the codes.
+SOME = [Coding.Q5_K, Coding.Q8_0, Coding.INT4, Coding.FP8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # What one program may have of a multiprocessor's memory on compute capability 9.0.
 SHARED_MEMORY = 227 * 1024
@@ -157,7 +160,7 @@ def coded_step(num_tokens: int, coding: Coding = Coding.Q4_K) -> None:
     coded.product(x[:, : weight.in_features], weight, x[0, :128], "identity", torch.bfloat16)
 
 
-@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("coding", Coding if is_third_tier() else SOME)
 def test_coded_products_run_on_tensor_cores_without_a_stack(compiled: set[Any], tmp_path: Path, coding: Coding) -> None:
     for num_tokens in (1, 100):
         coded_step(num_tokens, coding)

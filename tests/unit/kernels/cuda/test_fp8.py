@@ -13,6 +13,7 @@ from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from tests.support.coded_weights import dequantized, make_scaled
 from tests.support.triton_devices import KernelDevice
 
+pytestmark = pytest.mark.extended
 CUDA = torch.device("cuda")
 
 

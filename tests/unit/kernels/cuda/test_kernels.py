@@ -16,7 +16,6 @@ from kernels.cuda.pointwise import TILE, add_layer_norm, add_rms_norm, layer_nor
 from kernels.cuda.tiles import PagedBatch
 from kernels.reference import ScoreRule
 from tests.support.pairwise import pairwise
-from tests.support.tiers import parametrize_once
 from tests.support.triton_devices import KernelDevice
 from tests.unit.kernels.test_paged_attention import (
     SINKS,
@@ -27,6 +26,7 @@ from tests.unit.kernels.test_paged_attention import (
 )
 from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_rotary, naive_silu_and_mul
 
+pytestmark = pytest.mark.extended
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (40, 71), (1, 150)]
@@ -52,22 +52,22 @@ def assert_matches_naive(device: KernelDevice, batch: Batch, **options: Any) -> 
     assert_close(attend(device, batch, **options), naive_attention(batch, **options), batch.query.dtype)
 
 
-@parametrize_once(
-    "heads, block_size", [((6, 2), 16), ((2, 2), 1), ((4, 1), 5), ((20, 1), 5), ((6, 2), 64), ((2, 2), 32)]
+@pytest.mark.parametrize(
+    ("heads", "block_size"), [((6, 2), 16), ((2, 2), 1), ((4, 1), 5), ((20, 1), 5), ((6, 2), 64), ((2, 2), 32)]
 )
 def test_mixed_batch_matches_naive(device: KernelDevice, heads: tuple[int, int], block_size: int) -> None:
     assert_matches_naive(device, make_batch(MIXED, heads=heads, block_size=block_size))
 
 
-@parametrize_once("head_dim", [80, 8, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [80, 8, 128, 192, 256])
 def test_head_sizes_match_naive(device: KernelDevice, head_dim: int) -> None:
     for seed, dtype in enumerate(device.dot_dtypes):
         batch = make_batch(MIXED, heads=(4, 2), head_dim=head_dim, block_size=16, dtype=dtype, seed=seed)
         assert_matches_naive(device, batch, scale=head_dim**-0.5)
 
 
-@parametrize_once(
-    "sliding_window, soft_cap, alibi, sinks",
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap", "alibi", "sinks"),
     [(33, 1.5, True, SINKS), *pairwise([None, 1, 33, 1000], [None, 1.5], [False, True], [None, SINKS])],
 )
 def test_score_options_match_naive(
@@ -82,7 +82,7 @@ def test_score_options_match_naive(
     assert_matches_naive(device, make_batch(MIXED, heads=(6, 2)), **options)
 
 
-@parametrize_once(
+@pytest.mark.parametrize(
     "rows",
     [
         [(64, 64), (32, 32), (1, 1), (32, 65)],
@@ -100,7 +100,9 @@ def test_batches_of_any_shape_match_naive(device: KernelDevice, rows: list[tuple
 
 
 # One row has more pieces than are joined at once.
-@parametrize_once("lengths, sliding_window, sinks", pairwise([[16, 17, 270, 1, 130], [1]], [40, None], [SINKS, None]))
+@pytest.mark.parametrize(
+    ("lengths", "sliding_window", "sinks"), pairwise([[16, 17, 270, 1, 130], [1]], [40, None], [SINKS, None])
+)
 def test_contexts_in_many_pieces_match_naive(
     device: KernelDevice, lengths: list[int], sliding_window: int | None, sinks: torch.Tensor | None
 ) -> None:
@@ -168,7 +170,7 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
     assert outcome.result.shape == (0, 4, 32)
 
 
-@parametrize_once("sliding_window", [17, 1, 15, 16, 63, 150])
+@pytest.mark.parametrize("sliding_window", [17, 1, 15, 16, 63, 150])
 def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
     """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
     batch, sinks = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(3, 1)), SINKS[:3]
@@ -186,7 +188,7 @@ def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
     assert_matches_naive(device, batch, scale=1e-6)
 
 
-@parametrize_once("scale", [10.0, 1e-6])
+@pytest.mark.parametrize("scale", [10.0, 1e-6])
 def test_sinks_of_any_size_match_naive(device: KernelDevice, scale: float) -> None:
     batch = make_batch([*SHORT, (1, 700)], heads=(4, 1))
     sinks = torch.tensor([float("-inf"), -50.0, 0.0, 50.0])
