@@ -70,8 +70,8 @@ SEED ?= $(shell date +%s)00000
 
 test-long: setup triton-client test-sanitizers ## more examples, worlds, fuzz, upgrades, the soak, sanitizers
 	$(PYTEST) $(IN_PARALLEL) --timeout 3600 tests/sim/test_worlds.py --seed $(SEED) --worlds $(WORLDS)
-	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit \
-		tests/service/gateway/test_schemathesis.py tests/service/gateway/test_sweep.py
+	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit tests/sim/test_known_faults.py \
+		tests/sim/test_moves.py tests/service/gateway/test_schemathesis.py tests/service/gateway/test_sweep.py
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
 	$(PYTEST) --timeout 1800 tests/compat/rolling_upgrade.py
 	$(BIN)/python -m bench soak
@@ -89,8 +89,8 @@ test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictur
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet playwright==1.65.2
 	QUIRE_CHROMIUM=$$($(BIN)/python -m tools.get_chromium $(VENV)/chromium) $(PYTEST) tests/browser $(ARGS)
 
-coverage: setup triton-client ## run the first tier and print the coverage of each package
-	$(PYTEST) $(IN_PARALLEL) -m "not ($(SECOND_TIER))" --cov --cov-report=html $(ARGS)
+coverage: setup triton-client ## run the tests of both tiers and print the coverage of each package
+	$(PYTEST) $(IN_PARALLEL) --cov --cov-report=html $(ARGS)
 	$(BIN)/python -m tools.coverage_by_package
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with

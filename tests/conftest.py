@@ -52,7 +52,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-_IN_PARTS = ("test_worlds.py::", "gateway/test_sweep.py::", "test_compilation.py::")
+_IN_PARTS = (
+    *("test_worlds.py::", "test_moves.py::", "test_known_faults.py::test_a_world"),
+    *("gateway/test_sweep.py::", "test_compilation.py::"),
+)
 
 
 class _InParts(LoadFileScheduling):

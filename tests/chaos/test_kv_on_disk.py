@@ -67,6 +67,7 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
         assert await generate(served) == (expected, [0, 0, 0])
 
 
+@pytest.mark.extended
 @pytest.mark.asyncio(loop_scope="session")
 async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path) -> None:
     file = tmp_path / "kv" / "blocks.kv"
@@ -140,6 +141,7 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
         await until_on_disk(served, NUM_CACHED // 16 * 3)
 
 
+@pytest.mark.extended
 @pytest.mark.asyncio(loop_scope="session")
 async def test_prompts_go_to_the_replica_that_has_them_on_disk(tmp_path: Path) -> None:
     """And no more in its pool, though another one is as near to them."""

@@ -4,10 +4,10 @@ import asyncio
 import json
 
 import httpx
+import pytest
 
 from quire_cli.supervisor.commands import worker_name
 from tests.support.serving import serving
-from tests.support.tiers import parametrize_once
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -23,7 +23,8 @@ async def text_of(http: httpx.AsyncClient, body: dict, has_begun: asyncio.Event 
     return text
 
 
-@parametrize_once("num_ranks", [1, 2])
+@pytest.mark.extended
+@pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_weights_that_a_sleep_discards_are_loaded_again_and_streams_go_on(num_ranks: int):
     async with (
         serving(num_gpu_blocks=64, dtype="float32", tensor_parallel_size=num_ranks, vllm_metric_names=True) as served,

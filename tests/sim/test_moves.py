@@ -20,9 +20,9 @@ from tests.sim.world.network import Weather
 from tests.sim.world.traffic import LONGEST, Generate, Verb
 from tests.sim.world.world import Node, World
 from tests.sim.worlds import run_world
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import is_third_tier, parametrize_once
 
-NUM_WORLDS = 12
+NUM_WORLDS = 12 if is_third_tier() else 6
 BEGIN_S = 2.0
 """By then all processes serve."""
 MAX_PAUSE_S = 0.5

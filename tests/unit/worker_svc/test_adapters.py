@@ -22,6 +22,7 @@ from tests.support.adapters import ATTENTION, make_adapter, merge_adapter
 from tests.support.cpu_kernels import torch_threads, without_packed_products
 from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
+from tests.support.tiers import parametrize_once
 from worker_svc.adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
@@ -93,7 +94,7 @@ def assert_alone_as_together(model: CausalLM, adapter_slots: Sequence[int] = (1,
             start = end
 
 
-@pytest.mark.parametrize("torchs", [False, True], ids=["own kernels", "torch"])
+@parametrize_once("torchs", [False, True], ids=["own kernels", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_one_batch_are_as_if_each_adapter_were_merged(
     family: str, torchs: bool, make: Callable[[str], Made]

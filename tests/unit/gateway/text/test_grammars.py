@@ -25,6 +25,7 @@ from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.program import program_of
 from tests.support.constraints import make_vocabulary, vocabulary, write
+from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_level
 
 WEATHER = {
@@ -77,7 +78,7 @@ def with_marks() -> Vocabulary:
     return make_vocabulary(tokenizer)
 
 
-each_vocabulary = pytest.mark.parametrize(
+each_vocabulary = parametrize_once(
     "held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"]
 )
 

@@ -16,6 +16,7 @@ from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import NATIVE, VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
+from tests.support.tiers import parametrize_once
 from worker_svc.adapters import AdapterSlots
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import RecordedForward, make_decodes, make_forward, room_for
@@ -128,7 +129,7 @@ SHAPES_OF_OTHERS = ("llama-gqa-untied-32", "gpt2-untied-64", "gpt2-80", "opt-pre
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@parametrize_once("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", [*RECORDED, *SHAPES_OF_OTHERS, "opt-post-norm-projected-64"])
 def test_hidden_states_are_those_of_the_model(family: str, dtype: torch.dtype, directories: Directories) -> None:
     assert_same_when_recorded(load(directories(family), dtype))

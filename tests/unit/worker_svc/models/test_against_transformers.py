@@ -42,6 +42,7 @@ from tests.support.models import (
 )
 from tests.support.models import make_model_with_images as make_with_images
 from tests.support.paged import PagedRunner, Span
+from tests.support.tiers import parametrize_once
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from worker_svc.models.llama import (
@@ -200,7 +201,7 @@ def test_mistral_with_types_of_layers_has_windows_in_some(tmp_path: Path) -> Non
     assert_serves_like(reference, load(tmp_path, model_impl="native"))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize_once("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", HALVED)
 def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.dtype, made: Made) -> None:
     directory, reference = made(name)
