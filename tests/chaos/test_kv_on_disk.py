@@ -67,7 +67,6 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
         assert await generate(served) == (expected, [0, 0, 0])
 
 
-@pytest.mark.extended
 @pytest.mark.asyncio(loop_scope="session")
 async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path) -> None:
     file = tmp_path / "kv" / "blocks.kv"

@@ -97,8 +97,7 @@ def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], c
         assert (on.num_accepted > 0) == (name != "wrong")
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("config", [SWAP, {}], ids=["swap", "room"])
+@parametrize_once("config", [SWAP, {}], ids=["swap", "room"])
 def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     """Where the model runs several times in a step, without drafts and with right and wrong ones."""
     off, several = WholeEngine(*FLAGS, "--dtype", "bfloat16"), [*FLAGS, "--dtype", "bfloat16", *MULTI_STEP]

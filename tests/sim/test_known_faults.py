@@ -50,15 +50,11 @@ _SHOWN = [
 ]
 _OTHERS = [
     ("released-row", 0),
-    ("hold-behind", 0),
     ("drafts-not-charged", 4),
     ("gap-after-end", 3),
     ("resumed-as-new", 123),
-    ("continued-without-prompt", 106),
     ("salt-not-sent", 8),
     ("seals-outlive-sleep", 27),
-    ("swapped-behind-move", 213),
-    ("wake-lost-after-giving-up", 104),
 ]
 _ALL = [
     (name, int(seed))

@@ -12,8 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from assets.training.train import COURSES, Course, take
 
-pytestmark = pytest.mark.extended
-
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 TWINS = [course.twin for course in COURSES if course.twin]
 LESSONS = [lesson for course in (*COURSES, *TWINS) for lesson in course.lessons]
