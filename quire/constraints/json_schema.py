@@ -4,10 +4,13 @@ A schema is read without recursion, so a deeply nested one is refused and not a 
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
+
+from quire.constraints.numbers import can_be_intersected, is_exact, move_bounds, numbers_of, read_float, step_of
+from quire.constraints.patterns import sound_pattern
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 50_000
@@ -87,10 +90,6 @@ _ANY_TYPE = "any"
 
 # Of the path of a subschema, in characters.
 _SHOWN_PATH = 120
-# An escaped character, the begin and the end of a class, and look-around.
-_OF_PATTERNS = re.compile(r"\\(?P<escaped>.)|\[|\]|\(\?<?[=!]", re.DOTALL)
-# Word boundaries and back references.
-_ESCAPED_AND_REFUSED = frozenset("bBk123456789")
 
 
 def read_schema(field: str, text: str) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
         ConstraintError: it is not a schema, is nested too deeply, or uses a keyword that is not enforced.
     """
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_float=read_float, parse_constant=Decimal)
     except RecursionError as error:
         raise ConstraintError(field, f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
     except ValueError as error:
@@ -145,6 +144,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
                 pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(field, path, result)
     _check_references(field, cleaned["root"], results)
+    _check_steps(field, results)
     _close_objects(results)
     return cleaned["root"]
 
@@ -175,6 +175,17 @@ def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence
                 raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
 
 
+def _check_steps(field: str, schemas: Sequence[dict[str, Any]]) -> None:
+    """Raises ConstraintError where the engine may have to compute common multiples, and cannot."""
+    steps = {step_of(each["multipleOf"]) for each in schemas if "multipleOf" in each} - {None}
+    if any(each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas) and not can_be_intersected(
+        [each for each in steps if each is not None]
+    ):
+        raise ConstraintError(
+            field, "combines values of multipleOf by allOf, anyOf, oneOf or $ref, which have too many digits together"
+        )
+
+
 def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
     """Excludes properties that the schemas do not name, where all texts that are left stay valid and some are."""
     if any(
@@ -190,6 +201,23 @@ def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
             schema["additionalProperties"] = False
 
 
+def names_some_properties(root: dict[str, Any]) -> bool:
+    """Whether objects of a schema have named properties and others as well."""
+    pending: list[Any] = [root]
+    while pending:
+        match pending.pop():
+            case dict() as schema:
+                names = schema.keys() & {"properties", "required", "patternProperties"}
+                if names and schema.get("additionalProperties") is not False:
+                    return True
+                if len(names) > 1 and "patternProperties" in names:
+                    return True
+                pending += schema.values()
+            case list() as schemas:
+                pending += schemas
+    return False
+
+
 def _says_what_others_mean(name: str, value: Any) -> bool:
     """Whether the compiler needs an annotation: names that $ref uses, and the draft, which defines lists of `items`."""
     return name in ("$id", "$anchor") or (name == "$schema" and "//json-schema.org/draft" in str(value))
@@ -203,10 +231,11 @@ def _subschemas(
         if not isinstance(value, dict):
             raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be an object")
         # Keeps the order of the schema, which becomes the order of the answer's properties.
-        copy: Any = dict.fromkeys(value)
+        keys = {each: _sound(field, path, each) if name == "patternProperties" else each for each in value}
+        copy: Any = dict.fromkeys(keys.values())
         result[name] = copy
         for key, inner in value.items():
-            yield _place(path, name, key), key, copy, inner
+            yield _place(path, name, key), keys[key], copy, inner
     elif name in _LIST or (name == "items" and isinstance(value, list)):
         if not isinstance(value, list) or (not value and name != "prefixItems"):
             raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
@@ -244,13 +273,9 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
         raise ConstraintError(
             field, f"has format {_shown(format_name)} at {path}, which is not enforced; enforced are {known}"
         )
-    patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
-    for pattern in patterns:
-        if isinstance(pattern, str):
-            check_regex(field, pattern, f" in the pattern at {path}")
-        if isinstance(pattern, str) and _looks_around(pattern):
-            shown = f"the pattern {_shown(pattern)} at {path}"
-            raise ConstraintError(field, f"has {shown}; look-around, \\b and back references are not enforced")
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = _sound(field, path, pattern)
+    _check_numbers(field, path, schema)
     fewest, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ConstraintError(field, f"has required {_shown(required)} at {path}; it must be a list of names")
@@ -262,6 +287,38 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
         )
 
 
+def _sound(field: str, path: str, pattern: str) -> str:
+    check_regex(field, pattern, f" in the pattern at {path}")
+    try:
+        return sound_pattern(pattern)
+    except ValueError as error:
+        raise ConstraintError(field, f"has the pattern {_shown(pattern)} at {path}; {error}") from error
+
+
+def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
+    """Moves bounds inwards where the engine does not hold them; refuses other numbers that it does not hold."""
+    for keyword in ("const", "enum"):
+        for number in numbers_of(schema.get(keyword)):
+            if not is_exact(number):
+                raise ConstraintError(
+                    field,
+                    f"has {str(number):.60} as {keyword} at {path}, which is not enforced: it has more digits, or a larger "
+                    "exponent, than a double holds exactly; use a string, or integers up to 2^53 and 15 digits",
+                )
+    try:
+        move_bounds(schema)
+    except ValueError as error:
+        raise ConstraintError(field, f"has at {path} {error}") from error
+    step = schema.get("multipleOf")
+    if isinstance(step, int | float | Decimal) and step_of(step) is None:
+        raise ConstraintError(
+            field, f"has multipleOf {str(step):.60} at {path}, which is not enforced; it has up to 8 digits"
+        )
+    for name, value in schema.items():
+        if isinstance(value, Decimal):
+            raise ConstraintError(field, f"has {str(value):.60} as {name} at {path}, which no double holds exactly")
+
+
 def check_regex(field: str, regex: str, where: str = "") -> None:
     """Raises ConstraintError if a regular expression is too long."""
     if len(regex) > MAX_REGEX_CHARACTERS:
@@ -270,17 +327,6 @@ def check_regex(field: str, regex: str, where: str = "") -> None:
             f"has {len(regex):,} characters{where}; a regular expression has at most {MAX_REGEX_CHARACTERS:,} "
             "(MAX_REGEX_CHARACTERS)",
         )
-
-
-def _looks_around(pattern: str) -> bool:
-    """Whether a regular expression has look-around, which the engine has not, or what amounts to it."""
-    in_class = False
-    for found in _OF_PATTERNS.finditer(pattern):
-        if found.group() in ("[", "]"):
-            in_class = found.group() == "["
-        elif not in_class and (found["escaped"] is None or found["escaped"] in _ESCAPED_AND_REFUSED):
-            return True
-    return False
 
 
 def _not_enforced(field: str, name: str, path: str) -> ConstraintError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from quire.constraints.json_schema import ConstraintError, read_schema
-from quire.constraints.program import MAX_CONSTRAINT_BYTES, literals, quoted, schema_options
+from quire.constraints.program import MAX_CONSTRAINT_BYTES, enforced_schema, literals, quoted
 
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # Keywords that are enforced in a notation that is not JSON, by type.
@@ -31,8 +31,7 @@ _BARE_KEY = re.compile(r"[\w.-]+", re.ASCII)
 
 def json_rule(schema: Any, *, no_white_space: bool = False) -> str:
     """JSON of a schema in Lark, with as little white space as anywhere else, or none."""
-    options = {"x-guidance": schema_options(no_white_space=no_white_space)}
-    return f"%json {json.dumps(read_schema('', json.dumps(schema)) | options)}"
+    return f"%json {json.dumps(enforced_schema('', json.dumps(schema), no_white_space=no_white_space))}"
 
 
 def text_parameters(schema: str) -> frozenset[str]:
