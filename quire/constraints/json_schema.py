@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from quire.constraints.numbers import can_be_intersected, is_exact, move_bounds, numbers_of, read_float, step_of
-from quire.constraints.patterns import sound_pattern
+from quire.constraints.numbers import BOUNDS, can_be_intersected, is_exact, move_bounds, numbers_of, read_float, step_of
+from quire.constraints.patterns import CONTROL, names_control, sound_pattern
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 50_000
@@ -36,6 +36,8 @@ class ConstraintError(ValueError):
 # If alternatives or references meet keywords of objects, or alternatives exclude each other, additional properties may
 # be needed to match all of them or to distinguish them.
 _COMBINED = frozenset(("allOf", "anyOf", "oneOf", "$ref"))
+# Annotations that the compiler needs, since references use them. Without a draft it reads the keywords of all drafts.
+_NAMES = frozenset(("$id", "$anchor"))
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "patternProperties", "minProperties"))
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
 _ONE = frozenset(("items", "additionalProperties", "additionalItems"))
@@ -87,7 +89,14 @@ _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "
 # What some libraries write for a value of any type.
 _ANY_TYPE = "any"
 
-
+# A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
+# white space until it has no tokens left.
+_WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
+_FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
+_NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+# In the names of additional properties the engine allows any character as a code (\uXXXX), and compares the spelling
+# only: the name of a property could be written in another one, and escape its schema. Without codes each has just one.
+_NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 # Of the path of a subschema, in characters.
 _SHOWN_PATH = 120
 
@@ -99,6 +108,21 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
     Raises:
         ConstraintError: it is not a schema, is nested too deeply, or uses a keyword that is not enforced.
     """
+    return _clean(field, _loaded(field, text))[0]
+
+
+def enforced_schema(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
+    """`read_schema`, with how JSON is written: `x-guidance` of the schema, by which llguidance takes it."""
+    schema, subschemas = _clean(field, _loaded(field, text))
+    options = _NOT_SPACED if no_white_space else _FREELY_SPACED
+    if any(map(_names_some_properties, subschemas)):
+        for each in subschemas:
+            _check_codes(field, each)
+        options = options | _NO_CODES
+    return schema | {"x-guidance": options}
+
+
+def _loaded(field: str, text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text, parse_float=read_float, parse_constant=Decimal)
     except RecursionError as error:
@@ -109,10 +133,11 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ConstraintError(field, f"is {_shown(schema)}; it must be a JSON object")
-    return _clean(field, schema)
+    return schema
 
 
-def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
+def _clean(field: str, root: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The schema as it is enforced, and all schemas in it."""
     cleaned: dict[str, Any] = {}
     pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
     results: list[dict[str, Any]] = []
@@ -133,7 +158,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
         parent[key] = result
         results.append(result)
         for name, value in schema.items():
-            if name.startswith("x-") or (name in ANNOTATIONS and not _says_what_others_mean(name, value)):
+            if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
                 continue
             if any(name == other and value is neutral for other, neutral in _NEUTRAL) or _says_nothing(name, value):
                 continue
@@ -146,7 +171,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
     _check_references(field, cleaned["root"], results)
     _check_steps(field, results)
     _close_objects(results)
-    return cleaned["root"]
+    return cleaned["root"], results
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -161,6 +186,7 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
     """Raises ConstraintError for a reference to a schema that is not there."""
+    known = set(map(id, schemas))
     for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
         if not reference.startswith("#/"):
             continue
@@ -173,14 +199,16 @@ def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence
                 place = place[int(key)]
             else:
                 raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
+        if not isinstance(place, bool) and id(place) not in known:
+            raise ConstraintError(field, f"has $ref {_shown(reference)}, where no schema is")
 
 
 def _check_steps(field: str, schemas: Sequence[dict[str, Any]]) -> None:
     """Raises ConstraintError where the engine may have to compute common multiples, and cannot."""
     steps = {step_of(each["multipleOf"]) for each in schemas if "multipleOf" in each} - {None}
-    if any(each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas) and not can_be_intersected(
-        [each for each in steps if each is not None]
-    ):
+    if any(
+        each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas
+    ) and not can_be_intersected([each for each in steps if each is not None]):
         raise ConstraintError(
             field, "combines values of multipleOf by allOf, anyOf, oneOf or $ref, which have too many digits together"
         )
@@ -201,26 +229,35 @@ def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
             schema["additionalProperties"] = False
 
 
-def names_some_properties(root: dict[str, Any]) -> bool:
-    """Whether objects of a schema have named properties and others as well."""
-    pending: list[Any] = [root]
+def _names_some_properties(schema: dict[str, Any]) -> bool:
+    """Whether objects have properties of several kinds: by name, by a pattern, others."""
+    kinds = schema.keys() & {"properties", "required", "patternProperties"}
+    return len(kinds - {"required"}) > 1 or bool(kinds and schema.get("additionalProperties") is not False)
+
+
+def _check_codes(field: str, schema: dict[str, Any]) -> None:
+    """Raises ConstraintError where a text has characters that JSON writes as codes, which the engine would leave out."""
+    pending: list[Any] = [schema.get("const"), schema.get("enum")]
     while pending:
         match pending.pop():
-            case dict() as schema:
-                names = schema.keys() & {"properties", "required", "patternProperties"}
-                if names and schema.get("additionalProperties") is not False:
-                    return True
-                if len(names) > 1 and "patternProperties" in names:
-                    return True
-                pending += schema.values()
-            case list() as schemas:
-                pending += schemas
-    return False
-
-
-def _says_what_others_mean(name: str, value: Any) -> bool:
-    """Whether the compiler needs an annotation: names that $ref uses, and the draft, which defines lists of `items`."""
-    return name in ("$id", "$anchor") or (name == "$schema" and "//json-schema.org/draft" in str(value))
+            case str() as text if CONTROL.search(text):
+                what = f"the text {_shown(text)}"
+                break
+            case list() as values:
+                pending += values
+            case dict() as values:
+                pending += values.values()
+    else:
+        patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
+        shown = [each for each in patterns if isinstance(each, str) and names_control(each)]
+        if not shown:
+            return
+        what = f"the pattern {_shown(shown[0])}"
+    raise ConstraintError(
+        field,
+        f"has {what}, whose control characters are not enforced in a schema whose objects have named properties and "
+        "others; set additionalProperties: false",
+    )
 
 
 def _subschemas(
@@ -276,6 +313,8 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
     if isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"] = _sound(field, path, pattern)
     _check_numbers(field, path, schema)
+    if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
+        raise ConstraintError(field, f"has prefixItems with the keywords of earlier drafts at {path}; use items")
     fewest, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ConstraintError(field, f"has required {_shown(required)} at {path}; it must be a list of names")
@@ -305,6 +344,9 @@ def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
                     f"has {str(number):.60} as {keyword} at {path}, which is not enforced: it has more digits, or a larger "
                     "exponent, than a double holds exactly; use a string, or integers up to 2^53 and 15 digits",
                 )
+    for keyword in BOUNDS & schema.keys():
+        if not isinstance(schema[keyword], int | float | Decimal):
+            raise ConstraintError(field, f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")
     try:
         move_bounds(schema)
     except ValueError as error:

@@ -21,6 +21,7 @@ _UNBOUNDED = 10**17
 _LARGEST_STEP = (2**32 - 10) // 10
 _SIGNIFICANT = 15
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+BOUNDS = frozenset((*_LOWER, *_UPPER))
 
 
 def read_float(text: str) -> Number:
@@ -51,9 +52,9 @@ def numbers_of(value: Any) -> Iterator[Number]:
 
 def is_exact(value: Number) -> bool:
     """Whether the engine writes this number, given as a constant, and no other one."""
-    if isinstance(value, int) and abs(value) > LARGEST_EXACT:
-        return abs(value) < 2**63 and int(float(value)) == value
-    return isinstance(value, int) or (math.isfinite(value) and _is_short(value))
+    if not isinstance(value, Decimal) and LARGEST_EXACT < abs(value) < 2**63:
+        return Decimal(float(value)) == (value if isinstance(value, int) else Decimal(repr(value)))
+    return abs(value) <= LARGEST_EXACT and (isinstance(value, int) or _is_short(value))
 
 
 def _is_short(value: Number) -> bool:
@@ -75,7 +76,8 @@ def move_bounds(schema: dict[str, Any]) -> None:
     for (name, exclusive), sign in ((_LOWER, 1), (_UPPER, -1)):
         for keyword in (name, exclusive):
             value: Any = schema.get(keyword)
-            if not isinstance(value, int | float | Decimal) or isinstance(value, bool) or _is_held(value):
+            # In an early draft, true makes the other bound an exclusive one.
+            if value is None or isinstance(value, bool) or _is_held(value):
                 continue
             least = Decimal(value if isinstance(value, int | Decimal) else repr(value)) * sign
             if not least < LARGEST:
@@ -98,7 +100,9 @@ def _whole_from(least: Decimal, sign: int, *, is_exclusive: bool) -> int:
     if least <= -LARGEST:
         # The engine takes the double 2^63 as the largest integer of 64 bits.
         return 1 - 2**63 if sign < 0 else -LARGEST
-    whole = int(least.to_integral_value(ROUND_FLOOR)) + 1 if is_exclusive else int(least.to_integral_value(ROUND_CEILING))
+    whole = (
+        int(least.to_integral_value(ROUND_FLOOR)) + 1 if is_exclusive else int(least.to_integral_value(ROUND_CEILING))
+    )
     held = float(whole)
     return int(held if held >= whole else math.nextafter(held, math.inf))
 

@@ -24,10 +24,18 @@ _ITEM = re.compile(
     |.""",
     re.DOTALL | re.VERBOSE,
 )
-_IN_CLASS = re.compile(r"(?P<escape>\\(?:[xuUpP]\{[^}]*\}|.))|(?P<end>\])|(?P<posix>\[:)|(?P<difference>--)|.", re.DOTALL)
+_IN_CLASS = re.compile(
+    r"(?P<escape>\\(?:[xuUpP]\{[^}]*\}|.))|(?P<end>\])|(?P<posix>\[:)|(?P<difference>--)|.", re.DOTALL
+)
 # Word boundaries and back references.
 _REFUSED_ESCAPES = frozenset("bBk123456789")
 _SHORT_ESCAPES = frozenset("dwstnrfv")
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON can only write as codes (\\uXXXX)."""
+_CONTROL_CODE = re.compile(
+    r"\\(?:[xuU]\{0*(?:[01]?[0-9a-fA-F]|7[fF])\}|(?:x|u00|U000000)(?:[01][0-9a-fA-F]|7[fF])|a|v)"
+)
+_SET = re.compile(r"\[(?:\^|(?:\\.|[^\\\]-])+-)(?:\\.|[^\\\]])*\]")
 _TAKEN_AWAY = "[[{}]--[\\x00\\x01]]"
 
 
@@ -64,6 +72,12 @@ def sound_pattern(pattern: str) -> str:
     if {"\0", "\x01"} <= single:
         raise ValueError("a pattern with both U+0000 and U+0001 is not enforced; write them as a class")
     return "".join(parts)
+
+
+def names_control(pattern: str) -> bool:
+    """Whether a pattern has control characters other than in sets of more than they, by range or exclusion."""
+    named = _SET.sub("", pattern).replace(_TAKEN_AWAY[4:], "")
+    return CONTROL.search(named) is not None or _CONTROL_CODE.search(named) is not None
 
 
 def _class_at(pattern: str, place: int, opened: str) -> tuple[str, int]:

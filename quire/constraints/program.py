@@ -16,21 +16,13 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import ConstraintError, check_regex, names_some_properties, read_schema
+from quire.constraints.json_schema import ConstraintError, check_regex, enforced_schema
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
 MAX_MARKER_BYTES = 256
 MAX_CHOICES = 100_000
 
-# A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
-# white space until it has no tokens left.
-_WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
-_FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
-_NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-# In the names of additional properties the engine allows any character as a code (\uXXXX), and compares the spelling
-# only: the name of a property could be written in another one, and escape its schema. Without codes each has just one.
-_NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 # Lark has a colon between the name of a rule and its definition.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SCHEMA_OF_LARK = re.compile(r"%json\s*(?=\{)")
@@ -127,13 +119,6 @@ def _choice(texts: Any) -> dict[str, Any]:
     # One terminal, because each alternative of a rule would cost the parser an item.
     alternatives = " | ".join(quoted(text) for text in dict.fromkeys(texts))
     return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
-
-
-def enforced_schema(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
-    """`read_schema`, with how JSON is written: `x-guidance` of the schema, by which llguidance takes it."""
-    schema = read_schema(field, text)
-    options = _NOT_SPACED if no_white_space else _FREELY_SPACED
-    return schema | {"x-guidance": options | _NO_CODES if names_some_properties(schema) else options}
 
 
 def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from quire.constraints.json_schema import ConstraintError, read_schema
-from quire.constraints.program import MAX_CONSTRAINT_BYTES, enforced_schema, literals, quoted
+from quire.constraints.json_schema import ConstraintError, enforced_schema, read_schema
+from quire.constraints.program import MAX_CONSTRAINT_BYTES, literals, quoted
 
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # Keywords that are enforced in a notation that is not JSON, by type.
