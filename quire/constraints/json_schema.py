@@ -9,7 +9,17 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from quire.constraints.numbers import BOUNDS, can_be_intersected, is_exact, move_bounds, numbers_of, read_float, step_of
+from quire.constraints.large_integers import LargeIntegers, is_large
+from quire.constraints.numbers import (
+    BOUNDS,
+    Number,
+    can_be_intersected,
+    is_exact,
+    move_bounds,
+    numbers_of,
+    read_float,
+    step_of,
+)
 from quire.constraints.patterns import CONTROL, names_control, sound_pattern
 
 MAX_DEPTH = 64
@@ -114,12 +124,41 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
 def enforced_schema(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """`read_schema`, with how JSON is written: `x-guidance` of the schema, by which llguidance takes it."""
     schema, subschemas = _clean(field, _loaded(field, text))
+    return schema | {"x-guidance": _options(field, subschemas, no_white_space=no_white_space)}
+
+
+def schema_grammar(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
+    """One grammar of llguidance's list of grammars: `enforced_schema`, or Lark where constants are beyond 2^53.
+
+    Raises:
+        ConstraintError: as `read_schema`, but for constants that it can spell.
+    """
+    schema, subschemas = _clean(field, _loaded(field, text), large_allowed=True)
+    options = _options(field, subschemas, no_white_space=no_white_space)
+    if not any(is_large(number) for each in subschemas for number in _constants(each)):
+        return {"json_schema": schema | {"x-guidance": options}}
+    spaces = "" if no_white_space else _WHITE_SPACE
+    try:
+        return {
+            "lark_grammar": LargeIntegers(
+                schema, subschemas, lambda reference: _target(field, schema, reference), options, spaces
+            ).lark()
+        }
+    except ValueError as error:
+        raise ConstraintError(
+            field,
+            f"has an integer beyond 2^53 in a schema with {error}, where it is not enforced; it may be in const or enum, "
+            "within objects that have only named properties, lists, anyOf and $ref to $defs",
+        ) from error
+
+
+def _options(field: str, subschemas: Sequence[dict[str, Any]], *, no_white_space: bool) -> dict[str, Any]:
     options = _NOT_SPACED if no_white_space else _FREELY_SPACED
     if any(map(_names_some_properties, subschemas)):
         for each in subschemas:
             _check_codes(field, each)
         options = options | _NO_CODES
-    return schema | {"x-guidance": options}
+    return options
 
 
 def _loaded(field: str, text: str) -> dict[str, Any]:
@@ -136,7 +175,9 @@ def _loaded(field: str, text: str) -> dict[str, Any]:
     return schema
 
 
-def _clean(field: str, root: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _clean(
+    field: str, root: dict[str, Any], *, large_allowed: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The schema as it is enforced, and all schemas in it."""
     cleaned: dict[str, Any] = {}
     pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
@@ -168,6 +209,14 @@ def _clean(field: str, root: dict[str, Any]) -> tuple[dict[str, Any], list[dict[
             for where, inner_key, container, inner in _subschemas(field, path, name, value, result):
                 pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(field, path, result)
+    for each in results:
+        for number in _constants(each):
+            if not (is_exact(number) or (large_allowed and is_large(number))):
+                raise ConstraintError(
+                    field,
+                    f"has the constant {number!s:.60}, which is not enforced here: a double does not hold it exactly; use "
+                    "integers up to 2^53, other numbers of up to 15 digits, or strings",
+                )
     _check_references(field, cleaned["root"], results)
     _check_steps(field, results)
     _close_objects(results)
@@ -188,19 +237,27 @@ def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence
     """Raises ConstraintError for a reference to a schema that is not there."""
     known = set(map(id, schemas))
     for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
-        if not reference.startswith("#/"):
-            continue
-        place: Any = root
-        for step in reference.removeprefix("#/").split("/"):
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(place, dict) and key in place:
-                place = place[key]
-            elif isinstance(place, list) and key.isdecimal() and len(key) < 6 and int(key) < len(place):
-                place = place[int(key)]
-            else:
-                raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
-        if not isinstance(place, bool) and id(place) not in known:
-            raise ConstraintError(field, f"has $ref {_shown(reference)}, where no schema is")
+        if reference.startswith("#/"):
+            place = _target(field, root, reference)
+            if not isinstance(place, bool) and id(place) not in known:
+                raise ConstraintError(field, f"has $ref {_shown(reference)}, where no schema is")
+
+
+def _target(field: str, root: Any, reference: str) -> Any:
+    place = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(place, dict) and key in place:
+            place = place[key]
+        elif isinstance(place, list) and key.isdecimal() and len(key) < 6 and int(key) < len(place):
+            place = place[int(key)]
+        else:
+            raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
+    return place
+
+
+def _constants(schema: dict[str, Any]) -> Iterator[Number]:
+    return numbers_of([schema.get("const"), schema.get("enum")])
 
 
 def _check_steps(field: str, schemas: Sequence[dict[str, Any]]) -> None:
@@ -335,15 +392,7 @@ def _sound(field: str, path: str, pattern: str) -> str:
 
 
 def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
-    """Moves bounds inwards where the engine does not hold them; refuses other numbers that it does not hold."""
-    for keyword in ("const", "enum"):
-        for number in numbers_of(schema.get(keyword)):
-            if not is_exact(number):
-                raise ConstraintError(
-                    field,
-                    f"has {str(number):.60} as {keyword} at {path}, which is not enforced: it has more digits, or a larger "
-                    "exponent, than a double holds exactly; use a string, or integers up to 2^53 and 15 digits",
-                )
+    """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
     for keyword in BOUNDS & schema.keys():
         if not isinstance(schema[keyword], int | float | Decimal):
             raise ConstraintError(field, f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")

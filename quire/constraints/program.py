@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import ConstraintError, check_regex, enforced_schema
+from quire.constraints.json_schema import ConstraintError, check_regex, enforced_schema, schema_grammar
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
@@ -125,7 +125,7 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
     """One grammar of llguidance's list of grammars."""
     match kind:
         case "json_schema":
-            return {"json_schema": enforced_schema(field, text, no_white_space=no_white_space)}
+            return schema_grammar(field, text, no_white_space=no_white_space)
         case "regex":
             if not text:
                 raise ConstraintError(field, "is empty; it needs at least 1 character")

@@ -67,7 +67,7 @@ def _is_number(_checker: Any, instance: Any) -> bool:
 
 
 def _is_integer(_checker: Any, instance: Any) -> bool:
-    return _is_number(None, instance) and instance == int(instance)
+    return _is_number(None, instance) and Fraction(instance).denominator == 1
 
 
 def _pattern_properties(validator: Any, patterns: Any, instance: Any, _schema: Any) -> Iterator[Any]:

@@ -128,7 +128,9 @@ async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
     ],
 )
 async def test_a_compilation_that_dies_is_refused_with_how_it_ended(checker, monkeypatch, what, message) -> None:
-    dying = f"import os; from quire.constraints import check_process as each; each.check = lambda *_: {what}; each.main()"
+    dying = (
+        f"import os; from quire.constraints import check_process as each; each.check = lambda *_: {what}; each.main()"
+    )
     popen = subprocess.Popen
     monkeypatch.setattr(
         checking.subprocess, "Popen", lambda command, **rest: popen([command[0], "-c", dying, command[-1]], **rest)
