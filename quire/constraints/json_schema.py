@@ -9,12 +9,13 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from quire.constraints.large_integers import LargeIntegers, is_large
+from quire.constraints.large_integers import LargeIntegers
 from quire.constraints.numbers import (
     BOUNDS,
     Number,
     can_be_intersected,
     is_exact,
+    is_large,
     move_bounds,
     numbers_of,
     read_float,
@@ -96,6 +97,7 @@ _HINTS = {
 # Values with which a refused keyword has no effect.
 _NEUTRAL = (("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True), ("propertyNames", True))
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
+_SHARED = ("#/$defs/", "#/definitions/")
 # What some libraries write for a value of any type.
 _ANY_TYPE = "any"
 
@@ -135,21 +137,18 @@ def schema_grammar(field: str, text: str, *, no_white_space: bool = False) -> di
     """
     schema, subschemas = _clean(field, _loaded(field, text), large_allowed=True)
     options = _options(field, subschemas, no_white_space=no_white_space)
-    if not any(is_large(number) for each in subschemas for number in _constants(each)):
+    num_large = sum(is_large(number) for each in subschemas for number in _constants(each))
+    if not num_large:
         return {"json_schema": schema | {"x-guidance": options}}
-    spaces = "" if no_white_space else _WHITE_SPACE
-    try:
-        return {
-            "lark_grammar": LargeIntegers(
-                schema, subschemas, lambda reference: _target(field, schema, reference), options, spaces
-            ).lark()
-        }
-    except ValueError as error:
+    grammar = LargeIntegers(schema, options, "" if no_white_space else _WHITE_SPACE)
+    references = [each["$ref"] for each in subschemas if "$ref" in each]
+    if grammar.num_spelled < num_large or not all(each.startswith(_SHARED) for each in references):
         raise ConstraintError(
             field,
-            f"has an integer beyond 2^53 in a schema with {error}, where it is not enforced; it may be in const or enum, "
-            "within objects that have only named properties, lists, anyOf and $ref to $defs",
-        ) from error
+            "has an integer beyond 2^53 where it is not enforced; it may be a const or in an enum, within lists, anyOf "
+            "and objects that have only named properties, not behind a $ref",
+        )
+    return {"lark_grammar": grammar.lark}
 
 
 def _options(field: str, subschemas: Sequence[dict[str, Any]], *, no_white_space: bool) -> dict[str, Any]:
@@ -214,7 +213,7 @@ def _clean(
             if not (is_exact(number) or (large_allowed and is_large(number))):
                 raise ConstraintError(
                     field,
-                    f"has the constant {number!s:.60}, which is not enforced here: a double does not hold it exactly; use "
+                    f"has the constant {number!s:.60}, which is not enforced here, since no double holds it; use "
                     "integers up to 2^53, other numbers of up to 15 digits, or strings",
                 )
     _check_references(field, cleaned["root"], results)
@@ -293,7 +292,7 @@ def _names_some_properties(schema: dict[str, Any]) -> bool:
 
 
 def _check_codes(field: str, schema: dict[str, Any]) -> None:
-    """Raises ConstraintError where a text has characters that JSON writes as codes, which the engine would leave out."""
+    """Raises ConstraintError for a text with characters that JSON writes as codes: the engine would leave them out."""
     pending: list[Any] = [schema.get("const"), schema.get("enum")]
     while pending:
         match pending.pop():
@@ -403,11 +402,11 @@ def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
     step = schema.get("multipleOf")
     if isinstance(step, int | float | Decimal) and step_of(step) is None:
         raise ConstraintError(
-            field, f"has multipleOf {str(step):.60} at {path}, which is not enforced; it has up to 8 digits"
+            field, f"has multipleOf {step!s:.60} at {path}, which is not enforced; it has up to 8 digits"
         )
     for name, value in schema.items():
         if isinstance(value, Decimal):
-            raise ConstraintError(field, f"has {str(value):.60} as {name} at {path}, which no double holds exactly")
+            raise ConstraintError(field, f"has {value!s:.60} as {name} at {path}, which no double holds exactly")
 
 
 def check_regex(field: str, regex: str, where: str = "") -> None:

@@ -5,8 +5,8 @@ by character, with escapes. llguidance 1.9.1 does that for sets of characters, a
 of all control characters, with or without the line feed, may also be written as `\\"` and `\\\\`, whether it has these
 two characters or not. Sets arise from classes, and from alternatives, which the engine unites.
 
-So no set here has U+0000 or U+0001 unless it has the quotation mark and the backslash too: that holds for `.`, `\\D`,
-`\\S` and `\\W`; from all other sets the two control characters are taken away. Unions and intersections of sets keep it.
+So no set here has U+0000 or U+0001 unless it has the quotation mark and the backslash too: `.`, `\\D`, `\\S` and `\\W`
+have all four, and the two control characters are taken away from other sets. Unions and intersections keep that.
 """
 
 import re
@@ -20,6 +20,7 @@ _ITEM = re.compile(
     |(?P<named>\(\?P?<(?![=!])[^>]*>)
     |(?P<look>\(\?<?[=!])
     |(?P<flags>\(\?[a-zA-Z-]*[:)])
+    |(?P<repeated>(?:[*+?]|\{[0-9]+,?[0-9]*\})[*+])
     |(?P<open>\[\^?\]?)
     |.""",
     re.DOTALL | re.VERBOSE,
@@ -54,6 +55,8 @@ def sound_pattern(pattern: str) -> str:
         part = found.group()
         if found["look"] or (found["escaped"] is not None and found["escaped"] in _REFUSED_ESCAPES):
             raise ValueError("look-around, \\b and back references are not enforced")
+        if found["repeated"]:
+            raise ValueError(f"the repetition {part} is not enforced, which regular expressions read in several ways")
         if found["flags"] and "x" in found["flags"]:
             raise ValueError("the flag x is not enforced; write the pattern without white space and comments")
         if found["sound"]:

@@ -443,7 +443,8 @@ def written_text(random: Random, template: Template) -> str | None:
         return int(random.choice(allowed))
 
     written, is_whole = write(template, choose, max_tokens=120)
-    return b"".join(tokens[each] for each in written).decode() if is_whole else None
+    text = b"".join(tokens[each] for each in written).decode() if is_whole else ""
+    return text if text and not re.search(r"[eE][+-]?\d{4}", text) else None
 
 
 def faults(random: Random, schema: dict[str, Any], values: list[Any]) -> list[tuple[str, str]]:
