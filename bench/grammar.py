@@ -25,7 +25,6 @@ from bench.report import Series, write_results
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 
@@ -121,7 +120,7 @@ def _quantiles(values: list[float]) -> tuple[float, float, float]:
 
 def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[Measured]:
     """Each library makes the masks of the same tokens: texts of the schemas, as the tokenizer spells them."""
-    vocabulary = Vocabulary(content, None, [_EOS])
+    vocabulary = Vocabulary.of_tokenizer(content, None, [_EOS])
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     texts = {name: [tokenizer.encode(text, add_special_tokens=False).ids for text in drawn[name]] for name in drawn}
     libraries = [("llguidance", _llguidance(vocabulary))]
@@ -168,8 +167,7 @@ def draw_texts(count: int) -> dict[str, list[str]]:
     maker, rng = MaskMaker(vocabulary, 1), np.random.default_rng(0)
     texts: dict[str, list[str]] = {}
     for name, schema in all_schemas().items():
-        program = program_of(Constraint(json_schema=json.dumps(schema)), vocabulary.special_tokens)
-        template = Template(program, vocabulary)
+        template = Template.of(Constraint(json_schema=json.dumps(schema)), vocabulary)
         drawn = (_draw(template, maker, rng) for _ in range(20 * count))
         texts[name] = list(islice((text for text in drawn if text is not None), count))
     return texts
@@ -197,8 +195,7 @@ def _llguidance(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]
     maker = MaskMaker(vocabulary, 1)
 
     def compile_schema(schema: str) -> Callable[[], Session]:
-        program = program_of(Constraint(json_schema=schema), vocabulary.special_tokens)
-        template = Template(program, vocabulary)
+        template = Template.of(Constraint(json_schema=schema), vocabulary)
 
         def begin() -> Session:
             matcher = template.matcher((_EOS,))

@@ -25,7 +25,6 @@ from torch import Tensor
 from quire.common.v1.common_pb2 import Constraint, RowSampling
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.constraints.thinking import ThinkingState
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
@@ -255,7 +254,7 @@ class TemplateCache:
             vocabulary = self.vocabulary.result()
         except Exception as error:
             raise ConstraintError("", f"cannot be enforced with this model's tokenizer: {error}") from error
-        return Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
+        return Template.of(constraint, vocabulary)
 
 
 def _allows(mask: NDArray[np.int32], token_id: int) -> bool:
