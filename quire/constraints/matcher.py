@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.program import Free, Part, Program, fixed_texts, program_of
+from quire.constraints.token_cache import token_table
 from quire.constraints.tokens import Encode, Speller, TokenTable, tokenizer_encode
 from quire.model_directory import ModelDirectory
 
@@ -98,7 +99,7 @@ class Vocabulary:
             ConfigurationError: the directory has no tokenizer.
             ValueError: the bytes of this tokenizer's tokens cannot be derived.
         """
-        table = TokenTable.of(directory.tokenizer(), directory.tokenizer_config)
+        table = token_table(directory)
         encode = None if for_checks else tokenizer_encode(directory.tokenizer_json())
         return cls(table, size, directory.eos_token_ids, encode)
 

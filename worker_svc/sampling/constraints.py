@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -210,9 +210,12 @@ class TemplateCache:
     """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
-        """The vocabulary is opened in that thread, at once."""
+        """The vocabulary is opened at once, in a thread of its own. This has no low priority: it keeps all others from
+        the interpreter for as long as it takes."""
+        opener = ThreadPoolExecutor(1, "vocabulary")
+        self.vocabulary = opener.submit(open_vocabulary)
+        opener.shutdown(wait=False)
         self._compiler = ThreadPoolExecutor(1, "constraints-compile", initializer=_be_nice)
-        self.vocabulary = self._compiler.submit(open_vocabulary)
         self._lock = threading.Lock()
         self._templates: OrderedDict[bytes, Future[Template]] = OrderedDict()
         self._num_bytes = 0
@@ -238,6 +241,10 @@ class TemplateCache:
                 dropped, _ = self._templates.popitem(last=False)
                 self._num_bytes -= len(dropped) + _CACHE_ENTRY_BYTES
         return template
+
+    def wait_for_vocabulary(self) -> None:
+        """Returns when the tables of the vocabulary are made, or cannot be, which only constrained rows are told."""
+        wait([self.vocabulary])
 
     def drop(self, constraint: Constraint) -> None:
         """Drops a constraint whose matcher failed. Its matchers share state, so the next use compiles it again."""
