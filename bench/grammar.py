@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
     parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
     parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
+    parser.add_argument("--first-request", type=int, default=0, help="measure so many rounds of fresh servers instead")
+    parser.add_argument("--model", type=Path, help="model directory of these servers")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="of the constrained rows")
     parser.add_argument("--layers", type=int, default=12, help="of the model that is stepped, 768 wide")
@@ -47,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.first_request:
+        if arguments.model is None:
+            raise SystemExit("--first-request needs --model")
+        from bench.grammar_first_request import measure_first_requests
+
+        measure_first_requests(arguments.model, arguments)
+        return
     with tempfile.TemporaryDirectory() as made:
         files = arguments.tokenizer
         if files is None:
