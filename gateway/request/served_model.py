@@ -15,6 +15,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.types import RequestOptions, write
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import ModelFingerprint
+from quire.constraints.token_cache import has_large_tables
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 
@@ -56,6 +57,9 @@ class ServedModel:
         """
         directory = ModelDirectory.open(path)
         name = name or directory.name
+        trial = TrialProcess(directory.path)
+        if has_large_tables(directory):
+            trial.start()
         tokenizer = Tokenizer.open(directory, executor)
         texts = special_token_texts(directory.tokenizer_config)
         template, tool_template = (
@@ -80,7 +84,7 @@ class ServedModel:
                 own_templates=TemplateProcess(texts) if takes_templates else None,
             ),
             tokenizer_config=directory.tokenizer_config,
-            constraints=ConstraintChecker(TrialProcess(directory.path)),
+            constraints=ConstraintChecker(trial),
             executor=executor,
         )
 
