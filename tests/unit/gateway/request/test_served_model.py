@@ -34,7 +34,7 @@ def test_generation_config_gives_the_defaults(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json=config)
     assert model.name == "m"
     assert model.eos_token_ids == (1, 7)
-    assert model.sampling_defaults == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.25)
+    assert model.defaults.sampling == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.25)
 
 
 def test_constraints_end_with_the_same_tokens_as_texts(tmp_path, executor):
@@ -66,11 +66,11 @@ def test_a_default_out_of_range_is_a_configuration_error(tmp_path, executor, nam
 
 def test_do_sample_false_is_greedy(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": 0.6}')
-    assert model.sampling_defaults.temperature == 0
+    assert model.defaults.sampling.temperature == 0
 
 
 def test_top_k_of_minus_one_is_all_tokens(tmp_path, executor):
-    assert open_model(tmp_path, executor, generation_config__json='{"top_k": -1}').sampling_defaults.top_k == 0
+    assert open_model(tmp_path, executor, generation_config__json='{"top_k": -1}').defaults.sampling.top_k == 0
 
 
 def test_limits_are_those_that_hold_on_every_replica():
