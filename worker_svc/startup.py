@@ -133,9 +133,12 @@ def build_worker(
     templates = TemplateCache(partial(Vocabulary.of_model, directory, directory.config.get("vocab_size")))
     try:
         model = load(directory)
+        if model.rotation is not None:
+            _logger.warning("%s: %s", directory.architecture, model.rotation)
         draft = None
         if draft_directory is not None:
-            draft = DraftPart(load(draft_directory), ModelFingerprint.read(draft_directory))
+            longest = settings.max_model_len or model.max_model_len
+            draft = DraftPart(load(draft_directory, max_model_len=longest), ModelFingerprint.read(draft_directory))
         _release_freed_memory()
         worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report, draft)
     except torch.OutOfMemoryError as error:
@@ -369,6 +372,7 @@ def kv_namespace(
 ) -> KvNamespace:
     """What the blocks of this rank mean."""
     of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
+    rotations = (each.rotation for each in ((model,) if draft is None else (model, draft.model)))
     return KvNamespace(
         model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights, *of_draft),
         dtype=str(model.dtype),
@@ -385,6 +389,7 @@ def kv_namespace(
             settings.quantization,
             *ops.numerics_of(model.device),
             torch.__version__,
+            *(f"{rotation.name} rotation" for rotation in rotations if rotation is not None),
         ),
     )
 
