@@ -5,7 +5,7 @@ the last digit, makes 64-bit integers of bounds, and computes multiples in 32 bi
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from decimal import ROUND_FLOOR, Decimal, InvalidOperation
 from typing import Any
 
@@ -74,10 +74,14 @@ def move_bounds(schema: dict[str, Any]) -> None:
         ValueError: no number is left; the text names the bound.
     """
     for names, sign in ((_LOWER, 1), (_UPPER, -1)):
+        inclusive, exclusive = names
+        if isinstance(schema.get(exclusive), bool):
+            # In an early draft, true makes the other bound an exclusive one.
+            is_other = schema.pop(exclusive) and inclusive in schema
+            schema |= {exclusive: schema.pop(inclusive)} if is_other else {}
         for name in names:
             value: Any = schema.get(name)
-            # In an early draft, true makes the other bound an exclusive one.
-            if value is None or isinstance(value, bool) or (abs(value) < 2**53 and _is_held(value)):
+            if value is None or (abs(value) < 2**53 and _is_held(value)):
                 continue
             least = Decimal(value if isinstance(value, int | Decimal) else repr(value)) * sign
             if not least < LARGEST_BOUND:
@@ -85,6 +89,21 @@ def move_bounds(schema: dict[str, Any]) -> None:
             schema[name] = -LARGEST_BOUND * sign if least <= -LARGEST_BOUND else _larger(least) * sign
         if any(sign * schema.get(name, 0) > _LARGEST_OPEN for name in names):
             schema.setdefault(_UPPER[0] if sign > 0 else _LOWER[0], sign * LARGEST_BOUND)
+
+
+def move_apart(schemas: Iterable[dict[str, Any]]) -> None:
+    """Moves an exclusive bound that is an integer inwards by a unit of the 15th digit where another bound follows within
+    1. The engine takes a range between two integers, or from 0 on, for one with its beginning."""
+    schemas = list(schemas)
+    bounds = [each[name] for each in schemas for name in BOUNDS & each.keys()]
+    for schema in schemas:
+        for (inclusive, exclusive), sign in ((_LOWER, 1), (_UPPER, -1)):
+            value = schema.get(exclusive)
+            if value is None or value * sign < 0 or value != int(value):
+                continue
+            if any(0 < sign * (other - value) < 1 for other in bounds):
+                moved = _larger(Decimal(schema.pop(exclusive)) * sign)
+                schema[inclusive] = sign * max(moved, sign * schema.get(inclusive, sign * moved))
 
 
 def _larger(value: Decimal) -> int | float:
