@@ -23,7 +23,6 @@ from google.protobuf.message import DecodeError
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
 
 HEADER = struct.Struct("<IQ")
@@ -59,8 +58,7 @@ def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str]
     try:
         if isinstance(vocabulary, ConstraintError):
             raise vocabulary
-        template = Template(program_of(Constraint.FromString(content), vocabulary.special_tokens), vocabulary)
-        _try_tokens(template)
+        _try_tokens(Template.of(Constraint.FromString(content), vocabulary))
     except ConstraintError as error:
         return [error.field, error.description]
     except DecodeError as error:
@@ -207,7 +205,7 @@ def serve(vocabulary: Vocabulary | ConstraintError) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        vocabulary = Vocabulary.of_model(ModelDirectory.open(sys.argv[1]), None)
+        vocabulary = Vocabulary.of_model(ModelDirectory.open(sys.argv[1]), None, for_checks=True)
     except ValueError as error:
         # This becomes the answer to every constraint. The gateway still serves requests without constraints.
         vocabulary = ConstraintError("", f"cannot be enforced with the tokenizer of this model: {error}")

@@ -9,14 +9,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import filterfalse, pairwise
+from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import ConstraintError, check_regex, enforced_schema, schema_grammar
+from quire.constraints.json_schema import BY_NAME, ConstraintError, check_regex, enforced_schema, schema_grammar
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
@@ -27,6 +28,9 @@ MAX_CHOICES = 100_000
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SCHEMA_OF_LARK = re.compile(r"%json\s*(?=\{)")
 _REGEX_OF_LARK = re.compile(r"/(?:[^/\\\n]|\\.)+/")
+# What a grammar in Lark is made of, in so far as names of tokens may be in it.
+_NAME_IN_LARK = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL)
+_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 # Models put white space before a JSON text that follows other text.
 _LEADING_SPACE = "/[ \\t\\n]{1,4}/"
 
@@ -61,11 +65,14 @@ class Program:
         return (state for state in self.states if isinstance(state, Part))
 
 
-def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Program:
+def program_of(
+    constraint: Constraint, special_tokens: Mapping[str, int], text_tokens: Mapping[str, int] = _NO_TOKENS
+) -> Program:
     """The program of a constraint.
 
     Args:
         special_tokens: Ids of the special tokens of the vocabulary, by their text. No other tokens can produce it.
+        text_tokens: Ids of the other added tokens, which a `lark` grammar may name, too.
 
     Raises:
         ConstraintError: a field is missing, malformed or not enforced.
@@ -73,6 +80,7 @@ def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Progra
     size = constraint.ByteSize()
     if size > MAX_CONSTRAINT_BYTES:
         raise ConstraintError("", f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
+    constraint = _with_ids(constraint, text_tokens)
     offset = 0
     states: list[Part | Free] = []
     after_text = constraint.HasField("begins_after")
@@ -106,6 +114,46 @@ def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Progra
         case _:
             raise AssertionError(kind)
     return Program(tuple(states))
+
+
+def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constraint:
+    """With ids in place of the names of tokens in Lark: the engine knows the names of special tokens only."""
+
+    def with_id(found: re.Match[str]) -> str:
+        token_id = text_tokens.get(found["name"] or "")
+        return found.group() if token_id is None else f"<[{token_id}]>"
+
+    named = Constraint()
+    named.CopyFrom(constraint)
+    for each in (named, *named.structural_tags.tags):
+        if each.HasField("lark"):
+            each.lark = _NAME_IN_LARK.sub(with_id, each.lark)
+    return named
+
+
+def fixed_texts(constraint: Constraint) -> Iterator[tuple[str, str]]:
+    """The texts that a valid constraint names, each with its field; of patterns and grammars what is not ASCII."""
+    for position, text in enumerate(constraint.choice.texts):
+        yield f"choice.texts[{position}]", text
+    tags = ((f"structural_tags.tags[{place}].", tag) for place, tag in enumerate(constraint.structural_tags.tags))
+    for field, each in (("", constraint), *tags):
+        if each.HasField("json_schema"):
+            yield from ((f"{field}json_schema", text) for text in _texts_of_schema(json.loads(each.json_schema)))
+        for kind in ("regex", "lark"):
+            if each.HasField(kind):
+                yield f"{field}{kind}", "".join(filterfalse(str.isascii, getattr(each, kind)))
+
+
+def _texts_of_schema(schema: Any) -> Iterator[str]:
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _texts_of_schema(each)
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        if name in ("const", "enum"):
+            yield json.dumps(value, ensure_ascii=False)
+        elif name == "properties":
+            yield from map(quoted, value)
+        yield from _texts_of_schema(list(value.values()) if name in BY_NAME else value)
 
 
 def _choice(texts: Any) -> dict[str, Any]:
@@ -175,7 +223,7 @@ def quoted(text: str) -> str:
 
 
 def _tag_states(
-    tags: StructuralTags, offset: int, special_tokens: dict[str, int], *, no_white_space: bool
+    tags: StructuralTags, offset: int, special_tokens: Mapping[str, int], *, no_white_space: bool
 ) -> list[Part | Free]:
     field = "structural_tags.tags"
     if not tags.tags:
@@ -209,7 +257,7 @@ def _tag_states(
     return states
 
 
-def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int], *, no_white_space: bool) -> Part:
+def _tags_alone(tags: StructuralTags, special_tokens: Mapping[str, int], *, no_white_space: bool) -> Part:
     named = {
         f"tag_{position}": _content(tag, position, no_white_space=no_white_space)
         for position, tag in enumerate(tags.tags)

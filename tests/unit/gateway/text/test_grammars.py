@@ -23,8 +23,7 @@ from gateway.text.formats.parser import OfferedTool
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
-from quire.constraints.program import program_of
-from tests.support.constraints import make_vocabulary, vocabulary, write
+from tests.support.constraints import make_vocabulary, spelled, vocabulary, write
 from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_level
 
@@ -86,7 +85,7 @@ each_vocabulary = parametrize_once(
 def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
     """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
     assert constraint is not None
-    given = list(held.tokenizer.tokenize_str(begin, parse_special=True))
+    given = spelled(begin, held)
     choices = random.Random(seed)
 
     def choose(possible):
@@ -95,7 +94,7 @@ def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: s
             return given.pop(0)
         return int(choices.choice(possible))
 
-    template = Template(program_of(constraint, held.special_tokens), held)
+    template = Template.of(constraint, held)
     token_ids, has_ended = write(template, choose, max_tokens=500)
     return b"".join(held.token_bytes[token_id] for token_id in token_ids).decode(errors="replace"), has_ended
 
