@@ -165,7 +165,7 @@ def _options(field: str, subschemas: Sequence[dict[str, Any]], *, no_white_space
 
 def _loaded(field: str, text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text, parse_float=read_float, parse_constant=Decimal)
+        schema = json.loads(text, parse_float=read_float, parse_constant=float)
     except RecursionError as error:
         raise ConstraintError(field, f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
     except ValueError as error:
@@ -218,8 +218,8 @@ def _clean(
             if not (is_exact(number) or (large_allowed and is_large(number))):
                 raise ConstraintError(
                     field,
-                    f"has the constant {number!s:.60}, which is not enforced exactly; use integers up to 2^53, other numbers "
-                    "of up to 15 digits and below it, or strings",
+                    f"has the constant {number!s:.60}, which is not enforced exactly; use integers up to 2^53, other "
+                    "numbers of up to 15 digits and below it, or strings",
                 )
     _check_references(field, cleaned["root"], results)
     _check_steps(field, results)

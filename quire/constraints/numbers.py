@@ -27,7 +27,7 @@ def read_float(text: str) -> Number:
     try:
         exact = Decimal(text)
     except InvalidOperation:  # an exponent of many digits
-        return Decimal("inf") if value else Decimal("nan")
+        return Decimal("1e999" if value else "1e-999")
     # A sum with zero has no sign of zero.
     return value + 0.0 if math.isfinite(value) and Decimal(repr(value)) == exact else exact
 
@@ -83,22 +83,22 @@ def move_bounds(schema: dict[str, Any]) -> None:
             value: Any = schema.get(name)
             if value is None or (abs(value) < 2**53 and _is_held(value)):
                 continue
-            least = Decimal(value if isinstance(value, int | Decimal) else repr(value)) * sign
-            if not least < LARGEST_BOUND:
+            if math.isnan(value) or value * sign >= LARGEST_BOUND:
                 raise ValueError(f"{name} {value!s:.40}; numbers are enforced up to {LARGEST_BOUND:,}")
+            least = Decimal(value if isinstance(value, int | Decimal) else repr(value)) * sign
             schema[name] = -LARGEST_BOUND * sign if least <= -LARGEST_BOUND else _larger(least) * sign
         if any(sign * schema.get(name, 0) > _LARGEST_OPEN for name in names):
             schema.setdefault(_UPPER[0] if sign > 0 else _LOWER[0], sign * LARGEST_BOUND)
 
 
 def move_apart(schemas: Iterable[dict[str, Any]]) -> None:
-    """Moves an exclusive bound that is an integer inwards by a unit of the 15th digit where another bound follows within
-    1. The engine takes a range between two integers, or from 0 on, for one with its beginning."""
+    """Moves an exclusive bound that is an integer inwards by a unit of the 15th digit where another bound follows by
+    less than 1: of such a range the engine takes the integer for a part."""
     schemas = list(schemas)
     bounds = [each[name] for each in schemas for name in BOUNDS & each.keys()]
     for schema in schemas:
         for (inclusive, exclusive), sign in ((_LOWER, 1), (_UPPER, -1)):
-            value = schema.get(exclusive)
+            value: Any = schema.get(exclusive)
             if value is None or value * sign < 0 or value != int(value):
                 continue
             if any(0 < sign * (other - value) < 1 for other in bounds):
