@@ -66,6 +66,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
         ),
         _DECODER,
     ),
+    "blt": {
+        f"{part}_config": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+        for part in ("patcher", "encoder", "decoder", "global")
+    },
     "bamba": {"mamba_n_heads": 8, "num_hidden_layers": 2, "attn_layer_indices": [1]},
     "cohere_compass_text": {
         "num_hidden_layers": 2,
@@ -78,7 +82,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_ROUTED, "first_k_dense_replace": 1},
     "dots1": {**_ROUTED, "n_shared_experts": 1},
-    "dots3_note_text": {"per_layer_config": {"2": {"num_attention_heads": 2, "num_key_value_heads": 2}}},
+    "dots3_note": {"vision_config": {"hidden_size": 64, "adapter_in_dim": 64, "adapter_out_dim": 64}},
+    "dots3_note_text": {
+        **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "indexed_attention"]},
+        **{"mlp_layer_types": ["dense", "sparse"], "head_dim": 24},
+        "per_layer_config": {"0": {"num_attention_heads": 2, "num_key_value_heads": 2}},
+    },
     "granitemoehybrid": {"mamba_n_heads": 8, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -113,12 +122,24 @@ _FIELDS: dict[str, dict[str, Any]] = {
 def tiny_model(model_type: str, directory: Path) -> PreTrainedModel:
     """Writes a random model of this type into the directory; returns it in float32."""
     config = tiny_config(model_type)
-    published: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if "text_config" in config.sub_configs else {}
-    model_class = published.get(type(config), None) or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = model_class(config).eval()
+    model = _model_class(config)(config).eval()
     randomize(model, seed=0)
     model.save_pretrained(directory)
     return model
+
+
+def write_config(model_type: str, directory: Path) -> None:
+    """Writes config.json of such a model only."""
+    config = tiny_config(model_type)
+    config.architectures = [_model_class(config).__name__]
+    config.save_pretrained(directory)
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    """The class of models as they are published: with all parts, if there are others than the language model."""
+    mappings: list[Any] = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if "text_config" in config.sub_configs else []
+    classes = (mapping.get(type(config), None) for mapping in (*mappings, MODEL_FOR_CAUSAL_LM_MAPPING))
+    return next(each for each in classes if each is not None)
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
