@@ -84,8 +84,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, "n_shared_experts": 1},
     "dots3_note": {"vision_config": {"hidden_size": 64, "adapter_in_dim": 64, "adapter_out_dim": 64}},
     "dots3_note_text": {
-        **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "indexed_attention"]},
-        **{"mlp_layer_types": ["dense", "sparse"], "head_dim": 24},
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 24,
         "per_layer_config": {"0": {"num_attention_heads": 2, "num_key_value_heads": 2}},
     },
     "granitemoehybrid": {"mamba_n_heads": 8, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
@@ -180,3 +182,59 @@ def _one_of_each_kind(kinds: list[tuple[str, ...]], depth: int) -> list[int]:
     """The layers to keep of a model, in order; at least two if there are two."""
     first = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]][:_MAX_LAYERS]
     return first if len(first) > 1 else list(range(min(2, depth)))
+
+
+_STATE = "keep something else than keys and values, which Quire does not store"
+_NOT_COUNTED = "layers attend through transformers' attention interface"
+_WITHIN = "which is not supported within another model"
+_ENCODER = "has an encoder; decoders are served"
+_PLACES = "it does not count positions from 0"
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    _STATE: (
+        *("bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text"),
+        *("inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax"),
+        *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"),
+        *("recurrent_gemma", "zamba", "zamba2", "zaya"),
+    ),
+    _NOT_COUNTED: (
+        *(
+            "big_bird",
+            "cpmant",
+            "git",
+            "megatron-bert",
+            "rembert",
+            "roformer",
+            "rwkv",
+            "trocr",
+            "xlm",
+            "xlnet",
+            "xlstm",
+        ),
+    ),
+    _WITHIN: (
+        *("emu3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+    ),
+    _ENCODER: (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+        *("prophetnet", "whisper"),
+    ),
+    _PLACES: (
+        *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    ),
+    "is not supported; supported are": ("bert-generation", "reformer"),
+    "it makes an attention mask of its own": ("doge",),
+    "its attention takes block_indices, which paged attention does not have": ("minimax_m3_vl_text",),
+    "its configuration does not say how many layers it has": ("blt",),
+    "its layers have keys of 2 and of 4 heads, for 2 heads of queries": ("dots3_note_text",),
+}
+"""Types that are not served, by a part of the line that refuses them. Whoever builds one of them takes it out."""
+
+NOT_TRIED = {
+    "dots3_note": "its text model is tried as dots3_note_text",
+    "gemma4_assistant": "drafts tokens from the states of another model",
+    "gemma4_unified_assistant": "drafts tokens from the states of another model",
+    "musicgen": "generates sound",
+    "musicgen_melody": "generates sound",
+}
+"""Types that the mapping has although they write no texts, or not by themselves."""
