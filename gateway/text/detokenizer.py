@@ -37,21 +37,25 @@ class Detokenizer:
     delivered before that byte stay.
 
     It decodes a window of the last tokens. The first tokens of the window are context (decoders treat the very first
-    token differently), the rest has not been delivered yet. The cost of a token is bounded.
+    token differently, SentencePiece's drop the space before it), the rest has not been delivered yet. The cost of a
+    token is bounded.
 
     DecodeStream of the `tokenizers` library is not used: it raises on an invalid byte after a valid run, and its window
     grows without bound over tokens without text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], silent: Container[int]) -> None:
-        """`decode` returns the text of token ids; `silent` has the ids without text (special, unknown)."""
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], silent: Container[int], context: Sequence[int] = ()
+    ) -> None:
+        """`decode` returns the text of token ids; `silent` has the ids without text (special, unknown). `context` are
+        the last tokens with text before the sequence, which end with a whole character."""
         self._decode = decode
         self._silent = silent
-        self._window: list[int] = []
+        self._window = list(context)
         # The delivered part of the window's text, which starts with it unless a character is incomplete.
-        self._delivered = ""
+        self._delivered = decode(self._window) if context else ""
         # The last two lengths of the window at which no text was held back.
-        self._boundary = 0
+        self._boundary = len(self._window)
         self._older_boundary = 0
 
     def push(self, token_id: int) -> str:
