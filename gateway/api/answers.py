@@ -494,9 +494,13 @@ class StreamedResponse(WatchedResponse):
         while self._keep_alive_s:
             silent_s = asyncio.get_running_loop().time() - self._written_at
             if silent_s >= self._keep_alive_s:
-                await self._write(send, _COMMENT if self._has_ids else _COMMENT + b"\n")
+                await self._write(send, self._comment)
             else:
                 await asyncio.sleep(self._keep_alive_s - silent_s)
+
+    @property
+    def _comment(self) -> bytes:
+        return _COMMENT if self._has_ids else _COMMENT + b"\n"
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         """Sends `data`, and the headers if they were not sent."""
