@@ -41,8 +41,8 @@ Answer = TypeVar("Answer")
 
 
 class Stream:
-    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left, and
-    so does the end of the last reference to it.
+    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left, as
+    does the end of the last reference to it.
 
     A durable stream goes on by itself after a lost connection, through any gateway that answers, and from the tokens
     that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
@@ -309,11 +309,13 @@ class Client:
             self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
         )
 
-    def load_adapter(self, name: str, directory: str | Path, *, timeout_s: float | None = None) -> Adapter:
+    def load_adapter(
+        self, name: str, directory: str | Path, *, replace: bool = False, timeout_s: float | None = None
+    ) -> Adapter:
         """Serves the LoRA adapter in a directory of the server under a name, which `model` of a request then chooses;
-        for the API keys of operators. AlreadyExists when the name is taken, InvalidArgument when the adapter cannot be
-        used."""
-        request = convert.to_load_adapter_request(name, directory)
+        for the API keys of operators. With `replace` it takes the place of an adapter of that name, with which requests
+        of before run on. AlreadyExists when the name is taken, InvalidArgument when the adapter cannot be used."""
+        request = convert.to_load_adapter_request(name, directory, replace=replace)
         method, read = self._stubs.models.LoadAdapter, convert.from_load_adapter_response
         return self._ask(method, request, read, timeout_s, is_idempotent=False)
 
