@@ -45,11 +45,17 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], silent: Container[int], context: Sequence[int] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        num_incomplete: Callable[[Sequence[int]], int],
+        silent: Container[int],
+        context: Sequence[int] = (),
     ) -> None:
-        """`decode` returns the text of token ids; `silent` has the ids without text (special, unknown). `context` are
-        the last tokens with text before the sequence, which end with a whole character."""
+        """`decode` returns the text of token ids, `num_incomplete` how many of the last ones are the beginning of a
+        character; `silent` has the ids without text (special, unknown). `context` are the last tokens with text before
+        the sequence, which end with a whole character."""
         self._decode = decode
+        self._num_incomplete = num_incomplete
         self._silent = silent
         self._window = list(context)
         # The delivered part of the window's text, which starts with it unless a character is incomplete.
@@ -67,7 +73,7 @@ class Detokenizer:
             if self._is_incomplete(text):
                 return ""
             text = self._restart()
-        certain = max(_certain_length(text), len(self._delivered))
+        certain = max(self._certain_length(text), len(self._delivered))
         piece = text[len(self._delivered) : certain]
         self._delivered = text[:certain]
         self._mark_boundary(text)
@@ -84,6 +90,17 @@ class Detokenizer:
     def _is_incomplete(self, text: str) -> bool:
         """Whether the text differs from what was delivered only because a character at its end is incomplete."""
         return len(self._window) - self._boundary <= _MAX_INCOMPLETE and text.endswith(_REPLACEMENT)
+
+    def _certain_length(self, text: str) -> int:
+        """The length without the replacement characters at the end that more bytes may complete to a character."""
+        if not text.endswith(_REPLACEMENT) or not (num_incomplete := self._num_incomplete(self._window)):
+            return len(text)
+        held = text[len(self._delivered) :]
+        if len(held) <= _MAX_INCOMPLETE and not held.strip(_REPLACEMENT):
+            return len(self._delivered)
+        # A byte-fallback decoder writes one of them for each byte of the run, whole characters before it included.
+        whole = self._decode(self._window[:-num_incomplete])
+        return len(whole) + len(text[len(whole) :].rstrip(_REPLACEMENT)) if text.startswith(whole) else 0
 
     def _restart(self) -> str:
         """Drops the context of the tokens that have no text yet; returns their text."""
@@ -110,14 +127,6 @@ class Detokenizer:
         self._delivered = text[: len(text) - held]
         self._boundary = 0 if held else len(self._window)
         self._older_boundary = 0
-
-
-def _certain_length(text: str) -> int:
-    """The length without the replacement characters at the end that more bytes may complete to a character."""
-    length = len(text)
-    while length and len(text) - length < _MAX_INCOMPLETE and text[length - 1] == _REPLACEMENT:
-        length -= 1
-    return length
 
 
 def cleaned_up(text: str) -> str:

@@ -37,7 +37,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ANCHOR = "a"
 # A detokenizer starts from this many tokens of the prompt; from more, where these begin inside a character.
 _MIN_CONTEXT, _MAX_CONTEXT = 4, 9
-# At most this many tokens hold the beginning of a character of four bytes.
+# At most this many bytes, and tokens, are the beginning of a character.
 _MAX_INCOMPLETE = 3
 # Tokens with text are looked for among this many at the end of a prompt.
 _PROMPT_END = 4096
@@ -149,7 +149,7 @@ class Tokenizer:
         """
         silent = self._never_text if include_special_tokens else self._silent_without(shown)
         context, incomplete = self._end_of(prompt, silent)
-        detokenizer = Detokenizer(self._decode_all, silent, context)
+        detokenizer = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context)
         for token_id in incomplete:
             detokenizer.push(token_id)
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer
@@ -166,7 +166,8 @@ class Tokenizer:
         # Only silent tokens are between the incomplete ones and after them.
         start = max(place for place, each in enumerate(token_ids) if each == incomplete[0])
         text = await self.decode_any(token_ids[:start], include_special_tokens=include_special_tokens)
-        return text + "".join(map(Detokenizer(self._decode_all, silent, context).push, incomplete))
+        pieces = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context)
+        return text + "".join(map(pieces.push, incomplete))
 
     def _end_of(self, prompt: TokenIds, silent: "_SilentIds") -> tuple[Sequence[int], Sequence[int]]:
         """The last tokens of a prompt that have text: a few up to a whole character, and those after it."""
@@ -232,13 +233,16 @@ class TokenTexts:
 
     def num_incomplete(self, token_ids: Sequence[int]) -> int:
         """The number of tokens at the end that hold the beginning of a character and not its end."""
-        decoder, last = codecs.getincrementaldecoder("utf-8")("replace"), token_ids[-_MAX_INCOMPLETE:]
-        decoder.decode(b"".join(map(self.bytes_of, last)))
-        num_bytes, count = len(decoder.getstate()[0]), 0
-        while num_bytes > 0:
-            count += 1
-            num_bytes -= len(self.bytes_of(last[-count]))
-        return count
+        data, lengths = b"", [0]
+        for token_id in reversed(token_ids):
+            data = self.bytes_of(token_id) + data
+            lengths.append(len(data))
+            if len(data) >= _MAX_INCOMPLETE:
+                break
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(data)
+        num_bytes = len(decoder.getstate()[0])
+        return next(count for count, length in enumerate(lengths) if length >= num_bytes)
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self._decode_after_anchor(token_id)

@@ -152,7 +152,7 @@ async def test_an_adapter_that_is_loaded_in_place_is_that_of_later_requests(rig:
         write_adapter(tmp_path / "mine", MODULES, lora_alpha=7)
         assert (await load())[0] == (await load(load_inplace=False))[0] == 409
         assert (second := await load(load_inplace=True))[0] == 200
-    assert len((await collect(call)).token_ids) == 8
+    assert (await collect(call)).token_ids
     assert (await rig.http.post("/v1/completions", json={"model": "mine", "prompt": "hello"})).status_code == 200
     assert [submit.adapter.digest for submit in rig.scheduler.submits] == [first[1], second[1]]
     assert not rig.scheduler.aborted
