@@ -73,7 +73,7 @@ class Detokenizer:
             if self._is_incomplete(text):
                 return ""
             text = self._restart()
-        certain = max(self._certain_length(text), len(self._delivered))
+        certain = self._certain_length(text)
         piece = text[len(self._delivered) : certain]
         self._delivered = text[:certain]
         self._mark_boundary(text)
@@ -93,14 +93,16 @@ class Detokenizer:
 
     def _certain_length(self, text: str) -> int:
         """The length without the replacement characters at the end that more bytes may complete to a character."""
-        if not text.endswith(_REPLACEMENT) or not (num_incomplete := self._num_incomplete(self._window)):
+        if not text.endswith(_REPLACEMENT):
             return len(text)
-        held = text[len(self._delivered) :]
-        if len(held) <= _MAX_INCOMPLETE and not held.strip(_REPLACEMENT):
-            return len(self._delivered)
+        certain = max(len(text.rstrip(_REPLACEMENT)), len(self._delivered))
+        if len(text) - certain <= _MAX_INCOMPLETE:
+            return certain
+        if not (num_incomplete := self._num_incomplete(self._window)):
+            return len(text)
         # A byte-fallback decoder writes one of them for each byte of the run, whole characters before it included.
         whole = self._decode(self._window[:-num_incomplete])
-        return len(whole) + len(text[len(whole) :].rstrip(_REPLACEMENT)) if text.startswith(whole) else 0
+        return max(len(whole), certain) if text.startswith(whole) else certain
 
     def _restart(self) -> str:
         """Drops the context of the tokens that have no text yet; returns their text."""

@@ -163,8 +163,9 @@ class Tokenizer:
         context, incomplete = self._end_of(token_ids, silent)
         if not incomplete:
             return text
-        # Only silent tokens are between the incomplete ones and after them.
-        start = max(place for place, each in enumerate(token_ids) if each == incomplete[0])
+        first = max(len(token_ids) - _PROMPT_END, 0)
+        with_text = [place for place in range(first, len(token_ids)) if token_ids[place] not in silent]
+        start = with_text[-len(incomplete)]
         text = await self.decode_any(token_ids[:start], include_special_tokens=include_special_tokens)
         pieces = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context)
         return text + "".join(map(pieces.push, incomplete))
@@ -175,7 +176,10 @@ class Tokenizer:
         last = list(islice((each for each in ids if each not in silent), _MAX_CONTEXT + _MAX_INCOMPLETE))[::-1]
         if _REPLACEMENT not in self._decode_all(last[-_MIN_CONTEXT:]):
             return last[-_MIN_CONTEXT:], ()
-        end = len(last) - self.token_texts.num_incomplete(last)
+        end = len(last)
+        # A token may complete a character and begin the next one.
+        while num_incomplete := self.token_texts.num_incomplete(last[:end]):
+            end -= num_incomplete
         contexts = [last[max(end - size, 0) : end] for size in range(_MIN_CONTEXT, _MAX_CONTEXT + 1)]
         whole = (each for each in contexts if _REPLACEMENT not in self._decode_all(each))
         return next(whole, contexts[0]), last[end:]

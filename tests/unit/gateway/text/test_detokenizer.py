@@ -80,6 +80,15 @@ def test_special_tokens_at_the_end_of_a_prompt_are_no_text_before_the_answer(num
     assert "".join(pieces_of(BYTE_FALLBACK, the, prompt=[2] * num_silent)) == "the"
 
 
+async def test_a_token_of_a_prompt_may_complete_a_character_and_begin_the_next_one():
+    spelled = ["\xe4\xb8", "\u0132\xd7", "\u0131"]  # bytes as byte-level vocabularies write them
+    level = tokenizers.Tokenizer(models.BPE({each: number for number, each in enumerate(spelled)}, []))
+    level.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(level, FairExecutor(1))
+    assert await tokenizer.prompt_text([0, 1], include_special_tokens=False) == "丐"
+    assert "".join(pieces_of(tokenizer, [2], prompt=[0, 1])) == b"\xd7\x8f".decode()
+
+
 def test_punctuation_of_an_answer_is_cleaned_up_behind_the_prompt():
     words = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "cat": 2, ".": 3}))
     words.decoder = decoders.WordPiece(cleanup=False)
