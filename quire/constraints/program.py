@@ -4,6 +4,7 @@ A free state ends when one of its markers is complete; a part ends when its gram
 grammar, and grammars are independent of the text around them.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -16,20 +17,16 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import BY_NAME, ConstraintError, check_regex, read_schema
+from quire.constraints.json_schema import BY_NAME, ConstraintError, check_regex, enforced_schema, schema_grammar
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
 MAX_MARKER_BYTES = 256
 MAX_CHOICES = 100_000
 
-# A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
-# white space until it has no tokens left.
-_WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
-_FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
-_NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Lark has a colon between the name of a rule and its definition.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_SCHEMA_OF_LARK = re.compile(r"%json\s*(?=\{)")
 _REGEX_OF_LARK = re.compile(r"/(?:[^/\\\n]|\\.)+/")
 # What a grammar in Lark is made of, in so far as names of tokens may be in it.
 _NAME_IN_LARK = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL)
@@ -172,17 +169,11 @@ def _choice(texts: Any) -> dict[str, Any]:
     return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
 
 
-def schema_options(*, no_white_space: bool = False) -> dict[str, Any]:
-    """How JSON of a schema is written: the value of `x-guidance` in the schema, by which llguidance takes it."""
-    return _NOT_SPACED if no_white_space else _FREELY_SPACED
-
-
 def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """One grammar of llguidance's list of grammars."""
     match kind:
         case "json_schema":
-            options = schema_options(no_white_space=no_white_space)
-            return {"json_schema": read_schema(field, text) | {"x-guidance": options}}
+            return schema_grammar(field, text, no_white_space=no_white_space)
         case "regex":
             if not text:
                 raise ConstraintError(field, "is empty; it needs at least 1 character")
@@ -194,13 +185,28 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
             for found in _REGEX_OF_LARK.finditer(text):
                 check_regex(field, found.group()[1:-1], f" in the terminal {found.group():.20}...")
             if _GBNF_RULE.search(text) is None:
-                return {"lark_grammar": text}
+                return {"lark_grammar": _with_enforced_schemas(field, text, no_white_space=no_white_space)}
             try:
                 return {"lark_grammar": gbnf_to_lark(text)}
             except Exception as error:
                 # The converter raises errors of several types without a common base.
                 raise ConstraintError(field, f"is not a grammar in GBNF: {error}") from error
     raise AssertionError(kind)
+
+
+def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> str:
+    """A grammar whose JSON schemas are read, but for those with `x-guidance`, which have been."""
+    parts: list[str] = []
+    place = 0
+    for found in _SCHEMA_OF_LARK.finditer(lark):
+        with contextlib.suppress(ValueError, RecursionError):  # which the engine reports
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+            if found.start() < place or "x-guidance" in schema:
+                continue
+            read = enforced_schema(field, lark[found.end() : end], no_white_space=no_white_space)
+            parts += lark[place : found.end()], json.dumps(read, ensure_ascii=False)
+            place = end
+    return "".join(parts) + lark[place:]
 
 
 def _joined(lark: str, named: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -77,11 +77,19 @@ def spelled(text: str, held: Vocabulary | None = None) -> list[int]:
 
 def accepts(constraint: Constraint, text: str, kind: str = "byte level") -> bool:
     """Whether a text is complete under a constraint, by any tokens."""
-    held, matcher = vocabulary(kind), make_matcher(constraint, kind)
+    return accepts_text(make_template(constraint, kind), text)
+
+
+def accepts_text(template: Template, text: str) -> bool:
+    """As `accepts`, of a constraint that is compiled once."""
+    held = template.vocabulary
+    matcher = template.matcher(tuple(held.eos))
     # Byte by byte, so that no forced spelling of a text matters.
     for byte in text.encode():
         matcher.consume(held.token_bytes.index(bytes([byte])))
-    return matcher.error is None and matcher.may_end
+        if matcher.error is not None:
+            return False
+    return matcher.may_end
 
 
 def write(

@@ -217,6 +217,34 @@ def test_what_only_json_can_enforce_is_named(properties, problem):
         check_arguments(name, schema)
 
 
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"type": "string", "enum": ["a", "b"], "pattern": "^a"}}}, 'uses "pattern"'),
+        ({"properties": {"a": {"type": "string", "const": 5}}}, "nothing matches"),
+        ({"properties": {"a": {"type": "string"}}, "required": ["b"]}, "required properties that it does not name"),
+        ({"required": ["b"]}, "required properties that it does not name"),
+        ({"patternProperties": {"^a": {"type": "integer"}}}, 'uses "patternProperties"'),
+        ({"properties": {"a": {"type": "string"}}, "minProperties": 1}, 'uses "minProperties"'),
+    ],
+)
+def test_what_a_notation_would_drop_is_refused_by_name(schema, problem):
+    for name in ("gemma4", "functiongemma", "pythonic", "qwen3_coder", "glm45"):
+        with pytest.raises(ConstraintError, match=problem):
+            check_arguments(name, json.dumps({"type": "object"} | schema))
+
+
+def test_alternatives_that_may_match_together_are_refused_in_other_notations():
+    both = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    for name in ("gemma4", "functiongemma", "pythonic"):
+        with pytest.raises(ConstraintError, match='uses "oneOf"'):
+            check_arguments(name, json.dumps({"type": "object", "properties": {"a": both}}))
+        check_arguments(name, json.dumps({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}}))
+        with pytest.raises(ConstraintError, match="a list of items"):
+            listed = {"type": "array", "items": [{"type": "integer"}]}
+            check_arguments(name, json.dumps({"type": "object", "properties": {"a": listed}}))
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])
 def test_a_schema_that_each_parameter_would_repeat_has_no_grammar(name):
     long = {"enum": [f"{number:a>2000}" for number in range(50)]}
