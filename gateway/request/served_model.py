@@ -12,6 +12,7 @@ from gateway.text.chat import Chat, ChatTemplate, special_token_texts
 from gateway.text.request_template import TemplateProcess
 from gateway.text.tokenizer import Tokenizer
 from quire.compatibility import ModelFingerprint
+from quire.constraints.token_cache import has_large_tables
 from quire.model_directory import ModelDirectory
 
 
@@ -49,6 +50,9 @@ class ServedModel:
         """
         directory = ModelDirectory.open(path)
         name = name or directory.name
+        trial = TrialProcess(directory.path)
+        if has_large_tables(directory):
+            trial.start()
         tokenizer = Tokenizer.open(directory, executor)
         texts = special_token_texts(directory.tokenizer_config)
         template, tool_template = (
@@ -73,6 +77,6 @@ class ServedModel:
                 own_templates=TemplateProcess(texts) if takes_templates else None,
             ),
             tokenizer_config=directory.tokenizer_config,
-            constraints=ConstraintChecker(TrialProcess(directory.path)),
+            constraints=ConstraintChecker(trial),
             executor=executor,
         )
