@@ -118,9 +118,9 @@ RESPONSE_FORMAT = Unread(refused=_never("format", "grammar"))
 # OpenAI's responses.
 RESPONSE_INPUT = Unread(refused=_never("conversation", "personality"))
 RESPONSE = Unread(
-    # `max_tool_calls` limits tools that run at the server, of which there are none.
-    frozenset({*_LABELS, *_SERVING, "client_metadata", "context_management", "end_turn", "max_tool_calls"})
-    - {"metadata"},
+    frozenset(
+        {"prompt_cache_options", "prompt_cache_retention", "client_metadata", "context_management", "end_turn"}
+    ),
     {**_never("access_programs", "conversation", "image", "moderation", "prompt")},
 )
 RESPONSE_ITEM = Unread(frozenset({*_OF_HISTORY, "status", "phase", "encrypted_content", "end_turn"}))

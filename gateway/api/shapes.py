@@ -313,6 +313,13 @@ class ResponseObject(_ResponseHead):
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
+    presence_penalty: float
+    frequency_penalty: float
+    max_tool_calls: int | None
+    service_tier: str
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    user: str | None
 
 
 class DeletedResponse(Shape):
