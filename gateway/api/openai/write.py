@@ -310,7 +310,7 @@ class ChatShaper:
             case Finished(sequence_index=index):
                 deltas, logprobs, finish = [*self._rests(index), {}], None, self._finish(event)
         usage = self._usage_so_far.after(event)
-        ids = token_ids(self._body, event.token_ids) if isinstance(event, Chunk) else {}
+        ids = token_ids(self._body, event.token_ids if isinstance(event, Chunk) else ())
         if not deltas and (logprobs or ids):
             # Nothing of the tokens is shown, such as reasoning that is left out.
             deltas = [{}]
@@ -468,6 +468,7 @@ class CompletionShaper:
                 choice = self._choice(position, event) | NOT_FINISHED | token_ids(self._body, event.token_ids)
             case Finished(sequence_index=index):
                 choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
+                choice |= token_ids(self._body, ())
         if (position, event.sequence_index) not in self._begun:
             self._begun.add((position, event.sequence_index))
             choice |= self._of_prompt(position)
