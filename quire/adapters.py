@@ -44,8 +44,10 @@ _Tensor = tuple[str, str, tuple[int, ...]]
 """Name, type and shape."""
 _OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc"})
 """Layers whose inputs are the hidden state."""
-_NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+_NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
+_OF_TRAINING = ".lora_velora_embed"
+"""Ends the name of what VeLoRA saves beside A and B, which only its gradients read."""
 _UNSUPPORTED = {
     "use_dora": "is DoRA",
     "modules_to_save": "brings whole modules",
@@ -103,6 +105,10 @@ class UnusableAdapterError(ConfigurationError):
     """An adapter that cannot be used: one line with the file, the value and what is supported."""
 
 
+class NoAdapterError(UnusableAdapterError):
+    """There is no directory, or no configuration of an adapter in it."""
+
+
 def read_adapter(directory: Path | str) -> Adapter:
     """Reads an adapter's configuration, the shapes of its tensors and its digest.
 
@@ -112,7 +118,7 @@ def read_adapter(directory: Path | str) -> Adapter:
     directory = Path(directory)
     try:
         if not directory.is_dir():
-            raise UnusableAdapterError(
+            raise NoAdapterError(
                 f"{directory!s:.500} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
             )
         files = _weight_files(directory)
@@ -199,10 +205,9 @@ class _Config:
                 raise _not_supported(file, name, config[name], what)
         if config.get("bias", "none") != "none":
             raise _not_supported(file, "bias", config["bias"], "changes biases")
-        if config.get("init_lora_weights") not in _NEUTRAL_INITS:
-            raise _not_supported(
-                file, "init_lora_weights", config["init_lora_weights"], "changes the weights of the model"
-            )
+        init = config.get("init_lora_weights")
+        if (init.lower() if isinstance(init, str) else init) not in _NEUTRAL_INITS:
+            raise _not_supported(file, "init_lora_weights", init, "changes the weights of the model")
         rank = config.get("r")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
             raise UnusableAdapterError(f"{file}: r is {rank!r:.80}; it must be a number from 1 to {MAX_RANK}")
@@ -275,7 +280,8 @@ def _read_config(file: Path) -> bytes:
         with file.open("rb") as opened:
             raw = opened.read(_MAX_CONFIG_BYTES + 1)
     except OSError as error:
-        raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
+        kind = NoAdapterError if isinstance(error, FileNotFoundError) else UnusableAdapterError
+        raise kind(f"cannot read {file}: {error.strerror}") from error
     if len(raw) > _MAX_CONFIG_BYTES:
         raise UnusableAdapterError(f"{file} has more than {_MAX_CONFIG_BYTES:,} bytes")
     return raw
@@ -288,6 +294,8 @@ def _shapes(files: Sequence[Path]) -> dict[str, tuple[tuple[int, int], tuple[int
     places: dict[str, Path] = {}
     for file in files:
         for name, dtype, shape in _pickled_tensors(file) if file.suffix == PICKLED else _tensors(file):
+            if name.endswith(_OF_TRAINING):
+                continue
             module, side = _module_of(file, name, dtype)
             if (other := places.setdefault(name, file)) != file:
                 raise UnusableAdapterError(f"{other} and {file} both have {name:.200}; one of the files is of another")

@@ -58,6 +58,13 @@ _OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_
 
 # How transformers names language models; the worker says which of them it can run through transformers' code.
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+# What models with other names do: the first suffix that fits counts.
+_OTHER_TASKS = {
+    "ForMaskedLM": "fills in masked tokens and generates no text",
+    "ForSequenceClassification": "classifies or ranks texts and generates none",
+    "ForTokenClassification": "classifies tokens and generates no text",
+    "Model": "gives embeddings and generates no text",
+}
 EMBEDDED_MODEL = "quire-tiny"
 
 _SINGLE_FILE = "model.safetensors"
@@ -77,8 +84,11 @@ _HUB_NAME = re.compile(
 # How the hub's cache names the folder of a model, before its name with "--" for "/".
 _CACHED = "models--"
 
-OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of older tools, which have what config.json has today as quantization_config, and whose method that is."""
+OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files that have what config.json of other tools has as quantization_config, and whose method that is."""
+
+EMBEDDING_MODULES = "modules.json"
+"""A file that sentence-transformers writes to directories of models that give embeddings."""
 
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
@@ -98,7 +108,6 @@ class ModelDirectory:
         tool_chat_template: Another one for conversations with tools, where the model has that.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         whole: What the model is that reads images or sound, too, where only its language model is served; else None.
-        eos_token_ids: The ids that end a text, those of generation_config.json first.
         gguf: The header of a GGUF file, which is read once; None of a directory.
     """
 
@@ -109,7 +118,8 @@ class ModelDirectory:
     tokenizer_config: dict[str, Any] = field(repr=False)
     chat_template: str | None = field(repr=False)
     tool_chat_template: str | None = field(repr=False)
-    eos_token_ids: tuple[int, ...]
+    configured_eos: tuple[int, ...]
+    """The ids that end a text by generation_config.json, or else config.json."""
     whole: str | None = None
     gguf: GgufHeader | None = field(default=None, repr=False)
     _own_tokenizer: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -125,7 +135,9 @@ class ModelDirectory:
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
-        if config.get("quantization_config") is None and (quantization := _older_quantization(path, config)):
+        # MLX writes its own form under both names.
+        is_usual = config.get("quantization_config") not in (None, config.get("quantization"))
+        if not is_usual and (quantization := _older_quantization(path, config)):
             config["quantization_config"] = quantization
         generation_config = _read_json(path / "generation_config.json") or {}
         tokenizer_config = _tokenizer_config(path)
@@ -142,7 +154,7 @@ class ModelDirectory:
             tokenizer_config=tokenizer_config,
             chat_template=templates.get("default"),
             tool_chat_template=templates.get("tool_use"),
-            eos_token_ids=_eos_token_ids(path, config, generation_config),
+            configured_eos=_configured_eos(path, config, generation_config),
         )
 
     @classmethod
@@ -156,7 +168,7 @@ class ModelDirectory:
             tokenizer_config=described.tokenizer_config,
             chat_template=described.chat_templates.get("default"),
             tool_chat_template=described.chat_templates.get("tool_use"),
-            eos_token_ids=described.eos_token_ids,
+            configured_eos=described.eos_token_ids,
             gguf=described.header,
             _own_tokenizer=described.tokenizer,
         )
@@ -171,6 +183,15 @@ class ModelDirectory:
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_CACHED):
             return path.parent.parent.name.removeprefix(_CACHED).replace("--", "/", 1)
         return path.resolve().name
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: those of the configuration, and the eos token of the tokenizer, which fine-tunes for
+        chats change in the tokenizer's files only."""
+        named = self.tokenizer_config.get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        own = self._id_of(text) if isinstance(text, str) and self.gguf is None else None
+        return tuple(dict.fromkeys((*self.configured_eos, *(() if own is None else (own,)))))
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -197,6 +218,23 @@ class ModelDirectory:
     def tokenizer(self) -> Mapping[str, Any]:
         """The same as values. Raises ConfigurationError as `tokenizer_json`, and ValueError where it is no JSON."""
         return json.loads(self.tokenizer_json()) if self._own_tokenizer is None else self._own_tokenizer
+
+    def _id_of(self, text: str) -> int | None:
+        """The id of a token; None if the tokenizer has no such token, or is missing or damaged, which its readers
+        report."""
+        listed = self.tokenizer_config.get("added_tokens_decoder")
+        for token_id, entry in listed.items() if isinstance(listed, dict) else ():
+            if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal():
+                return int(token_id)
+        try:
+            tokenizer = self.tokenizer()
+            added = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+            vocabulary = tokenizer["model"]["vocab"]
+            if isinstance(vocabulary, list):
+                vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
+            return {**vocabulary, **added}.get(text)
+        except (ConfigurationError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +362,8 @@ def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
     for name, method in OLDER_QUANTIZATIONS.items():
         if fields := _read_json(path / name):
             return {"quant_method": method} | fields
+    if isinstance(of_mlx := config.get("quantization"), dict):
+        return {"quant_method": "mlx"} | of_mlx
     return config.get("compression_config")
 
 
@@ -370,11 +410,18 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         raise ConfigurationError(
             f"{path / 'config.json'} names no architecture, and its model_type is {kind:.80}; supported are {supported}"
         )
-    inner = f", whose language model is {kind:.80}," if is_within else ""
+    if config.get("is_encoder_decoder"):
+        reason = "has an encoder"
+    elif config.get("model_type") == _NOT_CAUSAL:
+        reason = "attends to its prompts in both directions"
+    elif is_within:
+        reason = f"has a language model of the type {kind:.80}, which is not supported within another model"
+    else:
+        others = (reason for suffix, reason in _OTHER_TASKS.items() if names[0].endswith(suffix))
+        reason = next(others, "is not supported")
     raise ConfigurationError(
-        f"architecture {names[0]} of {path}{inner} is not supported; supported are {supported}, the language models of "
-        f"these kinds within others (...{_WITH_MORE}), and decoder-only models that transformers implements "
-        "(...ForCausalLM)"
+        f"architecture {names[0]} of {path} {reason}; supported are {supported}, the language models of these kinds "
+        f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"
     )
 
 
@@ -399,7 +446,7 @@ def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, A
     return found
 
 
-def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
+def _configured_eos(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
     value = generation_config.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")

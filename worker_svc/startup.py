@@ -22,7 +22,7 @@ from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import ModelDirectory
+from quire.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.model_source import resolve_model
 from quire.processors import available_memory, cores, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report, shown_bytes
@@ -114,8 +114,7 @@ def build_worker(
     directory = ModelDirectory.open(resolve_model(settings.model, report=report))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
-    if directory.whole is not None:
-        _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
+    log_what_is_not_served(directory)
     if device.type == "cpu":
         check_weights_fit(directory, dtype, settings)
     load = partial(
@@ -129,13 +128,17 @@ def build_worker(
         max_model_len=settings.max_model_len,
     )
     draft_directory = _draft_directory(settings, directory, device)
+    # Beside the weights, whose reading leaves the interpreter to others.
+    templates = TemplateCache(partial(Vocabulary.of_model, directory, directory.config.get("vocab_size")))
     try:
         model = load(directory)
+        if model.rotation is not None:
+            _logger.warning("%s: %s", directory.architecture, model.rotation)
         draft = None
         if draft_directory is not None:
-            draft = DraftPart(load(draft_directory), ModelFingerprint.read(draft_directory))
+            longest = settings.max_model_len or model.max_model_len
+            draft = DraftPart(load(draft_directory, max_model_len=longest), ModelFingerprint.read(draft_directory))
         _release_freed_memory()
-        templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))
         worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report, draft)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
@@ -145,6 +148,18 @@ def build_worker(
     if device.type == "cpu" and settings.thread_binding == "auto":
         bind_threads(ranks)
     return worker
+
+
+def log_what_is_not_served(directory: ModelDirectory) -> None:
+    """Warns of a model that is made for more than texts, or for something else."""
+    if directory.whole is not None:
+        _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
+    if (directory.path / EMBEDDING_MODULES).is_file():
+        _logger.warning(
+            "%s has %s, as models of embeddings have: Quire generates text with it and gives no embeddings",
+            directory.path,
+            EMBEDDING_MODULES,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +229,9 @@ def make_worker(
         record_cuda_graphs(runner, model.device)
     report(LoadProgress(WARMING_UP))
     warm_up(runner, pool, geometry.max_model_len, limits)
+    if templates is not None:
+        # Before passes are measured, which this would disturb, and before a request has to wait for it.
+        templates.wait_for_vocabulary()
     # The tokens of a whole step, and a partly filled block for each of its sequences.
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
@@ -365,6 +383,7 @@ def kv_namespace(
 ) -> KvNamespace:
     """What the blocks of this rank mean."""
     of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
+    rotations = (each.rotation for each in ((model,) if draft is None else (model, draft.model)))
     return KvNamespace(
         model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights, *of_draft),
         dtype=str(model.dtype),
@@ -381,6 +400,7 @@ def kv_namespace(
             settings.quantization,
             *ops.numerics_of(model.device),
             torch.__version__,
+            *(f"{rotation.name} rotation" for rotation in rotations if rotation is not None),
         ),
     )
 

@@ -1,6 +1,7 @@
 """Reading model directories without torch."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,41 @@ def test_the_parts_of_a_whole_directory(make: Make) -> None:
     assert model.chat_template == "{{ messages }}"
 
 
+BPE = {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}
+UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["</s>", -1.5]]}}
+
+
+@pytest.mark.parametrize(
+    ("eos", "tokenizer", "decoder", "expected"),
+    [
+        ("<|im_end|>", BPE, None, (5, 2, 9)),
+        ({"__type": "AddedToken", "content": "<|im_end|>"}, BPE, {}, (5, 2, 9)),
+        # As in transformers, which gives a listed token the id of the list.
+        ("<|im_end|>", BPE, {"7": {"content": "<|im_end|>"}}, (5, 2, 7)),
+        ("</s>", BPE, None, (5, 2)),
+        ("</s>", UNIGRAM, None, (5, 2, 1)),
+        ("<none>", BPE, None, (5, 2)),
+        (None, BPE, None, (5, 2)),
+        ("a", None, None, (5, 2)),
+        *(("a", damaged, None, (5, 2)) for damaged in ([], 7, {"model": 3}, {"added_tokens": [1], "model": {}})),
+    ],
+)
+def test_the_eos_token_of_the_tokenizer_ends_a_text_too(
+    make: Make, eos: object, tokenizer: object, decoder: object, expected: tuple[int, ...]
+) -> None:
+    """As in vLLM, SGLang, TGI and llama.cpp: many fine-tunes for chats set it in the tokenizer's files only."""
+    files = {} if tokenizer is None else {"tokenizer": tokenizer}
+    config = {"eos_token": eos} | ({} if decoder is None else {"added_tokens_decoder": decoder})
+    model = ModelDirectory.open(make(generation_config={"eos_token_id": [5, 2]}, tokenizer_config=config, **files))
+    assert model.eos_token_ids == expected
+
+
+def test_the_eos_token_of_an_older_file_of_special_tokens_counts(make: Make) -> None:
+    config = {"architectures": ["LlamaForCausalLM"]}
+    model = ModelDirectory.open(make(config, tokenizer=BPE, special_tokens_map={"eos_token": "<|im_end|>"}))
+    assert model.eos_token_ids == (9,)
+
+
 def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: Make) -> None:
     for name in SUPPORTED_ARCHITECTURES:
         model = ModelDirectory.open(make({"architectures": [name]}))
@@ -115,12 +151,21 @@ def test_what_is_said_of_the_whole_model_counts_for_its_language_model(make: Mak
 
 
 @pytest.mark.parametrize(
-    "fields", [{"model_type": "paligemma"}, {"is_encoder_decoder": True}, {"text_config": {"model_type": "mllama"}}]
+    ("fields", "reason"),
+    [
+        ({"model_type": "paligemma"}, "attends to its prompts in both directions"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"text_config": {"model_type": "mllama"}}, "has a language model of the type mllama, which is not supported"),
+        ({"architectures": ["XModel"], "text_config": None}, "gives embeddings and generates no text"),
+        ({"architectures": ["XForSequenceClassification"], "text_config": None}, "classifies or ranks texts and"),
+    ],
 )
-def test_language_models_within_others_that_are_not_served_are_refused(make: Make, fields: dict[str, Any]) -> None:
-    config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}}
-    message = error_of(make(config | fields))
-    assert message.startswith("architecture XForConditionalGeneration of ")
+def test_models_that_are_not_served_are_refused_with_the_reason(
+    make: Make, fields: dict[str, Any], reason: str
+) -> None:
+    config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}} | fields
+    message = error_of(make(config))
+    assert re.match(rf"architecture {config['architectures'][0]} of \S+ {reason}", message)
     assert "the language models of these kinds within others (...ForConditionalGeneration)" in message
 
 

@@ -49,6 +49,8 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "awq": (awq, AWQ),
     "awq-128": (partial(awq, group=128), AWQ | {"group_size": 128}),
+    # As AutoRound 0.16.1 writes it by default.
+    "awq-symmetric": (partial(awq, symmetric=True), AWQ | {"zero_point": False, "sym": True}),
     "gptq": (gptq, GPTQ),
     "gptq-sym": (partial(gptq, symmetric=True), GPTQ | {"sym": True}),
     "gptq-8-bits": (partial(gptq, bits=8), GPTQ | {"bits": 8}),
@@ -239,6 +241,24 @@ def test_what_older_tools_wrote_elsewhere_is_the_quantization_config(tmp_path: P
     assert_served_as(tmp_path, expected)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "method"),
+    [
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "NVFP4"}}, "modelopt"),
+        ("config.json", {"quantization": {"bits": 4}}, "mlx"),
+        ("config.json", {"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, "mlx"),
+    ],
+)
+def test_tools_that_do_not_name_their_method_in_config_json_are_refused_by_name(
+    tmp_path: Path, file: str, content: dict[str, Any], method: str
+) -> None:
+    make_model(tmp_path, LLAMA)
+    known = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    (tmp_path / file).write_text(json.dumps(known | content))
+    with pytest.raises(ConfigurationError, match=rf"quant_method is '{method}'; supported: awq, gptq"):
+        load_model(tmp_path, device=CPU, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_fp8_of_autofp8_has_one_scale_by_another_name(tmp_path: Path, shape: tuple[int, ...]) -> None:
     def quantize(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:
@@ -275,6 +295,7 @@ SCALES = torch.ones(8, 256, dtype=torch.float16)
     [
         ("awq", "scales", None, f"tensor {PROJECTION}.scales is missing from the safetensors files"),
         ("gptq", "qzeros", None, f"tensor {PROJECTION}.qzeros is missing"),
+        ("awq-symmetric", "qzeros", None, f"tensor {PROJECTION}.qzeros is missing from the safetensors files"),
         ("awq", "scales", SCALES[:7], "scales has shape [7, 256]; expected [8, 256]"),
         ("awq", "scales", SCALES.long(), "scales has dtype I64; expected F32, BF16, F16"),
         ("awq", "qweight", torch.zeros(512, 32), "qweight has dtype F32; expected I32"),

@@ -116,6 +116,30 @@ async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
         await checker.check(SLOW, "a")
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("os.kill(os.getpid(), 11)", "by SIGSEGV: recursion that is too deep for the stack"),
+        ("os.abort()", "by SIGABRT: the library does not accept it"),
+        ("(os.write(2, b'memory allocation of 9 bytes failed'), os.abort())", "takes more than 512 MiB to compile"),
+        ("os.kill(os.getpid(), 27)", "takes more than 0.5 s of processor time"),
+        ("os._exit(3)", "ends the process that compiles it with status 3"),
+        ("[][0]", "cannot be compiled: IndexError: list index out of range"),
+    ],
+)
+async def test_a_compilation_that_dies_is_refused_with_how_it_ended(checker, monkeypatch, what, message) -> None:
+    dying = (
+        f"import os; from quire.constraints import check_process as each; each.check = lambda *_: {what}; each.main()"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        checking.subprocess, "Popen", lambda command, **rest: popen([command[0], "-c", dying, command[-1]], **rest)
+    )
+    with pytest.raises(InvalidArgument) as refused:
+        await checker.check(Constraint(regex="a"), "a")
+    assert message in refused.value.message
+
+
 async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(checker, monkeypatch) -> None:
     monkeypatch.setattr(checking, "MAX_KEPT", 5)
     await checker.check(Constraint(regex="quiet"), "quiet")
@@ -190,6 +214,39 @@ async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path
     with pytest.raises(InvalidArgument, match="cannot be enforced with the tokenizer of this model"):
         await checker.check(Constraint(regex="a"), "a")
     checker.close()
+
+
+async def test_a_process_that_was_started_before_answers_the_first_constraint_and_is_replaced_once_it_ended(
+    tmp_path,
+) -> None:
+    trial = TrialProcess(write_model_directory(tmp_path / "m", byte_level()))
+    trial.start()
+    first = trial._process
+    checker = ConstraintChecker(trial)
+    await checker.check(Constraint(regex="a"), "a")
+    assert trial._process is first is not None
+    first.kill()
+    first.wait()
+    await until_true(lambda: trial._writer is None or trial._reading is None)
+    await checker.check(Constraint(regex="b"), "a")
+    assert trial._process is not first
+    checker.close()
+
+
+async def test_a_process_that_cannot_be_started_before_is_started_by_the_first_constraint(
+    tmp_path, monkeypatch
+) -> None:
+    trial = TrialProcess(write_model_directory(tmp_path / "m", byte_level()))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused_process)
+        trial.start()
+    checker = ConstraintChecker(trial)
+    await checker.check(Constraint(regex="a"), "a")
+    checker.close()
+
+
+def refused_process(*_: object, **__: object) -> None:
+    raise OSError(errno.EAGAIN, "no more processes")
 
 
 async def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_path, monkeypatch) -> None:
