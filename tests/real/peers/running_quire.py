@@ -5,11 +5,13 @@ $QUIRE_PEER is the name of the peer, $QUIRE_URL the server's address and $QUIRE_
 test of a peer is changed; $QUIRE_REPORT is where the outcome of each is written, as lines of JSON.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -62,7 +64,10 @@ def get_tokenizer(*ignored: Any, **named: Any) -> Any:
 class _Stub(ModuleType):
     """A module of a peer that its tests import and that is not here, with whatever they look for in it."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # It is a package.
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -94,7 +99,7 @@ if PEER == "vllm":
 
 def _serve_llama_cpp() -> None:
     """Their class asks a server that runs already, if $DEBUG_EXTERNAL is set. It has paths without /v1, too."""
-    import utils
+    utils: Any = importlib.import_module("utils")
 
     def make_url(self: Any, path: str, host: str | None = None) -> str:
         versioned = path.startswith(("/chat/", "/completions", "/responses", "/models", "/messages"))
@@ -132,5 +137,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file, _, name = report.nodeid.partition("::")
     last = (report.longreprtext.strip().splitlines() or [""])[-1].strip()
     outcome = report.outcome if report.outcome != "failed" else f"{report.when} failed: {last[:200]}"
-    with open(os.environ["QUIRE_REPORT"], "a", encoding="utf-8") as lines:
+    with Path(os.environ["QUIRE_REPORT"]).open("a", encoding="utf-8") as lines:
         print(json.dumps([file, name, outcome]), file=lines)
