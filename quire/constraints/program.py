@@ -125,7 +125,7 @@ def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constra
     named = Constraint()
     named.CopyFrom(constraint)
     for each in (named, *named.structural_tags.tags):
-        if each.HasField("lark"):
+        if each.HasField("lark") and _GBNF_RULE.search(each.lark) is None:
             each.lark = _NAME_IN_LARK.sub(with_id, each.lark)
     return named
 
