@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
@@ -26,7 +26,7 @@ from gateway.text.formats.other_calls import (
 )
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
-from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
+from gateway.text.formats.rendered import INDEX, PROBE_TEXTS, CallShape, Layout, RenderedCalls, Slot, TagShape
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
 HARMONY = "openai"
@@ -52,6 +52,91 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
 }
 TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
 """Formats of tool calls, by vLLM's names."""
+
+_NAMED = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
+_BRACED = TagShape("", ":", ":", "", ",", '<|"|>')
+SHAPES: Mapping[str, CallShape] = {
+    "hermes": CallShape(
+        Layout.ENVELOPE, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n", fields=_NAMED
+    ),
+    "llama3_json": CallShape(
+        Layout.ENVELOPE, separator="; ", fields=(("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
+    ),
+    "mistral": CallShape(
+        Layout.ENVELOPE, section_open="[TOOL_CALLS][", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "deepseek_v3": CallShape(
+        Layout.NAMED,
+        section_open="<｜tool▁calls▁begin｜>",
+        call_open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        call_close="\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        section_close="<｜tool▁calls▁end｜>",
+        name_close="\n```json\n",
+    ),
+    "deepseek_v31": CallShape(
+        Layout.NAMED,
+        section_open="<｜tool▁calls▁begin｜>",
+        call_open="<｜tool▁call▁begin｜>",
+        call_close="<｜tool▁call▁end｜>",
+        section_close="<｜tool▁calls▁end｜>",
+        name_close="<｜tool▁sep｜>",
+    ),
+    "qwen3_coder": CallShape(
+        Layout.TAGS,
+        call_open="<tool_call>\n<function=",
+        call_close="</function>\n</tool_call>",
+        separator="\n",
+        name_close=">\n",
+        tags=TagShape("<parameter=", ">\n", ">\n", "\n</parameter>\n"),
+    ),
+    "kimi_k2": CallShape(
+        Layout.NAMED,
+        section_open="<|tool_calls_section_begin|>",
+        call_open="<|tool_call_begin|>functions.",
+        call_close="<|tool_call_end|>",
+        section_close="<|tool_calls_section_end|>",
+        name_close=f":{INDEX}<|tool_call_argument_begin|>",
+    ),
+    "granite": CallShape(
+        Layout.ENVELOPE, section_open="<|tool_call|>[", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "phi4_mini_json": CallShape(
+        Layout.ENVELOPE, section_open="functools[", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "glm45": CallShape(
+        Layout.TAGS,
+        call_open="<tool_call>",
+        call_close="</tool_call>",
+        separator="\n",
+        name_close="\n",
+        tags=TagShape("<arg_key>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "gemma4": CallShape(
+        Layout.BRACED, call_open="<|tool_call>call:", call_close="}<tool_call|>", name_close="{", tags=_BRACED
+    ),
+    "functiongemma": CallShape(
+        Layout.BRACED,
+        call_open="<start_function_call>call:",
+        call_close="}<end_function_call>",
+        name_close="{",
+        tags=replace(_BRACED, quote="<escape>"),
+    ),
+    "pythonic": CallShape(
+        Layout.PYTHON,
+        section_open="[",
+        call_close=")",
+        separator=", ",
+        section_close="]",
+        name_close="(",
+        tags=TagShape("", "=", "=", "", ", ", '"', ("True", "None")),
+    ),
+    HARMONY: CallShape(
+        Layout.NAMED, call_open=" to=functions.", name_close="<|channel|>commentary json<|message|>", is_parallel=False
+    ),
+    JSON_LIST: CallShape(Layout.ENVELOPE, section_open="[", separator=", ", section_close="]", fields=_NAMED),
+}
+"""How calls of each format are usually written: where a template renders none, or writes another format."""
 
 _THINK = ThinkingMarks("<think>", "</think>")
 THINKING_MARKS: Mapping[str, ThinkingMarks] = {
