@@ -113,7 +113,9 @@ class ChatTemplate:
             self._takes_parts = True
             self._takes_parts = self._shows_text()
         self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
-        self.tool_format = tool_format_of(self.calls, self._told() if self.calls is None else "")
+        self.tool_format = tool_format_of(
+            self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
+        )
         own = None if self.calls is None else self.calls.shape
         self._call_shape = own or SHAPES[self.tool_format or JSON_LIST]
 
