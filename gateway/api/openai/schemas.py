@@ -183,6 +183,7 @@ class LoadAdapterBody(Part):
 
     lora_name: str
     lora_path: str
+    load_inplace: bool | None = None
 
 
 class UnloadAdapterBody(Part):

@@ -22,14 +22,13 @@ from gateway.replicas.events import (
     GeneratedSequence,
     Logprob,
     PositionLogprobs,
-    TokenIds,
     Usage,
 )
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
 from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer, TokenTexts
-from gateway.types import Prompt, TextPrompt
+from gateway.types import Prompt, TextPrompt, TokenIds
 from quire.common.v1.common_pb2 import StoppingParameters
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.version import VERSION
@@ -487,14 +486,24 @@ class CompletionShaper:
         shapers = [
             CompletionLogprobs(
                 NamedByIds(self._texts) if self._body.return_tokens_as_token_ids else self._texts,
-                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens),
+                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens, prompt=before),
                 num_top,
                 text_offset=text_offset,
             )
             # A prompt that came as text is echoed unchanged, without the special tokens that precede it.
-            for with_special_tokens, text_offset, num_top in (
-                (request.output.include_special_tokens and not isinstance(prompt, TextPrompt), 0, self._body.logprobs),
-                (request.output.include_special_tokens, len(echo), request.logprobs or 0),
+            for with_special_tokens, before, text_offset, num_top in (
+                (
+                    request.output.include_special_tokens and not isinstance(prompt, TextPrompt),
+                    (),
+                    0,
+                    self._body.logprobs,
+                ),
+                (
+                    request.output.include_special_tokens,
+                    request.prompt_token_ids,
+                    len(echo),
+                    request.logprobs or 0,
+                ),
             )
         ]
         return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])
