@@ -10,7 +10,7 @@ import pytest_asyncio
 import tokenizers
 from openai import AsyncOpenAI
 
-from gateway.text.chat import ChatTemplate
+from gateway.text.chat import ChatTemplate, special_token_texts
 from quire.model_directory import ModelDirectory
 from tests.real.models import real_model
 from tests.support.serving import serving
@@ -96,7 +96,7 @@ async def streamed(client: AsyncOpenAI, messages: list[Any], **options: Any) -> 
     calls: list[dict[str, Any]] = []
     text, reasons = "", []
     # A model of random weights reasons without an end.
-    body = {"chat_template_kwargs": {"enable_thinking": False}} if "qwen3" in model else {}
+    body = {"thinking_token_budget": 4} if any(each in model for each in ("qwen3", "deepseek", "gptoss")) else {}
     stream = await client.chat.completions.create(
         model=model, messages=messages, tools=TOOLS, stream=True, max_tokens=400, extra_body=body, **options
     )
@@ -183,4 +183,5 @@ async def test_the_template_writes_calls_in_a_known_format(name):
     model, template, _ = MODELS[name]
     directory = ModelDirectory.open(real_model(model, template))
     assert directory.chat_template is not None
-    assert ChatTemplate(directory.chat_template, {}).tool_format is not None
+    texts = special_token_texts(directory.tokenizer_config)
+    assert ChatTemplate(directory.chat_template, texts).tool_format is not None
