@@ -1,30 +1,43 @@
 """Renders conversations as prompts with the chat template of the model directory."""
 
+import contextlib
 import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 from google.protobuf import json_format
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
-from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.bounded import MAX_MEMORY_BYTES, MAX_PROCESSOR_S, TookTooLong, bounded
+from gateway.text.formats.answer import JSON_LIST, SHAPES, THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.rendered import (
+    PROBE_SCHEMA,
+    PROBE_TOOLS,
+    ProbeCall,
+    Render,
+    RenderedCalls,
+    rendered_calls,
+    written_calls,
+)
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
 from quire import clock
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
+from quire.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
 from quire.settings import ConfigurationError
 
@@ -33,6 +46,7 @@ _INLINE_CHARACTERS = 4096
 _CHARACTERS_OF_A_MESSAGE = 32
 # A prompt has at most so many characters of the template itself, and so many for each character of its conversation.
 _OF_TEMPLATE, _TIMES_WRITTEN = 1 << 18, 5
+_MAX_BITS = 1 << 16
 _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
 _PROBES = ("a", "\n7")
@@ -52,6 +66,17 @@ _REFUSALS = (jinja2.TemplateError, *_OF_PYTHON)
 _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 
 
+@dataclass(frozen=True, slots=True)
+class _CallsAs:
+    """How a template takes past calls. `has_texts`: arguments as texts; `has_null`: null where there is no content."""
+
+    has_texts: bool = False
+    has_null: bool = False
+
+
+_FORMS = [_CallsAs(has_texts, has_null) for has_null in (False, True) for has_texts in (False, True)]
+
+
 class ChatTemplate:
     """A compiled chat template with the helpers that transformers gives to templates, in a sandbox. Thread-safe.
 
@@ -59,6 +84,8 @@ class ChatTemplate:
         source: The Jinja source in the model directory.
         variables: The names that the template reads.
         arguments: The variables that only a caller can set.
+        calls: What it renders for calls; None if it leaves them out.
+        tool_format: The format of the model's calls, by what the template renders or tells; None if it is unknown.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -79,15 +106,18 @@ class ChatTemplate:
         self.variables = frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         self.arguments = undeclared - _OWN_NAMES - environment.globals.keys() - self._special_tokens.keys()
-        self.knows_calls = "tool_calls" in source
         self._knows_developers = _DEVELOPER in source
         # Templates of models that read images may leave out a text that is not a part of a message's content.
         self._takes_parts = False
         if "type" in source and not self._shows_text():
             self._takes_parts = True
             self._takes_parts = self._shows_text()
-        # Most templates write the arguments of past calls as JSON themselves; some take them as text.
-        self._takes_texts = self.knows_calls and not self._renders(_ASKED_CALL) and self._renders(_ASKED_CALL, True)
+        self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
+        self.tool_format = tool_format_of(
+            self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
+        )
+        own = None if self.calls is None else self.calls.shape
+        self._call_shape = own or SHAPES[self.tool_format or JSON_LIST]
 
     def render(self, prompt: ChatPrompt) -> str:
         """Renders a conversation as a prompt.
@@ -96,9 +126,15 @@ class ChatTemplate:
             InvalidArgument: the template refuses it, for example because of an unknown role, or would omit parts of it.
         """
         self._check(prompt)
+        prompt = replace(prompt, messages=self._shown(prompt.messages))
         try:
-            return self._render(prompt, self._takes_texts)
+            return self._render(prompt, self._calls_as)
         except _REFUSALS as error:
+            # Some take no text for an object, and some no result without the name of its tool.
+            messages = [self._written(each) if _has_cut_calls(each) else each for each in prompt.messages]
+            if (messages := _with_names(messages)) != prompt.messages:
+                with contextlib.suppress(*_REFUSALS):
+                    return self._render(replace(prompt, messages=messages), self._calls_as)
             description = f"the model's chat template refuses the conversation: {error!s:.1000}"
             raise InvalidArgument(
                 description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
@@ -109,7 +145,7 @@ class ChatTemplate:
         if prompt.tools and "tools" not in self.variables:
             raise _refusal("tools", "cannot be used: the model's chat template has no tools", reason="NO_TOOLS")
         for position, message in enumerate(prompt.messages):
-            if message.tool_calls and not self.knows_calls:
+            if message.tool_calls and self.calls is None and "tools" not in self.variables:
                 field = f"messages[{position}].tool_calls"
                 raise _refusal(field, "cannot be used: the model's chat template has no tool calls", reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
@@ -122,20 +158,66 @@ class ChatTemplate:
                 shown = ", ".join(sorted(self.arguments)[:20]) or "none"
                 raise invalid_field(field, f"is not read by the model's chat template, which reads: {shown}")
 
-    def _renders(self, prompt: ChatPrompt, takes_texts: bool = False) -> bool:
+    def _shown(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """The messages in a form in which the template leaves no call out: where it writes one call for a message, each
+        has one, and where it writes none, its text has them as the model writes them."""
+        if not any(message.tool_calls for message in messages):
+            return messages
+        if self.calls is not None and len(self.calls.calls) == 1:
+            messages = _with_one_call_each(messages)
+        leaves_out = self.calls is None
+        return [
+            self._written(each)
+            if each.tool_calls and (leaves_out or (self._calls_as.has_null and each.content))
+            else each
+            for each in messages
+        ]
+
+    def _written(self, message: ChatMessage) -> ChatMessage:
+        calls = written_calls(self._call_shape, [(call.name, call.arguments, call.id) for call in message.tool_calls])
+        content = f"{message.content}\n{calls}" if message.content else calls
+        return replace(message, content=content, tool_calls=())
+
+    def _told(self) -> str:
+        """The prompt of a conversation with tools; empty if it is refused, or if it is the same without tools."""
+        with_tools, without = (self._tried(ChatPrompt(_TEXT.messages, tools), _CallsAs()) for tools in (_PROBED, ()))
+        return "" if with_tools is None or with_tools == without else with_tools
+
+    def _probed_calls(self) -> tuple["_CallsAs", RenderedCalls | None]:
+        """The form in which the template takes past calls, and what it renders for them.
+
+        Most templates write the arguments as JSON themselves; some take them as text. Some show calls only of messages
+        whose content is null. The first form counts whose calls can be read.
+        """
+        shown: list[tuple[_CallsAs, RenderedCalls]] = []
+        for form in _FORMS:
+            if (calls := rendered_calls(self._probe(form))) is not None:
+                if tool_format_of(calls) is not None:
+                    return form, calls
+                shown.append((form, calls))
+        return shown[0] if shown else (_CallsAs(), None)
+
+    def _probe(self, form: "_CallsAs") -> Render:
+        def render(content: str, calls: Sequence[ProbeCall] = ()) -> str | None:
+            made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
+            messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
+            return self._tried(ChatPrompt(messages, _PROBED, template_options=_UNANSWERED), form)
+
+        return Render(lambda calls: render("", calls), render)
+
+    def _tried(self, prompt: ChatPrompt, form: "_CallsAs") -> str | None:
         try:
-            self._render(prompt, takes_texts)
+            return self._render(prompt, form)
         except Exception:
-            return False
-        return True
+            return None
 
     def _shows_text(self) -> bool:
         try:
-            return _TEXT.messages[0].content in self._render(_TEXT, False)
+            return _TEXT.messages[0].content in self._render(_TEXT, _CallsAs())
         except Exception:
             return False
 
-    def _render(self, prompt: ChatPrompt, takes_texts: bool) -> str:
+    def _render(self, prompt: ChatPrompt, form: "_CallsAs") -> str:
         options = prompt.template_options or _NO_OPTIONS
         messages, continues = list(prompt.messages), options.continue_final_message
         if not self._knows_developers:
@@ -148,7 +230,7 @@ class ChatTemplate:
         text = self._template.render(
             **self._special_tokens,
             **arguments,
-            messages=[_fields(message, takes_texts, self._takes_parts) for message in messages],
+            messages=[_fields(message, form, self._takes_parts) for message in messages],
             tools=[_tool_fields(tool) for tool in prompt.tools] or None,
             add_generation_prompt=begins,
         )
@@ -170,6 +252,7 @@ class Chat:
         template: None for a model without a chat template.
         tool_template: That of conversations with tools or calls, if it is another one.
         tool_format: The format of the model's tool calls; None if it is unknown.
+        call_shape: How the template writes calls of that format; None if it writes none, or others.
         reasoning_format: The format of its reasoning; None if it does not reason, or if the format is unknown.
     """
 
@@ -190,8 +273,10 @@ class Chat:
         templates."""
         self.template = template
         self.tool_template = tool_template or template
-        source = "" if self.tool_template is None else self.tool_template.source
-        self.tool_format = tool_format or tool_format_of(source)
+        calls = None if self.tool_template is None else self.tool_template.calls
+        detected = None if self.tool_template is None else self.tool_template.tool_format
+        self.tool_format = tool_format or detected
+        self.call_shape = calls.shape if calls is not None and self.tool_format == detected else None
         self.reasoning_format = reasoning_format or reasoning_format_of("" if template is None else template.source)
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -322,10 +407,36 @@ def _continuations(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
     return [list(messages), *answered]
 
 
+def model_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The chat template of a model's files, which may be a program that does harm.
+
+    Raises:
+        ConfigurationError: it is not valid Jinja, or takes too much time or memory.
+    """
+    try:
+        with bounded():
+            return ChatTemplate(source, special_tokens)
+    except (TookTooLong, MemoryError, OverflowError) as error:
+        raise ConfigurationError(f"the model's chat template takes {_excess(error)} to render a short chat") from error
+
+
+def _excess(error: BaseException) -> str:
+    if isinstance(error, TookTooLong):
+        return f"more than {MAX_PROCESSOR_S} s of processor time"
+    return f"more than {shown_bytes(MAX_MEMORY_BYTES)} of memory"
+
+
 def _written(template: ChatTemplate, prompt: ChatPrompt, size: int) -> str:
     """The prompt of a conversation of `size`. Raises InvalidArgument as `ChatTemplate.render`, and where it is much
     longer than what it is made of: the tokenizer takes more than a hundred bytes for each character."""
-    text = template.render(prompt)
+    try:
+        with bounded():
+            text = template.render(prompt)
+    except (TookTooLong, MemoryError, OverflowError) as error:
+        description = f"the model's chat template takes {_excess(error)} to render the conversation; make it simpler"
+        raise InvalidArgument(
+            description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
+        ) from error
     if len(text) > _OF_TEMPLATE + _TIMES_WRITTEN * size:
         description = (
             f"becomes {len(text):,} characters by the model's chat template, which indents JSON by its depth; make the "
@@ -348,14 +459,16 @@ def _size(prompt: ChatPrompt) -> int:
     return size
 
 
-def _fields(message: ChatMessage, takes_texts: bool, takes_parts: bool) -> dict[str, Any]:
+def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str, Any]:
     """The message for a template, without its empty fields: templates test whether a field is defined."""
     content = [{"type": "text", "text": message.content}] if takes_parts else message.content
+    if form.has_null and message.tool_calls and not message.content:
+        content = None
     fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:
-        fields["tool_calls"] = [_call_fields(call, takes_texts) for call in message.tool_calls]
+        fields["tool_calls"] = [_call_fields(call, form) for call in message.tool_calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
@@ -366,8 +479,54 @@ def _fields(message: ChatMessage, takes_texts: bool, takes_parts: bool) -> dict[
     return fields
 
 
-def _call_fields(call: ToolCall, takes_texts: bool) -> dict[str, Any]:
-    arguments = call.arguments if takes_texts else json.loads(call.arguments or "{}")
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call; None if they are no object, for example because max_tokens cut them off."""
+    try:
+        value: Any = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+
+
+def _has_cut_calls(message: ChatMessage) -> bool:
+    return any(_object_of(call.arguments) is None for call in message.tool_calls)
+
+
+def _with_names(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the names of their tools in the results."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    return [
+        replace(each, name=names[each.tool_call_id]) if each.name is None and each.tool_call_id in names else each
+        for each in messages
+    ]
+
+
+def _with_one_call_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with one call each: several calls become several messages, each followed by its result."""
+    made: list[ChatMessage] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        if len(message.tool_calls) < 2:
+            made.append(message)
+            continue
+        count = next((place for place, each in enumerate(rest) if each.tool_call_id is None), len(rest))
+        results, rest = rest[:count], rest[count:]
+        for number, call in enumerate(message.tool_calls):
+            made.append(
+                replace(message, tool_calls=[call])
+                if not number
+                else replace(message, content="", reasoning=None, tool_calls=[call])
+            )
+            made += [each for each in results if each.tool_call_id == call.id]
+        ids = {call.id for call in message.tool_calls}
+        made += [each for each in results if each.tool_call_id not in ids]
+    return made
+
+
+def _call_fields(call: ToolCall, form: _CallsAs) -> dict[str, Any]:
+    values = None if form.has_texts else _object_of(call.arguments)
+    arguments = call.arguments if values is None else values
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
@@ -414,14 +573,8 @@ def _refusal(field: str, description: str, *, reason: str) -> InvalidArgument:
 
 _NO_OPTIONS = TemplateOptions()
 _TEXT = ChatPrompt([ChatMessage("user", "aQ7")])
-_ASKED_CALL = ChatPrompt(
-    [
-        ChatMessage("user", "a"),
-        ChatMessage("assistant", "", tool_calls=[ToolCall(id="abcdefghi", name="f", arguments='{"a": "b"}')]),
-        ChatMessage("tool", "c", tool_call_id="abcdefghi"),
-    ],
-    tools=[Tool(name="f", description="d")],
-)
+_PROBED = [Tool(name=name, description="d", parameters=json.dumps(PROBE_SCHEMA)) for name in PROBE_TOOLS]
+_UNANSWERED = TemplateOptions(add_generation_prompt=False)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -435,8 +588,21 @@ class _GenerationTag(jinja2.ext.Extension):
 _GenerationTag.tags = {"generation"}
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox of transformers; integers have no more digits than a computation ends at once with."""
+
+    intercepted_binops = frozenset(("**", "*"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            size = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if size > _MAX_BITS:
+                raise OverflowError(f"an integer of {size:,} bits")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -1,7 +1,9 @@
 """The known formats, their detection in a chat template, and the parser of one answer."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
 from gateway.text.formats.json_calls import (
@@ -22,7 +24,9 @@ from gateway.text.formats.other_calls import (
     PythonicParser,
     Qwen3CoderParser,
 )
+from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
+from gateway.text.formats.rendered import INDEX, PROBE_TEXTS, CallShape, Layout, RenderedCalls, Slot, TagShape
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
 HARMONY = "openai"
@@ -49,6 +53,91 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
 TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
 """Formats of tool calls, by vLLM's names."""
 
+_NAMED = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
+_BRACED = TagShape("", ":", ":", "", ",", '<|"|>')
+SHAPES: Mapping[str, CallShape] = {
+    "hermes": CallShape(
+        Layout.ENVELOPE, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n", fields=_NAMED
+    ),
+    "llama3_json": CallShape(
+        Layout.ENVELOPE, separator="; ", fields=(("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
+    ),
+    "mistral": CallShape(
+        Layout.ENVELOPE, section_open="[TOOL_CALLS][", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "deepseek_v3": CallShape(
+        Layout.NAMED,
+        section_open="<｜tool▁calls▁begin｜>",
+        call_open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        call_close="\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        section_close="<｜tool▁calls▁end｜>",
+        name_close="\n```json\n",
+    ),
+    "deepseek_v31": CallShape(
+        Layout.NAMED,
+        section_open="<｜tool▁calls▁begin｜>",
+        call_open="<｜tool▁call▁begin｜>",
+        call_close="<｜tool▁call▁end｜>",
+        section_close="<｜tool▁calls▁end｜>",
+        name_close="<｜tool▁sep｜>",
+    ),
+    "qwen3_coder": CallShape(
+        Layout.TAGS,
+        call_open="<tool_call>\n<function=",
+        call_close="</function>\n</tool_call>",
+        separator="\n",
+        name_close=">\n",
+        tags=TagShape("<parameter=", ">\n", ">\n", "\n</parameter>\n"),
+    ),
+    "kimi_k2": CallShape(
+        Layout.NAMED,
+        section_open="<|tool_calls_section_begin|>",
+        call_open="<|tool_call_begin|>functions.",
+        call_close="<|tool_call_end|>",
+        section_close="<|tool_calls_section_end|>",
+        name_close=f":{INDEX}<|tool_call_argument_begin|>",
+    ),
+    "granite": CallShape(
+        Layout.ENVELOPE, section_open="<|tool_call|>[", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "phi4_mini_json": CallShape(
+        Layout.ENVELOPE, section_open="functools[", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "glm45": CallShape(
+        Layout.TAGS,
+        call_open="<tool_call>",
+        call_close="</tool_call>",
+        separator="\n",
+        name_close="\n",
+        tags=TagShape("<arg_key>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "gemma4": CallShape(
+        Layout.BRACED, call_open="<|tool_call>call:", call_close="}<tool_call|>", name_close="{", tags=_BRACED
+    ),
+    "functiongemma": CallShape(
+        Layout.BRACED,
+        call_open="<start_function_call>call:",
+        call_close="}<end_function_call>",
+        name_close="{",
+        tags=replace(_BRACED, quote="<escape>"),
+    ),
+    "pythonic": CallShape(
+        Layout.PYTHON,
+        section_open="[",
+        call_close=")",
+        separator=", ",
+        section_close="]",
+        name_close="(",
+        tags=TagShape("", "=", "=", "", ", ", '"', ("True", "None")),
+    ),
+    HARMONY: CallShape(
+        Layout.NAMED, call_open=" to=functions.", name_close="<|channel|>commentary json<|message|>", is_parallel=False
+    ),
+    JSON_LIST: CallShape(Layout.ENVELOPE, section_open="[", separator=", ", section_close="]", fields=_NAMED),
+}
+"""How calls of each format are usually written: where a template renders none, or writes another format."""
+
 _THINK = ThinkingMarks("<think>", "</think>")
 THINKING_MARKS: Mapping[str, ThinkingMarks] = {
     "qwen3": _THINK,
@@ -61,22 +150,14 @@ THINKING_MARKS: Mapping[str, ThinkingMarks] = {
 REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
 """Formats of reasoning, by vLLM's names."""
 
-# Texts by which a template is recognised as one that writes a format; the first match counts.
-_TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    (HARMONY, lambda source: "<|channel|>" in source and "<|start|>" in source),
-    ("mistral", lambda source: "[TOOL_CALLS]" in source),
-    ("deepseek_v3", lambda source: "<｜tool▁call▁begin｜>" in source and "```json" in source),
-    ("deepseek_v31", lambda source: "<｜tool▁call▁begin｜>" in source),
-    ("kimi_k2", lambda source: "<|tool_call_argument_begin|>" in source),
-    ("granite", lambda source: "<|tool_call|>" in source and "<|start_of_role|>" in source),
-    ("phi4_mini_json", lambda source: "functools[" in source),
-    ("gemma4", lambda source: "<|tool_call>" in source),
-    ("functiongemma", lambda source: "<start_function_call>" in source),
-    ("glm45", lambda source: "<arg_key>" in source),
-    ("qwen3_coder", lambda source: "<function=" in source and "<parameter=" in source),
-    ("hermes", lambda source: "<tool_call>" in source),
-    ("llama3_json", lambda source: "<|python_tag|>" in source or '"parameters": dictionary of argument' in source),
-    ("pythonic", lambda source: "```tool_code" in source or "[func_name1(" in source),
+# Texts by which a template tells the model a format, where it renders no calls.
+_DESCRIPTIONS = (
+    ("granite", "<|tool_call|>"),
+    ("phi4_mini_json", "functools["),
+    ("hermes", "<tool_call>\n{"),
+    ("llama3_json", '"parameters": dictionary of argument'),
+    ("pythonic", "```tool_code"),
+    ("pythonic", "[func_name1("),
 )
 _REASONING_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     (HARMONY_REASONING, lambda source: "<|channel|>" in source and "<|start|>" in source),
@@ -94,9 +175,34 @@ def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
     return THINKING_MARKS.get(reasoning_format or "")
 
 
-def tool_format_of(template: str) -> str | None:
-    """The format of tool calls that a chat template writes; None if it is unknown."""
-    return next((name for name, has in _TOOL_SIGNS if has(template)), None)
+def tool_format_of(calls: RenderedCalls | None, told: str = "") -> str | None:
+    """The format in which a model writes calls; None if it is unknown.
+
+    It is the first format whose parser reads all that the model's template renders for calls. Where the template
+    renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
+    """
+    if calls is not None:
+        return next((name for name in sorted(TOOL_FORMATS) if _reads(name, calls)), None)
+    return next((name for name, sign in _DESCRIPTIONS if sign in told), None)
+
+
+def _reads(tool_format: str, calls: RenderedCalls) -> bool:
+    tools = tuple(OfferedTool(call.name, PROBE_TEXTS) for call in calls.calls)
+    parser = AnswerFormat(tool_format, tools=tools).parser(str)
+    assert parser is not None
+    output = joined([parser.push(calls.text), parser.finish()])
+    if output.text.strip() or output.reasoning or len(output.tool_calls) != len(calls.calls):
+        return False
+    for read, call in zip(output.tool_calls, calls.calls, strict=True):
+        try:
+            arguments: Any = json.loads(read.arguments)
+        except ValueError:
+            return False
+        # Some templates leave out nulls.
+        without_null = {name: value for name, value in call.arguments.items() if value is not None}
+        if read.name != call.name or arguments not in (call.arguments, without_null):
+            return False
+    return True
 
 
 def reasoning_format_of(template: str) -> str | None:

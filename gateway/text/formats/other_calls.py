@@ -57,9 +57,13 @@ class TagCallParser(StagedCallParser):
         found = self._header.match(self._rest)
         if found is Unmatched.MORE and not self._is_last:
             return False
-        if not isinstance(found, Match) or found.name not in self._tools:
-            self._give_back()
-            return True
+        if not isinstance(found, Match):
+            return self._drop() if found is Unmatched.MORE else self._gave_back()
+        following = [pattern.match(self._rest, found.end) for pattern in (self.argument, self.end)]
+        if Unmatched.MORE in following and not self._is_last:
+            return False
+        if found.name not in self._tools or following == [Unmatched.NEVER] * 2:
+            return self._gave_back()
         self._consume(found.end)
         self._open_call(found.name)
         self._add_arguments("{")
@@ -85,12 +89,17 @@ class TagCallParser(StagedCallParser):
             self._consume(len(self._rest) if Unmatched.MORE in (found, end) else 0)
             self._end_call()
             return True
-        self._add_arguments("}")
         if isinstance(end, Match):
+            self._add_arguments("}")
             self._consume(end.end)
             self._stage = self._read_trailer
         else:
+            # Unknown text. The call has no end, and what follows is content.
             self._end_call()
+        return True
+
+    def _gave_back(self) -> bool:
+        self._give_back()
         return True
 
     def _read_value(self) -> bool:
@@ -141,9 +150,11 @@ class WholeCallParser(CallParser):
     """Calls that are delivered when they are complete. A subclass parses them.
 
     Attributes:
+        header: What a call begins with.
         call_end: The text after the calls.
     """
 
+    header: Pattern
     call_end: str
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
@@ -163,11 +174,18 @@ class WholeCallParser(CallParser):
         """The name and the arguments of each call in a text; None if the text is not calls."""
         raise NotImplementedError
 
+    def _is_begun(self, text: str) -> bool:
+        """Whether a text without an end begins a call."""
+        found = self.header.match(text)
+        return found is Unmatched.MORE or (isinstance(found, Match) and found.name in self._tools)
+
     def _call_step(self) -> bool:
         end = self._end_of_calls()
         self._num_scanned = len(self._rest)
         if end is None and not self._is_last:
             return False
+        if end is None and self._is_begun(self._rest):
+            return self._drop()
         # Parsing a long call at once would block the event loop.
         calls = self._calls_in(self._rest[:end]) if end is not None and end <= MAX_WHOLE_CALL else None
         try:
@@ -191,10 +209,11 @@ class GemmaParser(WholeCallParser):
     begins = ("<|tool_call>",)
     tokens = ("<tool_call|>", '<|"|>')
     call_end = "<tool_call|>"
+    header = Pattern(Part.SPACES, "call:", Part.NAME, before="{")
     quote = '<|"|>'
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        found = Pattern(Part.SPACES, "call:", Part.NAME, before="{").match(text)
+        found = self.header.match(text)
         if not isinstance(found, Match):
             return None
         try:
@@ -238,7 +257,7 @@ class _GemmaReader:
         try:
             return read_json(bare)
         except ValueError:
-            return bare
+            return _LITERALS.get(bare, bare)
 
     def _object(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -292,6 +311,7 @@ class PythonicParser(WholeCallParser):
     """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code."""
 
     begins = ("```tool_code",)
+    header = Pattern("[", Part.NAME, before="(")
     call_end = "```"
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
@@ -356,12 +376,22 @@ class _PythonNames(ast.NodeTransformer):
 
 
 _VALUES = {"true": True, "false": False, "null": None}
+# As many templates write past values, in formats that are not Python.
+_LITERALS = {"True": True, "False": False, "None": None}
 
 
 def _as_json(value: str) -> str:
-    """A value as JSON: unchanged if it is JSON, else as a string."""
+    """A value as JSON: unchanged if it is JSON, converted if it is a literal of Python, else as a string."""
+    stripped = value.strip()
     try:
-        read_json(value)
+        read_json(stripped)
+        return stripped
     except (ValueError, RecursionError):
-        return write_json(value)
-    return value.strip()
+        pass
+    if stripped in _LITERALS or (stripped[:1] in ("[", "{") and len(stripped) <= MAX_WHOLE_CALL):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return write_json(ast.literal_eval(stripped))
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            pass
+    return write_json(value)

@@ -159,6 +159,13 @@ class CallParser(OutputParser):
         self._add(text=self._opening)
         self._opening = ""
 
+    def _drop(self) -> bool:
+        """The text ends within the beginning of a call, of which nothing can be delivered. Returns True."""
+        self._in_call = False
+        self._opening = ""
+        self._consume(len(self._rest))
+        return True
+
     def _open_call(self, name: str, call_id: str | None = None) -> None:
         """Delivers the beginning of a call, which is final. `call_id` is the id that the model wrote, if any."""
         self._add(call=ToolCallDelta(self._num_calls, call_id or self._call_ids(self._num_calls), name))

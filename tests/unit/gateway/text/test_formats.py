@@ -93,7 +93,6 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {"a": NaN}, "name": "now"}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "now"}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "now", "args'),
     ("hermes", "a <tool_"),
     ("hermes", "<tool_call>" + " " * 300 + '{"name": "now"}'),
     ("llama3_json", '{"name": "Ann", "age": 3}'),
@@ -105,8 +104,9 @@ NO_CALLS = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>now{}"),
     ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
     ("glm45", "<tool_call>unknown\n</tool_call>"),
+    # Hy3's format, which resembles that of GLM.
+    ("glm45", "<tool_call>now<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
     ("gemma4", "<|tool_call>call:now{a:<tool_call|>"),
-    ("gemma4", "<|tool_call>call:now{a:1"),
     ("functiongemma", "<start_function_call>now{}<end_function_call>"),
     ("pythonic", "[1, 2] are numbers"),
     ("pythonic", "[now(1)]"),
@@ -122,6 +122,41 @@ NO_CALLS = [
     (HARMONY, "plain text"),
     (HARMONY, " to=functions.unknown<|channel|>commentary json"),
 ]
+
+# Beginnings of calls that end before anything of them can be delivered.
+CUT = [
+    ("hermes", "<tool_call>"),
+    ("hermes", '<tool_call>\n{"na'),
+    ("hermes", '<tool_call>{"name": "now", "args'),
+    ("hermes", '<tool_call>{"arguments": {"a": "b'),
+    ("llama3_json", '{"name": "get_w'),
+    ("mistral", "[TOOL_CALLS]get_w"),
+    ("mistral", "[TOOL_CALLS]now[AR"),
+    ("mistral", '[TOOL_CALLS][{"name": "n'),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>n"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>no"),
+    ("qwen3_coder", "<tool_call>\n<function=n"),
+    ("glm45", "<tool_call>get_we"),
+    ("gemma4", "<|tool_call>call:now{a:1"),
+    ("functiongemma", "<start_function_call>cal"),
+    ("pythonic", "[now(a=1"),
+    ("json_list", '[{"nam'),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.n"),
+    ("granite", '<|tool_call|>[{"n'),
+    (HARMONY, "<|channel|>commentary to=functions.get_w"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), CUT)
+def test_a_call_that_is_cut_within_its_name_shows_none_of_its_marks(name, text):
+    assert read(tool_format(name), text) == read(tool_format(name), *text) == Output()
+
+
+def test_unknown_text_within_a_call_does_not_close_it():
+    text = "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<other>2</other></tool_call>"
+    output = read(tool_format("glm45"), text)
+    assert output.tool_calls == (ToolCallDelta(0, "call-0", "now", '{"a": 1'),)
+    assert output.text == "\n<other>2</other></tool_call>"
 
 
 def read(answer_format, *pieces):
@@ -242,34 +277,33 @@ def test_a_client_that_has_some_characters_gets_the_rest():
     assert output.without(18) == Output()
 
 
-# Short templates that write calls and reasoning as the models' own do.
-TEMPLATES = {
-    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}": ("hermes", None),
-    "{{ '<tool_call>\\n<function=' + c.name + '>\\n<parameter=' }}</think>": ("qwen3_coder", "qwen3"),
-    "{{ '<|python_tag|>' }}": ("llama3_json", None),
-    '{{ \'Respond in the format {"name": n, "parameters": dictionary of argument name}\' }}': ("llama3_json", None),
-    "{{ '[TOOL_CALLS] [' }}[THINK]": ("mistral", "mistral"),
-    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t + '```json' }}<think>": ("deepseek_v3", "qwen3"),
-    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t }}</think>": ("deepseek_v31", "qwen3"),
-    "{{ '<|tool_call>call:' }}<|channel>thought": ("gemma4", "gemma4"),
-    "{{ '<start_function_call>' }}": ("functiongemma", None),
-    "{{ '<tool_call>' + name + '<arg_key>' }}<think>": ("glm45", "qwen3"),
-    "{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}": ("kimi_k2", None),
-    "<|start_of_role|>system<|end_of_role|>{{ 'respond with <|tool_call|> followed by a JSON list' }}": (
-        "granite",
-        None,
-    ),
-    '<|start_of_role|>system<|end_of_role|>{{ "<tool_call>" }}': ("hermes", None),
-    """{{ 'formatted as functools[{"name": [function name]}, ...]<|tool|>' }}""": ("phi4_mini_json", None),
-    "{{ 'Example: [func_name1(params_name1=1)]' }}": ("pythonic", None),
-    "{{ '<|start|>assistant<|channel|>final' }}": (HARMONY, HARMONY_REASONING),
-    "{{ messages }}": (None, None),
-}
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ('with the function\'s name:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>', "hermes"),
+        ('Respond in the format {"name": n, "parameters": dictionary of argument name}', "llama3_json"),
+        ("<|start_of_role|>system<|end_of_role|>respond with <|tool_call|> followed by a JSON list", "granite"),
+        ('formatted as functools[{"name": [function name]}, ...]<|tool|>', "phi4_mini_json"),
+        ("Example: [func_name1(params_name1=1)]", "pythonic"),
+        ("<tool_call> is a tag", None),
+    ],
+)
+def test_a_format_is_recognised_by_what_the_template_tells_where_it_renders_no_calls(told, name):
+    assert tool_format_of(None, told) == name
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_formats_are_recognised_by_the_chat_template(template):
-    assert (tool_format_of(template), reasoning_format_of(template)) == TEMPLATES[template]
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '...' }}</think>", "qwen3"),
+        ("[THINK]", "mistral"),
+        ("<|channel>thought", "gemma4"),
+        ("{{ '<|start|>assistant<|channel|>final' }}", HARMONY_REASONING),
+        ("{{ messages }}", None),
+    ],
+)
+def test_reasoning_is_recognised_by_the_chat_template(template, name):
+    assert reasoning_format_of(template) == name
 
 
 @given(st.sampled_from(sorted(CALL_PARSERS)), st.text(alphabet='<[{"]}>: \ntoolcnw_|`', max_size=40))
