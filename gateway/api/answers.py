@@ -57,8 +57,9 @@ HTTP_STATUSES = frozenset(_STATUSES.values()) | {408, 413, 415}
 """HTTP statuses of errors of requests with a body: Quire's errors, and a slow, too large or non-JSON body."""
 _RETRY_AFTER_UNAVAILABLE_S = "1"
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
-# As in OpenAI's API, a model that is not served is 404; as in vLLM, so is a directory without an adapter.
-_STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404, "NO_ADAPTER_IN_DIRECTORY": 404}
+# As in OpenAI's API, a model that is not served is 404, and cancelling a batch that is done is 409; as in vLLM, a
+# directory without an adapter is 404.
+_STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404, "BATCH_DONE": 409, "NO_ADAPTER_IN_DIRECTORY": 404}
 _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
 _client_request_id: ContextVar[str | None] = ContextVar("request id of the client", default=None)

@@ -78,6 +78,7 @@ class Vocabulary:
         special = [*eos, *(each for each in self.special_tokens.values() if each not in eos)]
         self.speller = Speller(self.token_bytes, special, eos, encode)
         self.tokenizer = LLTokenizer(cast(Any, self.speller), eos_token=eos or None, slices=_SLICES)
+        self.speller.greedy = self.tokenizer.greedy_tokenize
         self.num_words = -(-self.tokenizer.vocab_size // 32)
         self.eos = frozenset(eos or self.tokenizer.eos_tokens)
         self._order = sorted(range(len(self.token_bytes)), key=self.token_bytes.__getitem__)
@@ -387,6 +388,10 @@ class MaskMaker:
         masks = np.zeros((len(matchers), self._vocabulary.num_words), np.int32)
         grammars = [(each, i) for i, matcher in enumerate(matchers) if (each := matcher.needs_grammar) is not None]
         if grammars:
+            for grammar, _ in grammars:
+                # What must follow is spelled here and kept for the mask: in the executor's threads each spelling would
+                # wait for the interpreter, up to 5 ms beside a thread that holds it.
+                grammar.compute_ff_tokens()
             self._executor.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, masks.shape[1] * 4, len(masks))
         for matcher, mask, delays in zip(matchers, masks, delays_end, strict=True):
             matcher.finish(mask, delays)

@@ -19,7 +19,8 @@ def test_drawn_schemas_are_enforced_as_jsonschema_reads_them(block) -> None:
     for seed in range(1_000_000 + block * count, 1_000_000 + (block + 1) * count):
         drawer = SchemaDrawer(Random(seed))
         schema = drawer.schema()
-        with contextlib.suppress(ConstraintError):
+        # Refused, or one whose references make jsonschema call itself without an end.
+        with contextlib.suppress(ConstraintError, RecursionError):
             if wrong := faults(drawer, schema):
                 found[seed] = schema, wrong
     assert found == {}

@@ -1,9 +1,8 @@
 """Chat templates of public models: prompts equal those of transformers' renderer, or are refused with the reason."""
 
-import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -19,6 +18,9 @@ pytestmark = pytest.mark.real
 
 NUM_TEMPLATES, NUM_PARTS, NUM_SAMPLED = 786, 8, 90
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+# Quire renders their tools. transformers does not: they read `dict.from_keys`, and its stand-in for `dict` has none.
+ONLY_OURS = {"ai-sage-GigaChat3.1-Audio-10B-A1.8B"}
 
 USER, OTHER = ChatMessage("user", "Hello there"), ChatMessage("user", "And then?")
 SYSTEM, ASSISTANT = ChatMessage("system", "Be brief."), ChatMessage("assistant", "Hi. What is it?")
@@ -85,8 +87,8 @@ CONVERSATIONS = {
 }
 
 
-def rendered_by_transformers(source: str, prompt: ChatPrompt) -> list[str]:
-    """With contents as texts and as parts, arguments of calls as objects and as texts: each that the template takes."""
+def rendered_by_transformers(source: str, prompt: ChatPrompt, in_parts: bool) -> list[str]:
+    """With contents as texts or as parts, and arguments of calls as objects and as texts: what the template takes."""
     options = prompt.template_options or TemplateOptions()
     continues = options.continue_final_message
     begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues
@@ -102,10 +104,10 @@ def rendered_by_transformers(source: str, prompt: ChatPrompt) -> list[str]:
         for tool in prompt.tools
     ]
     found: list[str] = []
-    for in_parts, in_texts in itertools.product((False, True), repeat=2):
+    for in_texts in (False, True):
         messages = [_message(message, source, in_parts, in_texts) for message in prompt.messages]
         try:
-            rendered: Any = render_jinja_template(
+            rendered: Any = cast(Any, render_jinja_template)(
                 [messages],
                 tools or None,
                 chat_template=source,
@@ -129,7 +131,7 @@ def _message(message: ChatMessage, source: str, in_parts: bool, in_texts: bool) 
         if (value := getattr(message, name)) is not None:
             fields[name] = value
     if message.reasoning:
-        fields["reasoning_content"] = message.reasoning
+        fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -147,13 +149,16 @@ def _message(message: ChatMessage, source: str, in_parts: bool, in_texts: bool) 
 
 def differences(name: str, source: str) -> list[str]:
     """What is wrong with the prompts of all conversations."""
+    plain, in_parts = (rendered_by_transformers(source, CONVERSATIONS["a user"], each) for each in (False, True))
+    # Some templates for images leave out a text that is not a part.
+    takes_parts = not any(USER.content in text for text in plain) and any(USER.content in text for text in in_parts)
     try:
         template = ChatTemplate(source, SPECIAL_TOKENS)
     except ConfigurationError as error:
-        return [f"{name}: {error}"] if rendered_by_transformers(source, CONVERSATIONS["a user"]) else []
+        return [f"{name}: {error}"] if plain or in_parts else []
     wrong: list[str] = []
     for title, prompt in CONVERSATIONS.items():
-        expected = rendered_by_transformers(source, prompt)
+        expected = rendered_by_transformers(source, prompt, takes_parts)
         try:
             text = template.render(prompt)
         except InvalidArgument as error:
@@ -161,7 +166,7 @@ def differences(name: str, source: str) -> list[str]:
             if expected and not (error.reason == "NO_TOOLS" and lacks):
                 wrong.append(f"{name}, {title}: refused ({error}), but transformers renders {expected[0]!r:.200}")
             continue
-        if text not in expected:
+        if text not in expected and (expected or name not in ONLY_OURS):
             shown = next((f"{each!r:.300}" for each in expected), "refuses it")
             wrong.append(f"{name}, {title}: {text!r:.300}; transformers: {shown}")
     return wrong

@@ -144,7 +144,9 @@ class SchemaDrawer:
         return self.random.choice(_LARGE if self.random.random() < 0.15 else _NUMBERS)
 
     def _number(self, _depth: int) -> dict[str, Any]:
-        drawn = dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), self.number)
+        drawn: dict[str, Any] = dict.fromkeys(
+            ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), self.number
+        )
         several = {"multipleOf": lambda: self.random.choice((2, 3, 7, 10, 997, 65539, 0.1, 0.5, 0.01, 2.5))}
         schema = self._some(drawn, 0.3) | self._some(several, 0.25)
         return schema | {"type": self.random.choice(("integer", "number"))} if self.random.random() < 0.9 else schema
