@@ -16,7 +16,6 @@ from gateway.request.prepare import resolve
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
-from quire.common.v1 import common_pb2
 from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import Unavailable
 from quire.scheduler.v1 import scheduler_pb2
