@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
 from gateway.text.formats.json_calls import (
+    JSON_CALLS,
     DeepSeekV3Parser,
     DeepSeekV31Parser,
     GraniteParser,
@@ -16,11 +17,10 @@ from gateway.text.formats.json_calls import (
     Phi4MiniParser,
 )
 from gateway.text.formats.other_calls import (
+    TAGGED_CALLS,
     FunctionGemmaParser,
     GemmaParser,
-    GlmParser,
     PythonicParser,
-    Qwen3CoderParser,
 )
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
@@ -36,11 +36,13 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "mistral": MistralParser,
     "deepseek_v3": DeepSeekV3Parser,
     "deepseek_v31": DeepSeekV31Parser,
-    "qwen3_coder": Qwen3CoderParser,
-    "glm45": GlmParser,
+    **JSON_CALLS,
+    **TAGGED_CALLS,
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
     "pythonic": PythonicParser,
+    "olmo3": PythonicParser.between("<function_calls>", "</function_calls>"),
+    "lfm2": PythonicParser.between("<|tool_call_start|>", "<|tool_call_end|>"),
     "kimi_k2": KimiK2Parser,
     "granite": GraniteParser,
     "phi4_mini_json": Phi4MiniParser,

@@ -3,7 +3,8 @@
 import ast
 import re
 import warnings
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools, StagedCallParser
 from gateway.text.formats.scanning import (
@@ -27,19 +28,62 @@ MAX_WHOLE_CALL = 1 << 16
 class TagCallParser(StagedCallParser):
     """A tag with the name, then for each argument tags with its name and its value.
 
-    A value is the text between its tags: unchanged for a parameter that is a string, JSON for others.
+    A value is the text between its tags: unchanged for a parameter that is a string, JSON for others. Where a tag says
+    whether its value is a string, the tag counts.
 
     Attributes:
         headers: The pattern between each of `begins` and the first argument.
         argument: The pattern before a value.
-        value_end: The text after a value. A line break before it belongs to it.
+        value_end: The text after a value.
+        padding: Optional texts before and after a value that do not belong to it.
         end: The text after the last argument.
     """
 
-    headers: tuple[Pattern, ...]
+    headers: Sequence[Pattern]
     argument: Pattern
     value_end: str
+    padding = ("", "")
     end: Pattern
+
+    @classmethod
+    def of_tags(
+        cls,
+        call: str,
+        argument: str,
+        value_end: str,
+        end: str,
+        *,
+        around: Sequence[str] = (),
+        padding: tuple[str, str] = ("", ""),
+        dropped: Sequence[str] = (),
+        tokens: Sequence[str] = (),
+    ) -> type[Self]:
+        """The parser of other tags.
+
+        Args:
+            call: The tag before the arguments, with a place for the name; as `Pattern.of`.
+            argument: The tags before a value, with a place for the name and perhaps one for whether it is a string.
+            around: The marks around all calls, which may be missing.
+        """
+        begin, _, rest = call.partition("{}")
+        opening, _, further = argument.partition("{}")
+        # Other formats begin in the same way, so that only an argument or the end may follow a name.
+        named, follows = f"\n{{}}{rest}\n", (opening, end, *around[1:])
+        key = Part.QUOTED if further.startswith('"') else Part.KEY
+        begins = {around[0]: f"\n{begin}{named}"} if around else {}
+        begins[begin] = named
+        before_value = Pattern.of(f"\n{argument}", key, Part.DETAIL)
+        return cls.with_marks(
+            *begins,
+            headers=[Pattern.of(header, Part.NAME, before=follows) for header in begins.values()],
+            argument=Pattern(*before_value.parts, (padding[0], "")) if padding[0] else before_value,
+            value_end=value_end,
+            padding=padding,
+            dropped=dropped,
+            end=Pattern.of(f"\n{end}"),
+            trailer=Pattern.of(f"\n{around[1]}" if around else ""),
+            tokens=(*before_value.texts, *Pattern.of(rest).texts, value_end, end, *around, *tokens),
+        )
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -72,7 +116,7 @@ class TagCallParser(StagedCallParser):
         end = self.end.match(self._rest)
         if isinstance(found, Match):
             self._consume(found.end)
-            self._is_text = found.name in self._tool.text_parameters
+            self._is_text = found.detail == "true" if found.detail else found.name in self._tool.text_parameters
             separator = ", " if self._num_arguments else ""
             self._add_arguments(f"{separator}{write_json(found.name)}: " + ('"' if self._is_text else ""))
             self._num_arguments += 1
@@ -85,18 +129,26 @@ class TagCallParser(StagedCallParser):
             self._consume(len(self._rest) if Unmatched.MORE in (found, end) else 0)
             self._end_call()
             return True
-        self._add_arguments("}")
         if isinstance(end, Match):
+            self._add_arguments("}")
             self._consume(end.end)
             self._stage = self._read_trailer
-        else:
-            self._end_call()
+            return True
+        # The next mark shows that a call is over whose end is missing. Before any other text the call stays open, as
+        # one that was cut: it must not run with only the arguments that were understood.
+        marks = {*self.trailer.texts, *self.begins}
+        rest = self._rest.lstrip(SPACE)
+        if not self._is_last and any(mark.startswith(rest) for mark in marks):
+            return False
+        if rest.startswith(tuple(marks)):
+            self._add_arguments("}")
+        self._stage = self._read_trailer
         return True
 
     def _read_value(self) -> bool:
         position = self._rest.find(self.value_end, max(self._num_searched - len(self.value_end), 0))
         if position >= 0:
-            value = self._rest[:position].removesuffix("\n")
+            value = self._rest[:position].removesuffix(self.padding[1])
             self._consume(position + len(self.value_end))
             self._add_arguments(write_json(value)[1:] if self._is_text else _as_json(value))
             self._stage = self._read_argument
@@ -107,34 +159,74 @@ class TagCallParser(StagedCallParser):
             self._add_arguments(write_json(value)[1:-1] if self._is_text else value)
             self._end_call()
         elif self._is_text:
-            ends = (self.value_end, "\n" + self.value_end)
+            ends = (self.value_end, self.padding[1] + self.value_end)
             certain = self._consume(len(self._rest) - held_length(self._rest, ends))
             self._add_arguments(write_json(certain)[1:-1])
             self._num_searched = 0
         return False
 
 
-class Qwen3CoderParser(TagCallParser):
-    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>"""
+def _dsml(calls: str) -> type[TagCallParser]:
+    mark = "｜DSML｜"
+    return TagCallParser.of_tags(
+        f'<{mark}invoke name="{{}}">',
+        f'<{mark}parameter name="{{}}" string="{{}}">',
+        *(f"</{mark}parameter>", f"</{mark}invoke>"),
+        around=(f"<{mark}{calls}>", f"</{mark}{calls}>"),
+        tokens=(mark,),
+    )
 
-    begins = ("<tool_call>", "<function=")
-    tokens = ("</tool_call>",)
-    headers = (Pattern(Part.SPACES, "<function=", Part.NAME, ">"), Pattern(Part.NAME, ">"))
-    argument = Pattern(Part.SPACES, "<parameter=", Part.KEY, ">", ("\n", ""))
-    value_end = "</parameter>"
-    end = Pattern(Part.SPACES, "</function>")
-    trailer = Pattern(Part.SPACES, "</tool_call>")
 
-
-class GlmParser(TagCallParser):
-    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>"""
-
-    begins = ("<tool_call>",)
-    tokens = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    headers = (Pattern(Part.SPACES, Part.NAME, Part.SPACES, before="<"),)
-    argument = Pattern(Part.SPACES, "<arg_key>", Part.KEY, "</arg_key>", Part.SPACES, "<arg_value>")
-    value_end = "</arg_value>"
-    end = Pattern(Part.SPACES, "</tool_call>")
+TAGGED_CALLS: Mapping[str, type[TagCallParser]] = {
+    "qwen3_coder": TagCallParser.of_tags(
+        *("<function={}>", "<parameter={}>", "</parameter>", "</function>"),
+        around=("<tool_call>", "</tool_call>"),
+        padding=("\n", "\n"),
+    ),
+    "seed_oss": TagCallParser.of_tags(
+        *("<function={}>", "<parameter={}>", "</parameter>", "</function>"),
+        around=("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    "glm45": TagCallParser.of_tags(
+        *("<tool_call>{}", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>")
+    ),
+    "hy_v3": TagCallParser.of_tags(
+        *("<tool_call>{}<tool_sep>", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+        around=("<tool_calls>", "</tool_calls>"),
+    ),
+    "hy_v3_opensource": TagCallParser.of_tags(
+        "<tool_call:opensource>{}<tool_sep:opensource>",
+        "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>",
+        *("</arg_value:opensource>", "</tool_call:opensource>"),
+        around=("<tool_calls:opensource>", "</tool_calls:opensource>"),
+    ),
+    "longcat_xml": TagCallParser.of_tags(
+        "<longcat_tool_call>{}",
+        "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
+        *("</longcat_arg_value>", "</longcat_tool_call>"),
+    ),
+    "solar_open2": TagCallParser.of_tags(
+        *("<|tool_call:start|>{}", "<|tool_arg:start|>{}<|tool_arg:value|>", "<|tool_arg:end|>", "<|tool_call:end|>")
+    ),
+    "minimax_m2": TagCallParser.of_tags(
+        *('<invoke name="{}">', '<parameter name="{}">', "</parameter>", "</invoke>"),
+        around=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "step3": TagCallParser.of_tags(
+        'function<｜tool_sep｜><steptml:invoke name="{}">',
+        '<steptml:parameter name="{}">',
+        *("</steptml:parameter>", "</steptml:invoke>"),
+        dropped=[f"<｜tool_{part}｜>" for part in ("calls_begin", "call_begin", "call_end", "calls_end")],
+        tokens=("<｜tool_sep｜>",),
+    ),
+    "minicpm5": TagCallParser.of_tags(
+        *('<function name="{}">', '<param name="{}">', "</param>", "</function>"),
+        padding=("<![CDATA[", "]]>"),
+    ),
+}
+"""Formats that differ by their tags."""
 
 
 class WholeCallParser(CallParser):
@@ -289,16 +381,27 @@ class _GemmaReader:
 
 
 class PythonicParser(WholeCallParser):
-    """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code."""
+    """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code.
+
+    Attributes:
+        is_bare: Whether calls without marks are calls.
+    """
 
     begins = ("```tool_code",)
     call_end = "```"
+    is_bare = True
+
+    @classmethod
+    def between(cls, begin: str, end: str) -> type[Self]:
+        """The parser of the same notation between two marks."""
+        return cls.with_marks(begin, call_end=end, tokens=(end,), is_bare=False)
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
         self._is_block = False
         self._scanner: JsonScanner = PythonScanner()
-        self._begin("", "")
+        if self.is_bare:
+            self._begin("", "")
 
     def _begin(self, marker: str, opening: str) -> None:
         super()._begin(marker, opening)
