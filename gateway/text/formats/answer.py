@@ -52,13 +52,28 @@ TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
 """Formats of tool calls, by vLLM's names."""
 
 _THINK = ThinkingMarks("<think>", "</think>")
+_COHERE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 THINKING_MARKS: Mapping[str, ThinkingMarks] = {
-    "qwen3": _THINK,
-    "deepseek_r1": _THINK,
-    "glm45": _THINK,
     "mistral": ThinkingMarks("[THINK]", "[/THINK]"),
     "gemma4": ThinkingMarks("<|channel>", "<channel|>", "thought"),
     "seed_oss": ThinkingMarks("<seed:think>", "</seed:think>"),
+    "cohere_command3": ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>", dropped=_COHERE),
+    "minimax_m3": ThinkingMarks("<mm:think>", "</mm:think>"),
+    "longcat": ThinkingMarks("<longcat_think>", "</longcat_think>"),
+    "hy_v3_opensource": ThinkingMarks("<think:opensource>", "</think:opensource>"),
+    "apertus": ThinkingMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    "solar_open": ThinkingMarks("<|think|>", "<|end|>", answer="<|begin|>assistant", dropped=("<|content|>",)),
+    "solar_open2": ThinkingMarks("<|think:start|>", "<|think:end|>"),
+    "hyperclovax": ThinkingMarks("/think", "<|im_end|>", answer="<|im_start|>assistant"),
+    "exaone_deep": ThinkingMarks("<thought>", "</thought>"),
+    "reka": ThinkingMarks("<reasoning>", "</reasoning>"),
+    "granite": ThinkingMarks("Here is my thought process:", "Here is my response:"),
+    "apriel": ThinkingMarks(
+        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped=("[END FINAL RESPONSE]", "<|end|>")
+    ),
+    "qwen3": _THINK,
+    "deepseek_r1": _THINK,
+    "glm45": _THINK,
 }
 REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
 """Formats of reasoning, by vLLM's names."""
@@ -80,13 +95,8 @@ _TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("llama3_json", lambda source: "<|python_tag|>" in source or '"parameters": dictionary of argument' in source),
     ("pythonic", lambda source: "```tool_code" in source or "[func_name1(" in source),
 )
-_REASONING_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    (HARMONY_REASONING, lambda source: "<|channel|>" in source and "<|start|>" in source),
-    ("mistral", lambda source: "[THINK]" in source),
-    ("gemma4", lambda source: "<|channel>" in source),
-    ("seed_oss", lambda source: "<seed:think>" in source),
-    ("qwen3", lambda source: "<think>" in source or "</think>" in source),
-)
+# Texts by which a template is recognised where the opening mark could be another one's.
+_REASONING_SIGNS = {"solar_open": "assistant<|think|>", "hyperclovax": "assistant/think"}
 
 
 def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
@@ -103,7 +113,12 @@ def tool_format_of(template: str) -> str | None:
 
 def reasoning_format_of(template: str) -> str | None:
     """The format of reasoning that a chat template supports; None if it supports none."""
-    return next((name for name, has in _REASONING_SIGNS if has(template)), None)
+    if "<|channel|>" in template and "<|start|>" in template:
+        return HARMONY_REASONING
+    for name, marks in THINKING_MARKS.items():
+        if _REASONING_SIGNS.get(name, marks.begin) in template or (name == "qwen3" and marks.end in template):
+            return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +154,15 @@ class AnswerFormat:
         if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
             in_analysis = self.thinking is Thinking.BEGUN
             return HarmonyParser(tools, call_ids, in_analysis=in_analysis)
-        marks = self._marks
-        if self.tool_format is None and marks is None:
-            return None
-        content = PlainText() if self.tool_format is None else CALL_PARSERS[self.tool_format](tools, call_ids)
-        return content if marks is None else ThinkingParser(marks, self.thinking, content)
+        marks = THINKING_MARKS.get(self.reasoning_format or "")
+        dropped = () if marks is None else marks.dropped
+        parser = CallParser if self.tool_format is None else CALL_PARSERS[self.tool_format]
+        if dropped:
+            parser = parser.with_marks(*parser.begins, dropped=(*parser.dropped, *dropped))
+        content = PlainText() if parser is CallParser else parser(tools, call_ids)
+        if marks is not None and self.thinking is not Thinking.NONE:
+            return ThinkingParser(marks, self.thinking, content)
+        return None if isinstance(content, PlainText) else content
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -154,15 +173,9 @@ class AnswerFormat:
         elif self.tool_format is not None:
             parser = CALL_PARSERS[self.tool_format]
             tokens.update(parser.begins, parser.dropped, parser.tokens)
-        if (marks := self._marks) is not None:
-            tokens.update((marks.begin, marks.end))
+        if (marks := THINKING_MARKS.get(self.reasoning_format or "")) is not None:
+            tokens.update(marks.dropped if self.thinking is Thinking.NONE else marks.tokens)
         return frozenset(tokens)
-
-    @property
-    def _marks(self) -> ThinkingMarks | None:
-        if self.reasoning_format is None or self.thinking is Thinking.NONE:
-            return None
-        return THINKING_MARKS.get(self.reasoning_format)
 
 
 PLAIN = AnswerFormat()

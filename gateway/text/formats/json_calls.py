@@ -352,6 +352,8 @@ JSON_CALLS: Mapping[str, type[JsonCallParser]] = {
     "nemotron_json": JsonListParser.between("<TOOLCALL>", "</TOOLCALL>"),
     "falcon3": JsonListParser.between("<tool_call>", "</tool_call>"),
     "xlam": JsonListParser,
+    # It is a part of the name of the role, after which the prompt ends.
+    "hyperclovax": JsonListParser.with_marks("-> tool/function_call"),
     "apertus": JsonListParser.between(
         "<|tools_prefix|>",
         "<|tools_suffix|>",

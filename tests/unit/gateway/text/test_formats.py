@@ -11,6 +11,7 @@ from gateway.text.formats.answer import (
     CALL_PARSERS,
     HARMONY,
     HARMONY_REASONING,
+    THINKING_MARKS,
     AnswerFormat,
     reasoning_format_of,
     tool_format_of,
@@ -112,6 +113,7 @@ TWO_CALLS |= {
     "jamba": f"Wait.<tool_calls>[\n    {call(*WEATHER)},\n    {call(*NOW)}\n]</tool_calls>",
     "nemotron_json": f"Wait.\n<TOOLCALL>[{call(*WEATHER)}, {call(*NOW)}]</TOOLCALL>",
     "falcon3": f"Wait.\n<tool_call>\n{ids_and_functions(WEATHER, NOW)}\n</tool_call>",
+    "hyperclovax": f"Wait. -> tool/function_call\n[{call(*WEATHER)}, {call(*NOW)}]",
     "xlam": f"[{call(*WEATHER)}, {call(*NOW)}]",
     "apertus": f'Wait.<|tools_prefix|>[{{"get_weather": {_ARGUMENTS}}}, {{"now": {{}}}}]<|tools_suffix|>',
     "cohere_command3": _COHERE_CALLS,
@@ -252,6 +254,8 @@ NO_CALLS = [
 
 def read(answer_format, *pieces):
     parser = answer_format.parser(lambda index: f"call-{index}")
+    if parser is None:
+        return Output("".join(pieces))
     return joined([*map(parser.push, pieces), parser.finish()])
 
 
@@ -314,10 +318,13 @@ def test_what_is_read_does_not_depend_on_the_pieces(data):
     text = data.draw(
         st.one_of(st.sampled_from(_TEXTS), fragments, st.tuples(fragments, fragments).map(TWO_CALLS[name].join))
     )
-    reasoning = data.draw(st.sampled_from([None, "qwen3", "gemma4", HARMONY_REASONING]))
+    reasoning = data.draw(st.sampled_from([None, "qwen3", "gemma4", "solar_open", HARMONY_REASONING]))
     thinking = data.draw(st.sampled_from(list(Thinking)))
     answer_format = tool_format(name, reasoning_format=reasoning, thinking=thinking)
-    text = data.draw(st.sampled_from(["", "<think>", "<|channel>thought\n", " "])) + text
+    text = (
+        data.draw(st.sampled_from(["", "<think>", "<|channel>thought\n", " ", "<|think|>a<|end|><|begin|>assistant"]))
+        + text
+    )
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = read(answer_format, text)
@@ -363,6 +370,27 @@ def test_a_long_call_that_must_be_read_as_a_whole_is_content():
 def test_reasoning_is_apart_from_content(name, thinking, text, output):
     answer_format = AnswerFormat(reasoning_format=name, thinking=thinking)
     assert read(answer_format, text) == read(answer_format, *text) == output
+
+
+@pytest.mark.parametrize("name", THINKING_MARKS)
+def test_reasoning_is_between_the_marks_of_its_format(name):
+    marks = THINKING_MARKS[name]
+    begin, (before, after) = f"{marks.begin}{marks.label}", (*marks.dropped, "", "")[:2]
+    answer = f"\n{marks.answer}\n{before}Yes.{after}"
+    for thinking, text, reasoning in [
+        (Thinking.MAY_BEGIN, f"{begin}\nHm.\n{marks.end}{answer}", "Hm."),
+        (Thinking.MAY_BEGIN, f"{begin}\n\n{marks.end}\n{answer}", ""),
+        (Thinking.BEGUN, f"\nHm.\n{marks.end}{answer}", "Hm."),
+        (Thinking.BEGUN, f"{marks.end}{answer}", ""),
+        (Thinking.NONE, f"{before}Yes.{after}", ""),
+    ]:
+        answer_format = AnswerFormat(reasoning_format=name, thinking=thinking)
+        output = read(answer_format, text)
+        assert (output.text.strip(), output.reasoning) == ("Yes.", "" if thinking is Thinking.NONE else reasoning)
+        assert read(answer_format, *text) == output
+        assert marks.tokens <= answer_format.tokens or thinking is Thinking.NONE
+    calls = read(tool_format("lfm2", reasoning_format=name), f"{begin}Hm.{marks.end}{answer}{TWO_CALLS['lfm2']}")
+    assert (calls_of(calls), calls.reasoning) == ([WEATHER, NOW], "Hm.")
 
 
 def test_a_client_that_has_some_characters_gets_the_rest():
