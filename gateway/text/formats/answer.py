@@ -20,6 +20,7 @@ from gateway.text.formats.other_calls import (
     TAGGED_CALLS,
     FunctionGemmaParser,
     GemmaParser,
+    MiniMaxM3Parser,
     PythonicParser,
 )
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
@@ -40,6 +41,7 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     **TAGGED_CALLS,
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
+    "minimax_m3": MiniMaxM3Parser,
     "pythonic": PythonicParser,
     "olmo3": PythonicParser.between("<function_calls>", "</function_calls>"),
     "lfm2": PythonicParser.between("<|tool_call_start|>", "<|tool_call_end|>"),
@@ -96,7 +98,13 @@ _TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("pythonic", lambda source: "```tool_code" in source or "[func_name1(" in source),
 )
 # Texts by which a template is recognised where the opening mark could be another one's.
-_REASONING_SIGNS = {"solar_open": "assistant<|think|>", "hyperclovax": "assistant/think"}
+_REASONING_SIGNS = {
+    "solar_open": "assistant<|think|>",
+    "hyperclovax": "assistant/think",
+    "hy_v3_opensource": "':opensource'",
+    "reka": "'</reasoning>'",
+    "apriel": "[BEGIN FINAL RESPONSE]",
+}
 
 
 def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:

@@ -298,9 +298,10 @@ class Phi4MiniParser(JsonListParser):
 
 class Llama3Parser(JsonCallParser):
     """{"name": ..., "parameters": {...}} from the first character on, or after <|python_tag|>; between calls a
-    semicolon."""
+    semicolon. Llama 4 writes <|python_start|><|python_end|> before them."""
 
-    begins = ("<|python_tag|>",)
+    begins = ("<|python_tag|>", "<|python_end|>")
+    dropped = ("<|python_start|>",)
     separator = Pattern(Part.SPACES, (";", ""), Part.SPACES, before="{")
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
@@ -330,6 +331,7 @@ JSON_CALLS: Mapping[str, type[JsonCallParser]] = {
         tokens=("<|role_sep|>",),
         trailer=Pattern(),
     ),
+    "step3_vl": HermesParser.with_marks("<tool_call>", dropped=("<tool_calls>", "</tool_calls>")),
     "minimax": HermesParser.between("<tool_calls>", "</tool_calls>", separator=Pattern(Part.SPACES, before="{")),
     "functionary_v31": JsonCallParser.between(
         "<function=", "</function>", header=Pattern.of("{}>\n", Part.NAME, before="{"), is_envelope=False

