@@ -38,7 +38,7 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 CHECKS := check-format check-lint check-types check-imports check-clocks check-protos check-api-docs check-site \
 	check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-long test-sanitizers test-mutation coverage triton-client check
+.PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client check
 .PHONY: $(CHECKS) test-ui bench paper tiny site api-docs clean
 
 help: ## list the targets
@@ -59,10 +59,14 @@ IN_PARALLEL := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reo
 SECOND_TIER := extended or all_isas
 
 test: setup triton-client ## show each promise once; or run the tests that ARGS names
-	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "not ($(SECOND_TIER))")
+	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "not ($(SECOND_TIER) or real)")
 
-test-all: setup triton-client ## run the tests that `make test` leaves out
+test-all: setup triton-client ## run the tests that `make test` leaves out, and a part of `make test-real`
 	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
+
+test-real: setup ## run the tests with public packages: tokenizers, templates, model families, peers' suites
+	$(BIN)/python -m tests.real.packages || true
+	$(PYTEST) $(IN_PARALLEL) -m real $(ARGS)
 
 # Worlds of `make test-long`, which take two processors about an hour; each run has seeds of its own.
 WORLDS ?= 14000
@@ -90,7 +94,7 @@ test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictur
 	QUIRE_CHROMIUM=$$($(BIN)/python -m tools.get_chromium $(VENV)/chromium) $(PYTEST) tests/browser $(ARGS)
 
 coverage: setup triton-client ## run the tests of both tiers and print the coverage of each package
-	$(PYTEST) $(IN_PARALLEL) --cov --cov-report=html $(ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "extended or not real" --cov --cov-report=html $(ARGS)
 	$(BIN)/python -m tools.coverage_by_package
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
