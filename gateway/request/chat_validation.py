@@ -72,8 +72,6 @@ def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field:
             if num_values > MAX_VALUES_OF_TEXTS:
                 _add_too_many_values(violations, f"{where}.arguments", num_values)
                 return
-            if call.arguments and _object_in(call.arguments) is None:
-                violations.add(f"{where}.arguments", f"is {shortened(call.arguments)!r}; it must be a JSON object")
         if message.tool_call_id is not None and message.tool_call_id not in known:
             violations.add(
                 f"{path}.tool_call_id",

@@ -1,10 +1,11 @@
 """Renders conversations as prompts with the chat template of the model directory."""
 
+import contextlib
 import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +20,14 @@ from google.protobuf import json_format
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
 from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.rendered import (
+    PROBE_SCHEMA,
+    PROBE_TOOLS,
+    ProbeCall,
+    Render,
+    RenderedCalls,
+    rendered_calls,
+)
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import LONG_BYTES
@@ -52,6 +61,17 @@ _REFUSALS = (jinja2.TemplateError, *_OF_PYTHON)
 _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 
 
+@dataclass(frozen=True, slots=True)
+class _CallsAs:
+    """How a template takes past calls. `has_texts`: arguments as texts; `has_null`: null where there is no content."""
+
+    has_texts: bool = False
+    has_null: bool = False
+
+
+_FORMS = [_CallsAs(has_texts, has_null) for has_null in (False, True) for has_texts in (False, True)]
+
+
 class ChatTemplate:
     """A compiled chat template with the helpers that transformers gives to templates, in a sandbox. Thread-safe.
 
@@ -59,6 +79,7 @@ class ChatTemplate:
         source: The Jinja source in the model directory.
         variables: The names that the template reads.
         arguments: The variables that only a caller can set.
+        calls: What it renders for calls; None if it leaves them out.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -79,15 +100,13 @@ class ChatTemplate:
         self.variables = frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         self.arguments = undeclared - _OWN_NAMES - environment.globals.keys() - self._special_tokens.keys()
-        self.knows_calls = "tool_calls" in source
         self._knows_developers = _DEVELOPER in source
         # Templates of models that read images may leave out a text that is not a part of a message's content.
         self._takes_parts = False
         if "type" in source and not self._shows_text():
             self._takes_parts = True
             self._takes_parts = self._shows_text()
-        # Most templates write the arguments of past calls as JSON themselves; some take them as text.
-        self._takes_texts = self.knows_calls and not self._renders(_ASKED_CALL) and self._renders(_ASKED_CALL, True)
+        self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
 
     def render(self, prompt: ChatPrompt) -> str:
         """Renders a conversation as a prompt.
@@ -97,7 +116,7 @@ class ChatTemplate:
         """
         self._check(prompt)
         try:
-            return self._render(prompt, self._takes_texts)
+            return self._render(prompt, self._calls_as)
         except _REFUSALS as error:
             description = f"the model's chat template refuses the conversation: {error!s:.1000}"
             raise InvalidArgument(
@@ -109,7 +128,7 @@ class ChatTemplate:
         if prompt.tools and "tools" not in self.variables:
             raise _refusal("tools", "cannot be used: the model's chat template has no tools", reason="NO_TOOLS")
         for position, message in enumerate(prompt.messages):
-            if message.tool_calls and not self.knows_calls:
+            if message.tool_calls and self.calls is None and "tools" not in self.variables:
                 field = f"messages[{position}].tool_calls"
                 raise _refusal(field, "cannot be used: the model's chat template has no tool calls", reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
@@ -122,20 +141,47 @@ class ChatTemplate:
                 shown = ", ".join(sorted(self.arguments)[:20]) or "none"
                 raise invalid_field(field, f"is not read by the model's chat template, which reads: {shown}")
 
-    def _renders(self, prompt: ChatPrompt, takes_texts: bool = False) -> bool:
+    @property
+    def told(self) -> str:
+        """The prompt of a conversation with tools; empty if it is refused, or if it is the same without tools."""
+        with_tools, without = (self._tried(ChatPrompt(_TEXT.messages, tools), _CallsAs()) for tools in (_PROBED, ()))
+        return "" if with_tools is None or with_tools == without else with_tools
+
+    def _probed_calls(self) -> tuple["_CallsAs", RenderedCalls | None]:
+        """The form in which the template takes past calls, and what it renders for them.
+
+        Most templates write the arguments as JSON themselves; some take them as text. Some show calls only of messages
+        whose content is null. The first form counts whose calls can be read.
+        """
+        shown: list[tuple[_CallsAs, RenderedCalls]] = []
+        for form in _FORMS:
+            if (calls := rendered_calls(self._probe(form))) is not None:
+                if tool_format_of(calls) is not None:
+                    return form, calls
+                shown.append((form, calls))
+        return shown[0] if shown else (_CallsAs(), None)
+
+    def _probe(self, form: "_CallsAs") -> Render:
+        def render(content: str, calls: Sequence[ProbeCall] = ()) -> str | None:
+            made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
+            messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
+            return self._tried(ChatPrompt(messages, _PROBED, template_options=_UNANSWERED), form)
+
+        return Render(lambda calls: render("", calls), render)
+
+    def _tried(self, prompt: ChatPrompt, form: "_CallsAs") -> str | None:
         try:
-            self._render(prompt, takes_texts)
+            return self._render(prompt, form)
         except Exception:
-            return False
-        return True
+            return None
 
     def _shows_text(self) -> bool:
         try:
-            return _TEXT.messages[0].content in self._render(_TEXT, False)
+            return _TEXT.messages[0].content in self._render(_TEXT, _CallsAs())
         except Exception:
             return False
 
-    def _render(self, prompt: ChatPrompt, takes_texts: bool) -> str:
+    def _render(self, prompt: ChatPrompt, form: "_CallsAs") -> str:
         options = prompt.template_options or _NO_OPTIONS
         messages, continues = list(prompt.messages), options.continue_final_message
         if not self._knows_developers:
@@ -148,7 +194,7 @@ class ChatTemplate:
         text = self._template.render(
             **self._special_tokens,
             **arguments,
-            messages=[_fields(message, takes_texts, self._takes_parts) for message in messages],
+            messages=[_fields(message, form, self._takes_parts) for message in messages],
             tools=[_tool_fields(tool) for tool in prompt.tools] or None,
             add_generation_prompt=begins,
         )
@@ -190,8 +236,10 @@ class Chat:
         templates."""
         self.template = template
         self.tool_template = tool_template or template
-        source = "" if self.tool_template is None else self.tool_template.source
-        self.tool_format = tool_format or tool_format_of(source)
+        if tool_format is None and self.tool_template is not None:
+            calls = self.tool_template.calls
+            tool_format = tool_format_of(calls, self.tool_template.told if calls is None else "")
+        self.tool_format = tool_format
         self.reasoning_format = reasoning_format or reasoning_format_of("" if template is None else template.source)
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -347,14 +395,16 @@ def _size(prompt: ChatPrompt) -> int:
     return size
 
 
-def _fields(message: ChatMessage, takes_texts: bool, takes_parts: bool) -> dict[str, Any]:
+def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str, Any]:
     """The message for a template, without its empty fields: templates test whether a field is defined."""
     content = [{"type": "text", "text": message.content}] if takes_parts else message.content
+    if form.has_null and message.tool_calls and not message.content:
+        content = None
     fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:
-        fields["tool_calls"] = [_call_fields(call, takes_texts) for call in message.tool_calls]
+        fields["tool_calls"] = [_call_fields(call, form) for call in message.tool_calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
@@ -365,8 +415,13 @@ def _fields(message: ChatMessage, takes_texts: bool, takes_parts: bool) -> dict[
     return fields
 
 
-def _call_fields(call: ToolCall, takes_texts: bool) -> dict[str, Any]:
-    arguments = call.arguments if takes_texts else json.loads(call.arguments or "{}")
+def _call_fields(call: ToolCall, form: _CallsAs) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if not form.has_texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            # Arguments that were cut off, or are no object, stay a text.
+            value: Any = json.loads(arguments or "{}")
+            arguments = value if isinstance(value, dict) else arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
@@ -413,14 +468,8 @@ def _refusal(field: str, description: str, *, reason: str) -> InvalidArgument:
 
 _NO_OPTIONS = TemplateOptions()
 _TEXT = ChatPrompt([ChatMessage("user", "aQ7")])
-_ASKED_CALL = ChatPrompt(
-    [
-        ChatMessage("user", "a"),
-        ChatMessage("assistant", "", tool_calls=[ToolCall(id="abcdefghi", name="f", arguments='{"a": "b"}')]),
-        ChatMessage("tool", "c", tool_call_id="abcdefghi"),
-    ],
-    tools=[Tool(name="f", description="d")],
-)
+_PROBED = [Tool(name=name, description="d", parameters=json.dumps(PROBE_SCHEMA)) for name in PROBE_TOOLS]
+_UNANSWERED = TemplateOptions(add_generation_prompt=False)
 
 
 class _GenerationTag(jinja2.ext.Extension):

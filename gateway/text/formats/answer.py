@@ -1,7 +1,9 @@
 """The known formats, their detection in a chat template, and the parser of one answer."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
 from gateway.text.formats.json_calls import (
@@ -23,7 +25,9 @@ from gateway.text.formats.other_calls import (
     MiniMaxM3Parser,
     PythonicParser,
 )
+from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
+from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
 HARMONY = "openai"
@@ -80,22 +84,14 @@ THINKING_MARKS: Mapping[str, ThinkingMarks] = {
 REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
 """Formats of reasoning, by vLLM's names."""
 
-# Texts by which a template is recognised as one that writes a format; the first match counts.
-_TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    (HARMONY, lambda source: "<|channel|>" in source and "<|start|>" in source),
-    ("mistral", lambda source: "[TOOL_CALLS]" in source),
-    ("deepseek_v3", lambda source: "<｜tool▁call▁begin｜>" in source and "```json" in source),
-    ("deepseek_v31", lambda source: "<｜tool▁call▁begin｜>" in source),
-    ("kimi_k2", lambda source: "<|tool_call_argument_begin|>" in source),
-    ("granite", lambda source: "<|tool_call|>" in source and "<|start_of_role|>" in source),
-    ("phi4_mini_json", lambda source: "functools[" in source),
-    ("gemma4", lambda source: "<|tool_call>" in source),
-    ("functiongemma", lambda source: "<start_function_call>" in source),
-    ("glm45", lambda source: "<arg_key>" in source),
-    ("qwen3_coder", lambda source: "<function=" in source and "<parameter=" in source),
-    ("hermes", lambda source: "<tool_call>" in source),
-    ("llama3_json", lambda source: "<|python_tag|>" in source or '"parameters": dictionary of argument' in source),
-    ("pythonic", lambda source: "```tool_code" in source or "[func_name1(" in source),
+# Texts by which a template tells the model a format, where it renders no calls.
+_DESCRIPTIONS = (
+    ("granite", "<|tool_call|>"),
+    ("phi4_mini_json", "functools["),
+    ("hermes", "<tool_call>\n{"),
+    ("llama3_json", '"parameters": dictionary of argument'),
+    ("pythonic", "```tool_code"),
+    ("pythonic", "[func_name1("),
 )
 # Texts by which a template is recognised where the opening mark could be another one's.
 _REASONING_SIGNS = {
@@ -114,9 +110,34 @@ def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
     return THINKING_MARKS.get(reasoning_format or "")
 
 
-def tool_format_of(template: str) -> str | None:
-    """The format of tool calls that a chat template writes; None if it is unknown."""
-    return next((name for name, has in _TOOL_SIGNS if has(template)), None)
+def tool_format_of(calls: RenderedCalls | None, told: str = "") -> str | None:
+    """The format in which a model writes calls; None if it is unknown.
+
+    It is the first format whose parser reads all that the model's template renders for calls. Where the template
+    renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
+    """
+    if calls is not None:
+        return next((name for name in sorted(TOOL_FORMATS) if _reads(name, calls)), None)
+    return next((name for name, sign in _DESCRIPTIONS if sign in told), None)
+
+
+def _reads(tool_format: str, calls: RenderedCalls) -> bool:
+    tools = tuple(OfferedTool(call.name, PROBE_TEXTS) for call in calls.calls)
+    parser = AnswerFormat(tool_format, tools=tools).parser(str)
+    assert parser is not None
+    output = joined([parser.push(calls.text), parser.finish()])
+    if output.text.strip() or output.reasoning or len(output.tool_calls) != len(calls.calls):
+        return False
+    for read, call in zip(output.tool_calls, calls.calls, strict=True):
+        try:
+            arguments: Any = json.loads(read.arguments)
+        except ValueError:
+            return False
+        # Some templates leave out nulls.
+        without_null = {name: value for name, value in call.arguments.items() if value is not None}
+        if read.name != call.name or arguments not in (call.arguments, without_null):
+            return False
+    return True
 
 
 def reasoning_format_of(template: str) -> str | None:

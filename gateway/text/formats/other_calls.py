@@ -331,7 +331,7 @@ class _GemmaReader:
         try:
             return read_json(bare)
         except ValueError:
-            return bare
+            return _LITERALS.get(bare, bare)
 
     def _object(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -522,12 +522,22 @@ class _PythonNames(ast.NodeTransformer):
 
 
 _VALUES = {"true": True, "false": False, "null": None}
+# As many templates write past values, in formats that are not Python.
+_LITERALS = {"True": True, "False": False, "None": None}
 
 
 def _as_json(value: str) -> str:
-    """A value as JSON: unchanged if it is JSON, else as a string."""
+    """A value as JSON: unchanged if it is JSON, converted if it is a literal of Python, else as a string."""
+    stripped = value.strip()
     try:
-        read_json(value)
+        read_json(stripped)
+        return stripped
     except (ValueError, RecursionError):
-        return write_json(value)
-    return value.strip()
+        pass
+    if stripped in _LITERALS or (stripped[:1] in ("[", "{") and len(stripped) <= MAX_WHOLE_CALL):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return write_json(ast.literal_eval(stripped))
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            pass
+    return write_json(value)

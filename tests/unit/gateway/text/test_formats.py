@@ -420,34 +420,33 @@ def test_a_client_that_has_some_characters_gets_the_rest():
     assert output.without(18) == Output()
 
 
-# Short templates that write calls and reasoning as the models' own do.
-TEMPLATES = {
-    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}": ("hermes", None),
-    "{{ '<tool_call>\\n<function=' + c.name + '>\\n<parameter=' }}</think>": ("qwen3_coder", "qwen3"),
-    "{{ '<|python_tag|>' }}": ("llama3_json", None),
-    '{{ \'Respond in the format {"name": n, "parameters": dictionary of argument name}\' }}': ("llama3_json", None),
-    "{{ '[TOOL_CALLS] [' }}[THINK]": ("mistral", "mistral"),
-    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t + '```json' }}<think>": ("deepseek_v3", "qwen3"),
-    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t }}</think>": ("deepseek_v31", "qwen3"),
-    "{{ '<|tool_call>call:' }}<|channel>thought": ("gemma4", "gemma4"),
-    "{{ '<start_function_call>' }}": ("functiongemma", None),
-    "{{ '<tool_call>' + name + '<arg_key>' }}<think>": ("glm45", "qwen3"),
-    "{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}": ("kimi_k2", None),
-    "<|start_of_role|>system<|end_of_role|>{{ 'respond with <|tool_call|> followed by a JSON list' }}": (
-        "granite",
-        None,
-    ),
-    '<|start_of_role|>system<|end_of_role|>{{ "<tool_call>" }}': ("hermes", None),
-    """{{ 'formatted as functools[{"name": [function name]}, ...]<|tool|>' }}""": ("phi4_mini_json", None),
-    "{{ 'Example: [func_name1(params_name1=1)]' }}": ("pythonic", None),
-    "{{ '<|start|>assistant<|channel|>final' }}": (HARMONY, HARMONY_REASONING),
-    "{{ messages }}": (None, None),
-}
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ('with the function\'s name:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>', "hermes"),
+        ('Respond in the format {"name": n, "parameters": dictionary of argument name}', "llama3_json"),
+        ("<|start_of_role|>system<|end_of_role|>respond with <|tool_call|> followed by a JSON list", "granite"),
+        ('formatted as functools[{"name": [function name]}, ...]<|tool|>', "phi4_mini_json"),
+        ("Example: [func_name1(params_name1=1)]", "pythonic"),
+        ("<tool_call> is a tag", None),
+    ],
+)
+def test_a_format_is_recognised_by_what_the_template_tells_where_it_renders_no_calls(told, name):
+    assert tool_format_of(None, told) == name
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_formats_are_recognised_by_the_chat_template(template):
-    assert (tool_format_of(template), reasoning_format_of(template)) == TEMPLATES[template]
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '...' }}</think>", "qwen3"),
+        ("[THINK]", "mistral"),
+        ("<|channel>thought", "gemma4"),
+        ("{{ '<|start|>assistant<|channel|>final' }}", HARMONY_REASONING),
+        ("{{ messages }}", None),
+    ],
+)
+def test_reasoning_is_recognised_by_the_chat_template(template, name):
+    assert reasoning_format_of(template) == name
 
 
 @given(st.sampled_from(sorted(CALL_PARSERS)), st.text(alphabet='<[{"]}>: \ntoolcnw_|`', max_size=40))

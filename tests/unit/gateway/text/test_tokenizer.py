@@ -151,7 +151,10 @@ async def test_older_files_are_read_as_transformers_reads_them(tmp_path, executo
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("place", ["tokenizer_config", "files"])
 async def test_tools_have_a_template_of_their_own_as_in_transformers(tmp_path, executor, place):
-    sources = {"default": "no tools: {{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<tool_call>"}
+    sources = {
+        "default": "no tools: {{ messages[0].content }}",
+        "tool_use": "{{ tools[0].function.name }}<tool_call>\n{",
+    }
     named = [{"name": name, "template": source} for name, source in sources.items()]
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if place == "files" else {"chat_template": named})
     directory = written(tmp_path, byte_level(), tokenizer_config=config)
