@@ -1,7 +1,7 @@
 """The known formats, their detection in a chat template, and the parser of one answer."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,10 @@ _DESCRIPTIONS = (
     ("granite", "<|tool_call|>"),
     ("phi4_mini_json", "functools["),
     ("hermes", "<tool_call>\n{"),
+    ("minimax", "<tool_calls>\n{"),
+    # No more than how these models are told their tools; how they write calls is in their documents.
+    ("lfm2", "List of tools: "),
+    ("kimi_k2", "<|im_system|>tool_declare<|im_middle|>"),
     ("llama3_json", '"parameters": dictionary of argument'),
     ("pythonic", "```tool_code"),
     ("pythonic", "[func_name1("),
@@ -113,11 +117,11 @@ def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
 def tool_format_of(calls: RenderedCalls | None, told: str = "") -> str | None:
     """The format in which a model writes calls; None if it is unknown.
 
-    It is the first format whose parser reads all that the model's template renders for calls. Where the template
-    renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
+    It is the first format of the table whose parser reads all that the model's template renders for calls. Where the
+    template renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
     """
     if calls is not None:
-        return next((name for name in sorted(TOOL_FORMATS) if _reads(name, calls)), None)
+        return next((name for name in (*CALL_PARSERS, HARMONY) if name != JSON_LIST and _reads(name, calls)), None)
     return next((name for name, sign in _DESCRIPTIONS if sign in told), None)
 
 

@@ -478,10 +478,10 @@ class PythonicParser(WholeCallParser):
         return self._scanner.end(self._rest, self._num_scanned, 0)
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                tree = ast.parse(text.removesuffix(self.call_end).strip())
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        source = text.removesuffix(self.call_end).strip()
+        # LFM2.5's chat templates write line breaks in strings as they are.
+        tree = _parsed(source) or _parsed(_STRING.sub(lambda found: found[0].replace("\n", "\\n"), source))
+        if tree is None:
             return None
         calls: list[tuple[str, dict[str, Any]]] = []
         for statement in tree.body:
@@ -492,6 +492,17 @@ class PythonicParser(WholeCallParser):
                     return None
                 calls.append(call)
         return calls
+
+
+_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:

