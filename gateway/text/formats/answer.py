@@ -28,6 +28,7 @@ from gateway.text.formats.other_calls import (
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
 from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
+from gateway.text.formats.shapes import MARKED, parser_of
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
 HARMONY = "openai"
@@ -41,14 +42,13 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "mistral": MistralParser,
     "deepseek_v3": DeepSeekV3Parser,
     "deepseek_v31": DeepSeekV31Parser,
+    **{name: parser_of(shape) for name, shape in MARKED.items()},
     **JSON_CALLS,
     **TAGGED_CALLS,
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
     "minimax_m3": MiniMaxM3Parser,
     "pythonic": PythonicParser,
-    "olmo3": PythonicParser.between("<function_calls>", "</function_calls>"),
-    "lfm2": PythonicParser.between("<|tool_call_start|>", "<|tool_call_end|>"),
     "kimi_k2": KimiK2Parser,
     "granite": GraniteParser,
     "phi4_mini_json": Phi4MiniParser,

@@ -321,26 +321,11 @@ _COHERE = JsonListParser.between(
     dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
 JSON_CALLS: Mapping[str, type[JsonCallParser]] = {
-    "longcat": HermesParser.between("<longcat_tool_call>", "</longcat_tool_call>"),
-    "internlm": HermesParser.between(
-        "<|action_start|><|plugin|>", "<|action_end|>", tokens=("<|action_start|>", "<|plugin|>", "<|action_end|>")
-    ),
     "gigachat3": HermesParser.with_marks(
         *("<|function_call|>", "function call<|role_sep|>"),
         dropped=("<|message_sep|>",),
         tokens=("<|role_sep|>",),
         trailer=Pattern(),
-    ),
-    "step3_vl": HermesParser.with_marks("<tool_call>", dropped=("<tool_calls>", "</tool_calls>")),
-    "minimax": HermesParser.between("<tool_calls>", "</tool_calls>", separator=Pattern(Part.SPACES, before="{")),
-    "functionary_v31": JsonCallParser.between(
-        "<function=", "</function>", header=Pattern.of("{}>\n", Part.NAME, before="{"), is_envelope=False
-    ),
-    "step_audio_2": JsonCallParser.between(
-        "<|CALL_START|>",
-        "<|CALL_END|>",
-        header=Pattern.of("\nfunction\n{}\n", Part.NAME, before="{"),
-        is_envelope=False,
     ),
     # The chat template writes past calls and their results with their ids, which stand before the names.
     "solar_open": KimiK2Parser.between(
@@ -349,19 +334,7 @@ JSON_CALLS: Mapping[str, type[JsonCallParser]] = {
         header=Pattern.of("{}<|tool_call:name|>{}<|tool_call:args|>\n", Part.DETAIL, Part.NAME, before="{"),
         dropped=("<|tool_calls|>", "<|calls|>"),
     ),
-    "jamba": JsonListParser.between("<tool_calls>", "</tool_calls>"),
     "hunyuan_a13b": HunyuanParser,
-    "nemotron_json": JsonListParser.between("<TOOLCALL>", "</TOOLCALL>"),
-    "falcon3": JsonListParser.between("<tool_call>", "</tool_call>"),
-    "xlam": JsonListParser,
-    # It is a part of the name of the role, after which the prompt ends.
-    "hyperclovax": JsonListParser.with_marks("-> tool/function_call"),
-    "apertus": JsonListParser.between(
-        "<|tools_prefix|>",
-        "<|tools_suffix|>",
-        # The name is the key of the arguments.
-        header=Pattern.of('{\n"{}"\n:\n', Part.NAME, before="{"),
-    ),
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,
     "command_r": JsonListParser.with_marks(

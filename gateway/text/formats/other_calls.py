@@ -167,54 +167,7 @@ class TagCallParser(StagedCallParser):
         return False
 
 
-def _dsml(calls: str) -> type[TagCallParser]:
-    mark = "｜DSML｜"
-    return TagCallParser.of_tags(
-        f'<{mark}invoke name="{{}}">',
-        f'<{mark}parameter name="{{}}" string="{{}}">',
-        *(f"</{mark}parameter>", f"</{mark}invoke>"),
-        around=(f"<{mark}{calls}>", f"</{mark}{calls}>"),
-        tokens=(mark,),
-    )
-
-
 TAGGED_CALLS: Mapping[str, type[TagCallParser]] = {
-    "qwen3_coder": TagCallParser.of_tags(
-        *("<function={}>", "<parameter={}>", "</parameter>", "</function>"),
-        around=("<tool_call>", "</tool_call>"),
-        padding=("\n", "\n"),
-    ),
-    "seed_oss": TagCallParser.of_tags(
-        *("<function={}>", "<parameter={}>", "</parameter>", "</function>"),
-        around=("<seed:tool_call>", "</seed:tool_call>"),
-    ),
-    "glm45": TagCallParser.of_tags(
-        *("<tool_call>{}", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>")
-    ),
-    "hy_v3": TagCallParser.of_tags(
-        *("<tool_call>{}<tool_sep>", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
-        around=("<tool_calls>", "</tool_calls>"),
-    ),
-    "hy_v3_opensource": TagCallParser.of_tags(
-        "<tool_call:opensource>{}<tool_sep:opensource>",
-        "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>",
-        *("</arg_value:opensource>", "</tool_call:opensource>"),
-        around=("<tool_calls:opensource>", "</tool_calls:opensource>"),
-    ),
-    "longcat_xml": TagCallParser.of_tags(
-        "<longcat_tool_call>{}",
-        "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
-        *("</longcat_arg_value>", "</longcat_tool_call>"),
-    ),
-    "solar_open2": TagCallParser.of_tags(
-        *("<|tool_call:start|>{}", "<|tool_arg:start|>{}<|tool_arg:value|>", "<|tool_arg:end|>", "<|tool_call:end|>")
-    ),
-    "minimax_m2": TagCallParser.of_tags(
-        *('<invoke name="{}">', '<parameter name="{}">', "</parameter>", "</invoke>"),
-        around=("<minimax:tool_call>", "</minimax:tool_call>"),
-    ),
-    "deepseek_v32": _dsml("function_calls"),
-    "deepseek_v4": _dsml("tool_calls"),
     "step3": TagCallParser.of_tags(
         'function<｜tool_sep｜><steptml:invoke name="{}">',
         '<steptml:parameter name="{}">',
@@ -227,7 +180,7 @@ TAGGED_CALLS: Mapping[str, type[TagCallParser]] = {
         padding=("<![CDATA[", "]]>"),
     ),
 }
-"""Formats that differ by their tags."""
+"""Formats with tags that are not in a shape: with marks and spaces between them, and with optional ones."""
 
 
 class WholeCallParser(CallParser):
