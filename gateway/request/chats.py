@@ -148,7 +148,7 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
     answer = prompt.response_format
     if offered is None:
         return copy.deepcopy(answer)
-    model = ModelText("" if chat.tool_template is None else chat.tool_template.source, tokenizer.special_tokens)
+    model = ModelText(chat.call_shape, tokenizer.special_tokens)
     grammars = offered.grammars(chat.tool_format)
     calls = constrained_calls(
         chat.tool_format, grammars, model, is_forced=offered.is_forced, is_single=offered.is_single

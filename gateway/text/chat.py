@@ -216,6 +216,7 @@ class Chat:
         template: None for a model without a chat template.
         tool_template: That of conversations with tools or calls, if it is another one.
         tool_format: The format of the model's tool calls; None if it is unknown.
+        call_shape: How the template writes calls of that format; None if it writes none, or others.
         reasoning_format: The format of its reasoning; None if it does not reason, or if the format is unknown.
     """
 
@@ -236,10 +237,10 @@ class Chat:
         templates."""
         self.template = template
         self.tool_template = tool_template or template
-        if tool_format is None and self.tool_template is not None:
-            calls = self.tool_template.calls
-            tool_format = tool_format_of(calls, self.tool_template.told if calls is None else "")
-        self.tool_format = tool_format
+        calls = None if self.tool_template is None else self.tool_template.calls
+        detected = tool_format_of(calls, self.tool_template.told if self.tool_template and calls is None else "")
+        self.tool_format = tool_format or detected
+        self.call_shape = calls.shape if calls is not None and self.tool_format == detected else None
         self.reasoning_format = reasoning_format or reasoning_format_of("" if template is None else template.source)
         self._model_name = model_name
         self._tokenizer = tokenizer

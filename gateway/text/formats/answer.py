@@ -28,14 +28,10 @@ from gateway.text.formats.other_calls import (
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
 from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
-from gateway.text.formats.shapes import MARKED, parser_of
+from gateway.text.formats.shapes import HARMONY, JSON_LIST, MARKED, parser_of
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
-HARMONY = "openai"
 HARMONY_REASONING = "openai_gptoss"
-JSON_LIST = "json_list"
-"""The format of forced calls if the model's own format has no grammar."""
-
 CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3Parser,

@@ -4,20 +4,15 @@ The variable parts of a call have schemas; the rest is fixed text.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gateway.text.formats.answer import HARMONY, JSON_LIST
-from gateway.text.formats.notations import (
-    FunctionGemmaNotation,
-    GemmaNotation,
-    Notation,
-    PythonNotation,
-    Rules,
-    json_rule,
-    tagged_arguments,
-)
+from gateway.text.formats.notations import BracedNotation, PythonNotation, Rules, json_rule, tagged_arguments
+from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot
+from gateway.text.formats.scanning import SPACE
+from gateway.text.formats.shapes import HARMONY, JSON_LIST, SHAPES
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import BY_NAME, ConstraintError
 from quire.constraints.program import literals, quoted
@@ -35,229 +30,218 @@ class CallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What a grammar must know of the model: its chat template, and its special tokens by their text."""
+    """What a grammar must know of the model: how its template writes calls, None for the usual shape of its format, and
+    its special tokens by their text."""
 
-    template: str = ""
+    shape: CallShape | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-
-
-Tags = Callable[[Sequence[CallGrammar], ModelText], list[StructuralTag]]
-"""The tags of calls of some tools."""
 
 
 def constrained_calls(
     tool_format: str | None, calls: Sequence[CallGrammar], model: ModelText, *, is_forced: bool, is_single: bool
 ) -> Constraint | None:
-    """The constraint of an answer that consists of calls, or that may contain calls; None if the format is unknown.
+    """The constraint of an answer that consists of calls, or that may contain calls; None if the format is unknown, or
+    if nothing tells the beginning of its calls from other text.
 
     Raises:
         ConstraintError: the schema of a tool cannot be enforced in this format. See `check_arguments`.
     """
     if is_forced and format_of_forced_calls(tool_format) == JSON_LIST:
-        return _json_list(calls, is_single=is_single)
-    tags = _TAGS.get(tool_format or "")
-    if tags is None:
+        return Constraint(json_schema=_list_schema(calls, is_single=is_single))
+    shape = model.shape or SHAPES.get(tool_format or "")
+    if shape is None:
         return None
-    template = model.template
-    structural = StructuralTags(tags=tags(calls, model))
-    structural.required = structural.no_free_text = is_forced
-    # A list has all calls; an answer in Harmony ends with its call.
-    structural.single = is_single or tool_format == HARMONY or _is_list(tool_format, template)
-    if is_single and _is_list(tool_format, template):
-        structural.tags[0].json_schema = _list_schema(calls, "arguments", is_single=True)
-    if is_single and tool_format == "pythonic":
-        for tag in structural.tags:
-            tag.end = ")]"
-    return Constraint(structural_tags=structural)
+    if tool_format == HARMONY:
+        tags = _harmony(calls, model)
+        required = StructuralTags(tags=tags, required=is_forced, no_free_text=is_forced, single=True)
+        return Constraint(structural_tags=required)
+    grammar = _CallRules(shape, calls, model.special_tokens)
+    if is_forced:
+        return Constraint(lark=grammar.lark(f"{_SPACE}? {grammar.section(is_single=is_single)}"))
+    if (marker := grammar.marker) is not None:
+        content = grammar.section(is_single=is_single or not shape.section_open, after=len(marker))
+        tags = [StructuralTag(begin=marker, lark=grammar.lark(content))]
+    else:
+        tags = grammar.unmarked(is_single=is_single)
+    if not tags:
+        return None
+    return Constraint(
+        structural_tags=StructuralTags(
+            tags=tags, required=False, no_free_text=False, single=is_single or bool(marker and shape.section_open)
+        )
+    )
 
 
 def format_of_forced_calls(tool_format: str | None) -> str:
     """The format of forced calls: the model's own, or a plain list if not all schemas can be enforced in that."""
-    has_all_schemas = tool_format in _TAGS and tool_format not in _NOTATIONS
-    return tool_format if tool_format is not None and has_all_schemas else JSON_LIST
+    shape = SHAPES.get(tool_format or "")
+    return JSON_LIST if tool_format is None or shape is None or shape.layout in _NOTATIONS else tool_format
 
 
 def check_arguments(tool_format: str | None, schema: str) -> None:
     """Raises ConstraintError if a schema that JSON can have cannot be enforced in a format."""
-    if tool_format in _NOTATIONS or tool_format in _TAGGED:
-        try:
-            _TAGS[tool_format]([CallGrammar("a", schema)], ModelText())
-        except ConstraintError as error:
-            description = (
-                f"{error.description}, which cannot be enforced in the format in which this model writes calls"
-            )
-            raise ConstraintError(error.field, description) from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConstraintError("", f"is no JSON schema, since a keyword has a wrong value: {error}") from error
+    shape = SHAPES.get(tool_format or "")
+    if shape is None or shape.tags is None:
+        return
+    try:
+        _CallRules(shape, [CallGrammar("a", schema)], {})
+    except ConstraintError as error:
+        description = f"{error.description}, which cannot be enforced in the format in which this model writes calls"
+        raise ConstraintError(error.field, description) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConstraintError("", f"is no JSON schema, since a keyword has a wrong value: {error}") from error
 
 
 def calls_or_answer(
     tool_format: str | None, calls: Sequence[CallGrammar], model: ModelText, answer: Constraint, *, is_single: bool
 ) -> Constraint | None:
     """The constraint of an answer that either matches `answer` or consists of calls; None if it cannot be expressed."""
-    tags = _TAGS.get(tool_format or "")
+    shape = model.shape or SHAPES.get(tool_format or "")
     body = _lark_of(answer)
-    # A list of calls in Python has no tag of its own around each of them.
-    if tags is None or body is None or tool_format == "pythonic":
+    if shape is None or body is None or tool_format == HARMONY:
         return None
-    template = model.template
-    rules = ["start: answer | calls", f"answer: {body}"]
-    alternatives: list[str] = []
-    for tag in tags(calls, model):
-        name = f"call_{len(alternatives)}"
-        content, *further = _content_of(tag).split("\n")
-        parts = [literals(tag.begin, model.special_tokens), f"({content})", literals(tag.end, model.special_tokens)]
-        rules += [f"{name}: {' '.join(part for part in parts if part)}", *further]
-        alternatives.append(name)
-    many = "" if is_single or tool_format == HARMONY or _is_list(tool_format, template) else "+"
-    rules.append(f"calls: ({' | '.join(alternatives)}){many}")
-    return Constraint(lark="\n".join(rules))
+    grammar = _CallRules(shape, calls, model.special_tokens)
+    section = grammar.section(is_single=is_single)
+    return Constraint(lark=grammar.lark(f"answer | calls\nanswer: {body}\ncalls: {section}"))
 
 
-def _named(begin: str, end: str = "") -> Tags:
-    """Tags around the arguments as JSON; `begin` has a place for the name of the tool."""
-    return lambda calls, model: [
-        StructuralTag(begin=begin.format(call.name), json_schema=call.schema, end=end) for call in calls
-    ]
+class _CallRules:
+    """The rules of the calls of some tools in Lark, as a template writes them.
 
+    Attributes:
+        marker: The text by which an answer shows that calls begin; None if it is none in particular.
+    """
 
-def _ruled(begin: str, end: str, start: Callable[[CallGrammar, Rules, ModelText], str]) -> Tags:
-    """Tags around arguments in a notation of their own: `start` adds its rules and returns the expression. `begin` may
-    have a place for the name of the tool."""
-
-    def tags(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-        made: list[StructuralTag] = []
+    def __init__(self, shape: CallShape, calls: Sequence[CallGrammar], special_tokens: Mapping[str, int]) -> None:
+        """Raises ConstraintError for a schema that cannot be enforced in this shape."""
+        self._shape = shape
+        self._special_tokens = special_tokens
+        self._cores: list[str] = []
+        self._calls = calls
+        self._lines: list[str] = []
         for number, call in enumerate(calls):
-            # Of the tool at a position, so that the grammars of several can be one.
-            rules = Rules(f"c{number}", model.special_tokens)
-            lark = "\n".join([f"start: {start(call, rules, model)}", *rules.lines])
-            made.append(StructuralTag(begin=begin.format(call.name), lark=lark, end=end))
+            rules = Rules(f"c{number}", special_tokens)
+            self._cores.append(_core(shape, call, rules))
+            self._lines += rules.lines
+        opening = f"{shape.section_open}{shape.call_open}"
+        found = _MARK.search(opening)
+        # Spaces and brackets often share a token with what follows.
+        marker = opening[: found.end()] if found is not None else opening.rstrip(SPACE + '[{"')
+        self.marker = marker if any(each.isalpha() for each in marker) else None
+
+    def lark(self, start: str) -> str:
+        return "\n".join((f"start: {start}", f"core: {' | '.join(self._cores)}", *self._lines))
+
+    def section(self, *, is_single: bool, after: int = 0) -> str:
+        """The expression of the calls from a character on."""
+        shape = self._shape
+        first = self._text(f"{shape.section_open}{shape.call_open}"[after:])
+        close, end = self._text(shape.call_close), self._text(shape.section_close if shape.section_open else "")
+        more = "" if is_single else f"({self._text(shape.separator + shape.call_open)} core {close})*"
+        return " ".join(filter(None, (first, "core", close, more, end)))
+
+    def unmarked(self, *, is_single: bool) -> list[StructuralTag]:
+        """Tags that each begin with a tool's name: first calls, and further ones. What is between them is free."""
+        shape, made = self._shape, list[StructuralTag]()
+        end = shape.call_close + (shape.section_close if is_single else "")
+        befores = dict.fromkeys(
+            (shape.section_open, *(() if is_single else (shape.separator if shape.section_open else "",)))
+        )
+        for number, call in enumerate(self._calls):
+            rules = Rules(f"c{number}", self._special_tokens)
+            if shape.layout is Layout.ENVELOPE and [slot for _, slot in shape.fields] == _NAME_FIRST:
+                (name, _), (arguments, _) = shape.fields
+                head = f'{{"{name}": "{call.name}", "{arguments}":'
+                body, close = f'" "? {json_rule(json.loads(call.schema))}', "}" + end
+            elif shape.layout in _NOTATIONS:
+                head, close = f"{call.name}{shape.name_close}", end
+                body = _arguments(shape, call, rules)
+            else:
+                return []
+            lark = "\n".join((f"start: {body}", *rules.lines))
+            made += [StructuralTag(begin=before + shape.call_open + head, lark=lark, end=close) for before in befores]
         return made
 
-    return tags
+    def _text(self, text: str) -> str:
+        return _places(text, self._special_tokens)
 
 
-def _hermes(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    return [
-        StructuralTag(begin="<tool_call>\n", json_schema=_envelope(call, "arguments"), end="\n</tool_call>")
+def _core(shape: CallShape, call: CallGrammar, rules: Rules) -> str:
+    """The expression of what varies in a call."""
+    if shape.layout is Layout.ENVELOPE:
+        return json_rule(_call_schema(call, shape.fields, "#"))
+    name = _places(call.name + shape.name_close, rules.special_tokens)
+    return f"{name} {_arguments(shape, call, rules)}"
+
+
+def _arguments(shape: CallShape, call: CallGrammar, rules: Rules) -> str:
+    if shape.tags is None:
+        return json_rule(json.loads(call.schema))
+    if shape.layout is Layout.TAGS:
+        return tagged_arguments(call.schema, rules, shape.tags)
+    notation = PythonNotation if shape.layout is Layout.PYTHON else BracedNotation
+    return notation(call.schema, rules, shape.tags).arguments()
+
+
+def _places(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A text of a shape in Lark."""
+    parts = re.split(f"([{ID}{INDEX}])", text)
+    written = (_PLACES.get(part) or literals(part, special_tokens) for part in parts)
+    return " ".join(filter(None, written))
+
+
+def _harmony(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+    """The recipient stands after the channel, or before it as templates write past calls."""
+    constrain, message = (literals(f"<|{name}|>", model.special_tokens) for name in ("constrain", "message"))
+    kind = f'(" "? {constrain} "json"? | " json")? {message}'
+    named = [f"{quoted(call.name)} {kind} {json_rule(json.loads(call.schema))}" for call in calls]
+    after_channel = StructuralTag(begin="<|channel|>commentary to=functions.", lark=f"start: {' | '.join(named)}")
+    return [after_channel] + [
+        StructuralTag(
+            begin=f" to=functions.{call.name}<|channel|>commentary",
+            lark=f"start: {kind} {json_rule(json.loads(call.schema))}",
+        )
         for call in calls
     ]
 
 
-def _mistral(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    if not _is_list("mistral", model.template):
-        return _named("[TOOL_CALLS]{}[ARGS]")(calls, model)
-    begin = "[TOOL_CALLS] " if "[TOOL_CALLS] [" in model.template else "[TOOL_CALLS]"
-    return _list_after(begin)(calls, model)
+# Layouts in which not all schemas can be enforced.
+_NOTATIONS = frozenset((Layout.PYTHON, Layout.BRACED))
+_MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
+_PLACES = {ID: "/[A-Za-z0-9_.-]{1,64}/", INDEX: "/[0-9]{1,3}/"}
+_NAME_FIRST = [Slot.NAME, Slot.ARGUMENTS]
+# Models put white space after their reasoning, and some before a call.
+_SPACE = "/[ \\n]{1,4}/"
 
 
-def _list_after(begin: str) -> Tags:
-    return lambda calls, model: [
-        StructuralTag(begin=begin, json_schema=_list_schema(calls, "arguments", is_single=False))
-    ]
-
-
-def _kimi_k2(call: CallGrammar, rules: Rules, model: ModelText) -> str:
-    header = f"/[0-9]{{1,3}}/ {literals('<|tool_call_argument_begin|>', model.special_tokens)}"
-    return f"{header} {json_rule(json.loads(call.schema))}"
-
-
-def _qwen3_coder(call: CallGrammar, rules: Rules, model: ModelText) -> str:
-    return tagged_arguments(call.schema, rules, "<parameter={}>\n", "\n</parameter>\n", "")
-
-
-def _glm(call: CallGrammar, rules: Rules, model: ModelText) -> str:
-    # Some models of the family write each tag on a line of its own, others none.
-    begin = "<arg_key>{}</arg_key>" + ("\n" if "</arg_key>\\n" in model.template else "") + "<arg_value>"
-    arguments = tagged_arguments(call.schema, rules, begin, "</arg_value>", '"\\n"?')
-    return f'{quoted(call.name)} "\\n"? {arguments}'
-
-
-def _gemma(begin: str, end: str, notation: type[Notation]) -> Tags:
-    def start(call: CallGrammar, rules: Rules, model: ModelText) -> str:
-        return f'{quoted(f"call:{call.name}{{")} {notation(call.schema, rules).arguments()} "}}"'
-
-    return _ruled(begin, end, start)
-
-
-def _pythonic(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    """The first call of a list, and the further ones. What is between them is free: the list itself is no tag."""
-
-    def start(call: CallGrammar, rules: Rules, model: ModelText) -> str:
-        return PythonNotation(call.schema, rules).arguments()
-
-    first, further = (_ruled(f"{before}{{}}(", ")", start)(calls, model) for before in ("[", ", "))
-    return [tag for pair in zip(first, further, strict=True) for tag in pair]
-
-
-def _content_of(tag: StructuralTag) -> str:
-    """The expression of what is in a tag; its further lines are the rules that it needs."""
-    return tag.lark.removeprefix("start: ") if tag.HasField("lark") else json_rule(json.loads(tag.json_schema))
-
-
-_TAGS: Mapping[str, Tags] = {
-    "hermes": _hermes,
-    "llama3_json": _named('{{"name": "{}", "parameters": ', "}"),
-    "mistral": _mistral,
-    "deepseek_v3": _named(
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n",
-        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v31": _named(
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    ),
-    "qwen3_coder": _ruled("<tool_call>\n<function={}>\n", "</function>\n</tool_call>", _qwen3_coder),
-    "kimi_k2": _ruled(
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:",
-        "<|tool_call_end|><|tool_calls_section_end|>",
-        _kimi_k2,
-    ),
-    "granite": _list_after("<|tool_call|>"),
-    "phi4_mini_json": _list_after("functools"),
-    "glm45": _ruled("<tool_call>", "</tool_call>", _glm),
-    "gemma4": _gemma("<|tool_call>", "<tool_call|>", GemmaNotation),
-    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", FunctionGemmaNotation),
-    "pythonic": _pythonic,
-    HARMONY: _named("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"),
-}
-# Formats in which not all schemas can be enforced.
-_NOTATIONS = frozenset(("gemma4", "functiongemma", "pythonic"))
-# In which all but those of some texts can.
-_TAGGED = frozenset(("qwen3_coder", "glm45"))
-# Formats in which all calls are one list of JSON.
-_LISTS = frozenset(("granite", "phi4_mini_json"))
-
-
-def _is_list(tool_format: str | None, template: str) -> bool:
-    """Whether one tag has all calls."""
-    return tool_format in _LISTS or (tool_format == "mistral" and "[ARGS]" not in template)
-
-
-def _json_list(calls: Sequence[CallGrammar], *, is_single: bool) -> Constraint:
-    return Constraint(json_schema=_list_schema(calls, "arguments", is_single=is_single))
-
-
-def _list_schema(calls: Sequence[CallGrammar], key: str, *, is_single: bool) -> str:
-    items = [_call_schema(call, key, f"#/items/anyOf/{position}") for position, call in enumerate(calls)]
+def _list_schema(calls: Sequence[CallGrammar], *, is_single: bool) -> str:
+    fields = SHAPES[JSON_LIST].fields
+    items = [_call_schema(call, fields, f"#/items/anyOf/{position}") for position, call in enumerate(calls)]
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": items}, "minItems": 1}
     if is_single:
         schema["maxItems"] = 1
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _envelope(call: CallGrammar, key: str) -> str:
-    return json.dumps(_call_schema(call, key, "#"), ensure_ascii=False)
-
-
-def _call_schema(call: CallGrammar, key: str, path: str) -> dict[str, Any]:
+def _call_schema(call: CallGrammar, fields: Sequence[tuple[str, Slot | str]], path: str) -> dict[str, Any]:
     """The schema of an object with the name and the arguments of a call, which stands at `path`."""
-    arguments = _moved(json.loads(call.schema), f"{path}/properties/{key}")
-    return {
-        "type": "object",
-        "properties": {"name": {"const": call.name}, key: arguments},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
+    properties: dict[str, Any] = {}
+    for key, slot in fields:
+        match slot:
+            case Slot.NAME:
+                properties[key] = {"const": call.name}
+            case Slot.ARGUMENTS:
+                key = key or call.name
+                properties[key] = _moved(json.loads(call.schema), f"{path}/properties/{key}")
+            case Slot.ID:
+                properties[key] = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+            case Slot.INDEX:
+                properties[key] = {"anyOf": [{"type": "string", "pattern": "^[0-9]{1,3}$"}, {"type": "integer"}]}
+            case str():
+                properties[key] = {"const": json.loads(slot)}
+    # Models leave out the ids that templates show.
+    required = [key or call.name for key, slot in fields if slot is not Slot.ID]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _moved(schema: Any, path: str) -> Any:

@@ -4,8 +4,10 @@ Gemma's notation, and keyword arguments in Python."""
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
+from gateway.text.formats.rendered import TagShape
+from gateway.text.formats.scanning import SPACE
 from quire.constraints.json_schema import ConstraintError, read_schema
 from quire.constraints.program import MAX_CONSTRAINT_BYTES, literals, quoted, schema_options
 
@@ -32,7 +34,9 @@ _BARE_KEY = re.compile(r"[\w.-]+", re.ASCII)
 def json_rule(schema: Any, *, no_white_space: bool = False) -> str:
     """JSON of a schema in Lark, with as little white space as anywhere else, or none."""
     options = {"x-guidance": schema_options(no_white_space=no_white_space)}
-    return f"%json {json.dumps(read_schema('', json.dumps(schema)) | options)}"
+    # A slash would begin a regular expression.
+    written = json.dumps(read_schema("", json.dumps(schema)) | options).replace("/", "\\u002f")
+    return f"%json {written}"
 
 
 def text_parameters(schema: str) -> frozenset[str]:
@@ -113,57 +117,85 @@ class Rules:
         inside = f"/(.|\\n){_bounds(schema)}/"
         if "pattern" in schema:
             inside += f" & /{_whole_pattern(schema['pattern'])}/"
+        mark = end.lstrip(SPACE)
+        escaped = re.escape(mark).replace("/", "\\/")
+        without = f" & ~/(.|\\n)*{escaped}(.|\\n)*/"
         if all(token not in end for token in self.special_tokens):
-            return self.add(inside, f"[suffix={quoted(end)}]")
-        escaped = re.escape(end).replace("/", "\\/")
-        terminal = self.terminal(f"{inside} & ~/(.|\\n)*{escaped}(.|\\n)*/")
-        return f"{terminal} {literals(end, self.special_tokens)}"
+            # The mark ends the text, also where no line break is before it.
+            return self.add(inside + (without if mark != end else ""), f"[suffix={quoted(end)}]")
+        text = self.terminal(inside + without)
+        if mark != end:
+            text = self.terminal(f"{text} {quoted(end.removesuffix(mark))}")
+        return f"{text} {literals(mark, self.special_tokens)}"
 
 
-def tagged_arguments(schema: str, rules: Rules, begin: str, end: str, after: str) -> str:
-    """The expression of arguments between tags, in the order of the schema. `begin` has a place for the name of a
-    parameter; `after` is an expression of what follows a value with its `end`."""
+def tagged_arguments(schema: str, rules: Rules, tags: TagShape) -> str:
+    """The expression of arguments between tags, in the order of the schema."""
     root = read_schema("", schema)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     root = _followed(root, root)
     _refuse(root.keys() & _COMBINED)
     texts, required = text_parameters(schema), root.get("required", ())
+    end = tags.close.rstrip(SPACE)
+    after = literals(tags.close[len(end) :], rules.special_tokens)
     if "properties" not in root and root.get("additionalProperties") is not False:
-        before, behind = (literals(part, rules.special_tokens) for part in begin.split("{}"))
+        before = literals(tags.open, rules.special_tokens)
+        closes = dict.fromkeys(literals(close, rules.special_tokens) for close in (tags.key_close, tags.other_close))
+        behind = f"({' | '.join(closes)})"
         parts = before, rules.terminal("/[^<>\\n]{1,128}/"), behind, rules.text_before(end, {}), after
         return f"{rules.add(' '.join(filter(None, parts)))}*"
+    closed = literals(end, rules.special_tokens)
     arguments: list[str] = []
     for name, value in root.get("properties", {}).items():
         choices = value.get("enum", [value["const"]] if "const" in value else None) if name in texts else None
-        closed = literals(end, rules.special_tokens)
         if choices:
             inner = f"({' | '.join(filter(None, (quoted(choice) for choice in choices)))}) {closed}"
         elif name in texts:
             _refuse(value.keys() - _KEYWORDS["string"] - _NEUTRAL)
             inner = rules.text_before(end, value)
         else:
-            inner = f"{json_rule(shared | value if isinstance(value, dict) else {})} {closed}"
-        opened = literals(begin.format(name), rules.special_tokens)
+            in_json = json_rule(shared | value if isinstance(value, dict) else {})
+            written = {quoted(tags.spelled[constant]) for constant in _constants_of(value)}
+            inner = f"({' | '.join((in_json, *sorted(written)))}) {closed}"
+        close = tags.key_close if name in texts else tags.other_close
+        opened = literals(f"{tags.open}{name}{close}", rules.special_tokens)
         rule = rules.add(" ".join(part for part in (opened, inner, after) if part))
         arguments.append(rule if name in required else f"{rule}?")
     return " ".join(arguments) or '""'
+
+
+def _constants_of(schema: Any) -> set[str]:
+    """The constants of JSON that a schema allows, in JSON."""
+    if not isinstance(schema, dict):
+        return set()
+    fields = cast(dict[str, Any], schema)
+    if "enum" in fields or "const" in fields:
+        listed = cast(list[Any], fields.get("enum", [fields.get("const")]))
+        return {json.dumps(value) for value in listed if value is None or isinstance(value, bool)}
+    kinds = fields.get("type", ())
+    allowed = {"true", "false"} if "boolean" in kinds else set[str]()
+    allowed |= {"null"} if "null" in kinds else set[str]()
+    return allowed.union(*(_constants_of(each) for word in ("anyOf", "oneOf") for each in fields.get(word, ())))
 
 
 class Notation:
     """Writes values of schemas in a notation.
 
     Attributes:
-        constants: By the names that JSON has for them.
         separator: The expression between values, arguments and pairs.
     """
 
-    constants: ClassVar[Mapping[str, str]] = {"true": "true", "false": "false", "null": "null"}
     separator = '","'
 
-    def __init__(self, schema: str, rules: Rules) -> None:
+    def __init__(self, schema: str, rules: Rules, tags: TagShape) -> None:
         """Raises ConstraintError: the schema is none that can be enforced in JSON."""
         self._root = read_schema("", schema)
         self._rules = rules
+        self._quote = tags.quote
+        # Constants as JSON has them, and as the template writes them.
+        self._constants = {
+            name: f"({' | '.join(map(quoted, sorted({name, own})))})" for name, own in tags.spelled.items()
+        }
         # Rules of schemas that have been referred to, by their place, and that of any value.
         self._known: dict[str, str] = {}
 
@@ -206,9 +238,9 @@ class Notation:
             case "string":
                 return self._text(schema)
             case "boolean":
-                return f"({quoted(self.constants['true'])} | {quoted(self.constants['false'])})"
+                return f"({self._constants['true']} | {self._constants['false']})"
             case "null":
-                return quoted(self.constants["null"])
+                return self._constants["null"]
             case "array":
                 return self._list(schema)
             case "object":
@@ -262,7 +294,7 @@ class Notation:
             case str():
                 return self._literal(value)
             case None | bool():
-                return quoted(self.constants[json.dumps(value)])
+                return self._constants[json.dumps(value)]
             case int() | float():
                 return quoted(json.dumps(value))
             case _:
@@ -308,18 +340,16 @@ def _whole_pattern(pattern: str) -> str:
     return f"{begin}({inner}){end}"
 
 
-class GemmaNotation(Notation):
+class BracedNotation(Notation):
     """Keys stand bare, texts between quotes of their own, all else is JSON."""
 
-    quote = '<|"|>'
-
     def _text(self, schema: Mapping[str, Any]) -> str:
-        return f"{literals(self.quote, self._rules.special_tokens)} {self._rules.text_before(self.quote, schema)}"
+        return f"{literals(self._quote, self._rules.special_tokens)} {self._rules.text_before(self._quote, schema)}"
 
     def _literal(self, text: str) -> str:
-        if self.quote in text:
-            raise ConstraintError("", f"has a text with {self.quote}")
-        mark = literals(self.quote, self._rules.special_tokens)
+        if self._quote in text:
+            raise ConstraintError("", f"has a text with {self._quote}")
+        mark = literals(self._quote, self._rules.special_tokens)
         return f"{mark} {quoted(text)} {mark}" if text else f"{mark} {mark}"
 
     def _key(self, name: str | None, *, is_top: bool) -> str:
@@ -328,14 +358,9 @@ class GemmaNotation(Notation):
         return quoted(f"{name}:") if _BARE_KEY.fullmatch(name) else f'{self._literal(name)} ":"'
 
 
-class FunctionGemmaNotation(GemmaNotation):
-    quote = "<escape>"
-
-
 class PythonNotation(Notation):
     """Keyword arguments, whose values are literals."""
 
-    constants: ClassVar[Mapping[str, str]] = {"true": "True", "false": "False", "null": "None"}
     separator = '"," " "?'
 
     def _text(self, schema: Mapping[str, Any]) -> str:

@@ -10,10 +10,10 @@ CALL is the variable part, in one of the layouts of `Layout`.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gateway.text.formats.scanning import SPACE
 
@@ -121,6 +121,15 @@ class TagShape:
     quote: str = ""
     constants: tuple[str, str] = ("true", "null")
 
+    @property
+    def spelled(self) -> Mapping[str, str]:
+        """The constants of JSON as the template writes them."""
+        true, null = self.constants
+        return {"true": true, "false": {"True": "False"}.get(true, "false"), "null": null}
+
+
+_NO_TAGS = TagShape("", "", "", "")
+
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
@@ -159,6 +168,45 @@ class RenderedCalls:
     shape: CallShape | None
 
 
+def written_calls(shape: CallShape, calls: Sequence[tuple[str, str, str]]) -> str:
+    """The text of calls, each of a name, of arguments as JSON and of an id. Arguments that are no object are written as
+    they are."""
+    texts = [
+        f"{shape.call_open}{_written(shape, name, arguments, index)}{shape.call_close}".replace(ID, call_id).replace(
+            INDEX, str(index)
+        )
+        for index, (name, arguments, call_id) in enumerate(calls)
+    ]
+    return f"{shape.section_open}{shape.separator.join(texts)}{shape.section_close}"
+
+
+def _written(shape: CallShape, name: str, arguments: str, index: int) -> str:
+    arguments = arguments or "{}"
+    if shape.layout is Layout.ENVELOPE:
+        slots = {Slot.NAME: json.dumps(name), Slot.ARGUMENTS: arguments, Slot.ID: f'"{ID}"', Slot.INDEX: str(index)}
+        fields = ((key or name, slots[slot] if isinstance(slot, Slot) else slot) for key, slot in shape.fields)
+        return f"{{{', '.join(f'{json.dumps(key)}: {value}' for key, value in fields)}}}"
+    tags = shape.tags
+    if tags is None:
+        return f"{name}{shape.name_close}{arguments}"
+    try:
+        values: Any = json.loads(arguments)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        return f"{name}{shape.name_close}{arguments}"
+    pairs: list[str] = []
+    for key, value in cast(dict[str, Any], values).items():
+        text = json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, str):
+            text = tags.spelled.get(text, text)
+        elif shape.layout is not Layout.PYTHON:
+            text = f"{tags.quote}{value}{tags.quote}"
+        key_close = tags.key_close if isinstance(value, str) else tags.other_close
+        pairs.append(f"{tags.open}{key}{key_close}{text}{tags.close}")
+    return f"{name}{shape.name_close}{tags.separator.join(pairs)}"
+
+
 def rendered_calls(render: Render) -> RenderedCalls | None:
     """What a template renders for calls; None if it leaves them out."""
     plain = render.with_content(_CONTENT)
@@ -172,18 +220,10 @@ def rendered_calls(render: Render) -> RenderedCalls | None:
                     continue
                 text = _cut(whole, plain)
                 if all(call.name in text for call in calls):
-                    shape = _shape(text, calls)
-                    return RenderedCalls(_until_end(text, shape), calls, shape)
+                    shape, end = _shape(text, calls)
+                    return RenderedCalls(text[:end], calls, shape)
                 without_names = without_names or RenderedCalls(text, calls, None)
     return without_names
-
-
-def _until_end(text: str, shape: CallShape | None) -> str:
-    """The text without the marks that end the turn."""
-    if shape is None:
-        return text
-    end = shape.section_close or shape.call_close
-    return text[: text.rfind(end) + len(end)] if end else text
 
 
 def _with_plain_ids(name: str, arguments: dict[str, Any], index: int) -> ProbeCall:
@@ -232,7 +272,9 @@ class _Core(NamedTuple):
     tags: TagShape | None = None
 
 
-def _shape(text: str, calls: Sequence[ProbeCall]) -> CallShape | None:
+def _shape(rendered: str, calls: Sequence[ProbeCall]) -> tuple[CallShape | None, int]:
+    """The shape of the calls, and where they end: marks that end the turn may follow."""
+    text = rendered
     for index, call in enumerate(calls):
         if call.id != _ID_WITH_NAME.format(call.name, index):
             text = text.replace(call.id, ID)
@@ -243,49 +285,39 @@ def _shape(text: str, calls: Sequence[ProbeCall]) -> CallShape | None:
         core = _envelope(text, after, call, index) or _named(text, after, call, index)
         core = core or _tagged(text, after, before, call)
         if core is None:
-            return None
+            return None, len(rendered)
         cores.append(core)
     first, last = cores[0], cores[-1]
     head, tail = text[: first.begin].lstrip(SPACE), text[last.end :].rstrip(SPACE)
+    section_open = separator = section_close = ""
     if len(calls) == 1:
-        return _made(first, "", head, _as_many_marks(tail, head), "", "", is_parallel=False)
-    between = text[first.end : last.begin]
-    call_open = _common_end(head, between)
-    call_close = _common_beginning(between[: len(between) - len(call_open)], tail)
-    separator = between[len(call_close) : len(between) - len(call_open)]
-    section_open = head[: len(head) - len(call_open)]
-    section_close = _as_many_marks(tail[len(call_close) :], section_open) if section_open else ""
-    if first[2:] != last[2:]:
-        return None
-    return _made(first, section_open, call_open, call_close, separator, section_close, is_parallel=True)
-
-
-def _made(
-    core: _Core,
-    section_open: str,
-    call_open: str,
-    call_close: str,
-    separator: str,
-    section_close: str,
-    *,
-    is_parallel: bool,
-) -> CallShape | None:
-    texts = section_open, call_open, call_close, separator, section_close, core.name_close
-    if any("quire" in each for each in (*texts, *dataclasses.astuple(core.tags or TagShape("", "", "", "")))):
-        # A part repeats what varies.
-        return None
-    return CallShape(
-        core.layout,
+        call_open, call_close = head, _as_many_marks(tail, head)
+    else:
+        between = text[first.end : last.begin]
+        call_open = _common_end(head, between)
+        call_close = _common_beginning(between[: len(between) - len(call_open)], tail)
+        separator = between[len(call_close) : len(between) - len(call_open)]
+        section_open = head[: len(head) - len(call_open)]
+        section_close = _as_many_marks(tail[len(call_close) :], section_open) if section_open else ""
+    end = len(rendered) - (len(text) - last.end) + len(call_close) + len(section_close)
+    texts = section_open, call_open, call_close, separator, section_close, first.name_close
+    repeats = any("quire" in each for each in (*texts, *dataclasses.astuple(first.tags or _NO_TAGS)))
+    if repeats or first[2:] != last[2:]:
+        # A part repeats what varies, or the calls are written in different ways.
+        return None, end
+    shape = CallShape(
+        first.layout,
         section_open,
         call_open,
         call_close,
         separator,
         section_close,
-        core.fields,
-        core.name_close,
-        core.tags,
-        is_parallel,
+        first.fields,
+        first.name_close,
+        first.tags,
+        is_parallel=len(calls) > 1,
     )
+    return shape, end
 
 
 def _as_many_marks(close: str, opening: str) -> str:

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from gateway.text.formats.json_calls import HermesParser, JsonCallParser, JsonListParser
 from gateway.text.formats.other_calls import PythonicParser, TagCallParser
 from gateway.text.formats.parser import CallParser
-from gateway.text.formats.rendered import CallShape, Layout, Slot, TagShape
+from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot, TagShape
 from gateway.text.formats.scanning import Part, Pattern
+
+HARMONY = "openai"
+JSON_LIST = "json_list"
+"""The format of forced calls if the model's own format has no grammar."""
 
 _NAMED = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
 _PARAMETERS = (("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
@@ -140,7 +144,111 @@ MARKED: Mapping[str, CallShape] = {
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
 }
-"""By the names of formats."""
+"""Formats whose parsers are made of their shapes."""
+
+_BRACED = TagShape("", ":", ":", "", ",", '<|"|>')
+_COHERE = _list(
+    "<|START_ACTION|>[", "]<|END_ACTION|>", (("tool_call_id", Slot.INDEX), ("tool_name", Slot.NAME), _PARAMETERS[1])
+)
+SHAPES: Mapping[str, CallShape] = MARKED | {
+    "hermes": CallShape(
+        Layout.ENVELOPE, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n", fields=_NAMED
+    ),
+    "llama3_json": CallShape(
+        Layout.ENVELOPE, separator="; ", fields=(("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
+    ),
+    "mistral": CallShape(
+        Layout.ENVELOPE, section_open="[TOOL_CALLS][", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "deepseek_v3": CallShape(
+        Layout.NAMED,
+        section_open="<｜tool▁calls▁begin｜>",
+        call_open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        call_close="\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        section_close="<｜tool▁calls▁end｜>",
+        name_close="\n```json\n",
+    ),
+    "deepseek_v31": CallShape(
+        Layout.NAMED,
+        section_open="<｜tool▁calls▁begin｜>",
+        call_open="<｜tool▁call▁begin｜>",
+        call_close="<｜tool▁call▁end｜>",
+        section_close="<｜tool▁calls▁end｜>",
+        name_close="<｜tool▁sep｜>",
+    ),
+    "kimi_k2": CallShape(
+        Layout.NAMED,
+        section_open="<|tool_calls_section_begin|>",
+        call_open="<|tool_call_begin|>functions.",
+        call_close="<|tool_call_end|>",
+        section_close="<|tool_calls_section_end|>",
+        name_close=f":{INDEX}<|tool_call_argument_begin|>",
+    ),
+    "granite": CallShape(
+        Layout.ENVELOPE, section_open="<|tool_call|>[", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "phi4_mini_json": CallShape(
+        Layout.ENVELOPE, section_open="functools[", separator=", ", section_close="]", fields=_NAMED
+    ),
+    "gemma4": CallShape(
+        Layout.BRACED, call_open="<|tool_call>call:", call_close="}<tool_call|>", name_close="{", tags=_BRACED
+    ),
+    "functiongemma": CallShape(
+        Layout.BRACED,
+        call_open="<start_function_call>call:",
+        call_close="}<end_function_call>",
+        name_close="{",
+        tags=dataclasses.replace(_BRACED, quote="<escape>"),
+    ),
+    "pythonic": CallShape(
+        Layout.PYTHON,
+        section_open="[",
+        call_close=")",
+        separator=", ",
+        section_close="]",
+        name_close="(",
+        tags=TagShape("", "=", "=", "", ", ", '"', ("True", "None")),
+    ),
+    HARMONY: CallShape(
+        Layout.NAMED, call_open=" to=functions.", name_close="<|channel|>commentary json<|message|>", is_parallel=False
+    ),
+    JSON_LIST: CallShape(Layout.ENVELOPE, section_open="[", separator=", ", section_close="]", fields=_NAMED),
+    "gigachat3": CallShape(Layout.ENVELOPE, call_open="<|function_call|>", fields=_NAMED, is_parallel=False),
+    "solar_open": CallShape(
+        Layout.NAMED,
+        section_open="<|tool_calls|>",
+        call_open=f"<|tool_call:begin|>{ID}<|tool_call:name|>",
+        call_close="<|tool_call:end|>",
+        section_close="<|calls|>",
+        name_close="<|tool_call:args|>",
+    ),
+    "hunyuan_a13b": CallShape(
+        Layout.NAMED,
+        section_open="<tool_calls>",
+        call_open="<tool_call>",
+        call_close="\n```</tool_call>",
+        separator="\n",
+        section_close="</tool_calls>",
+        name_close="\n```json\n",
+    ),
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "command_r": _list("Action:\n```json\n[", "]\n```", (("tool_name", Slot.NAME), _PARAMETERS[1])),
+    "step3": _tags(
+        ("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+        (
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+            '">',
+            "</steptml:invoke><｜tool_call_end｜>\n",
+        ),
+        ('<steptml:parameter name="', '">', "</steptml:parameter>"),
+    ),
+    "minicpm5": _tags(
+        _NO_SECTION, ('<function name="', '">', "</function>"), ('<param name="', '">', "</param>"), "\n"
+    ),
+}
+"""How calls of each format are usually written: where a template renders none, or writes another format."""
 
 
 def parser_of(shape: CallShape) -> type[CallParser]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -20,6 +21,8 @@ from gateway.text.formats.grammars import (
 from gateway.text.formats.notations import text_parameters
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.rendered import ID, CallShape, Layout
+from gateway.text.formats.shapes import SHAPES
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
@@ -68,7 +71,11 @@ MARKS = (
     "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>",
 )
-FORMATS = [(name, "") for name in sorted(TOOL_FORMATS)] + [("mistral", "[TOOL_CALLS] ["), ("mistral", "[ARGS]")]
+FORMATS = [(name, None) for name in sorted(TOOL_FORMATS)] + [
+    ("mistral", replace(SHAPES["mistral"], section_open="[TOOL_CALLS] [")),
+    ("mistral", CallShape(Layout.NAMED, call_open="[TOOL_CALLS]", name_close="[ARGS]")),
+    ("mistral", CallShape(Layout.NAMED, call_open="[TOOL_CALLS]", name_close=f"[CALL_ID]{ID}[ARGS]")),
+]
 
 
 def with_marks() -> Vocabulary:
@@ -111,12 +118,12 @@ def assert_fitting(calls):
 
 
 @each_vocabulary
-@pytest.mark.parametrize(("name", "template"), FORMATS)
-def test_forced_calls_are_read_and_fit(name, template, held):
+@pytest.mark.parametrize(("name", "shape"), FORMATS)
+def test_forced_calls_are_read_and_fit(name, shape, held):
     num_complete = 0
     for seed in range(6):
         is_single = bool(seed % 2)
-        model = ModelText(template, held.special_tokens)
+        model = ModelText(shape, held.special_tokens)
         constraint = constrained_calls(name, CALLS, model, is_forced=True, is_single=is_single)
         text, has_ended = written(constraint, held, seed)
         output = read(format_of_forced_calls(name), text)
@@ -151,7 +158,7 @@ BEGINNINGS = {
 @each_vocabulary
 @pytest.mark.parametrize("name", BEGINNINGS)
 def test_a_call_that_has_begun_fits(name, held):
-    constraint = constrained_calls(name, CALLS, ModelText("", held.special_tokens), is_forced=False, is_single=True)
+    constraint = constrained_calls(name, CALLS, ModelText(None, held.special_tokens), is_forced=False, is_single=True)
     num_complete = 0
     for seed in range(6):
         text, has_ended = written(constraint, held, seed, BEGINNINGS[name])
@@ -185,7 +192,7 @@ VALUES = {
 @pytest.mark.parametrize("name", ["gemma4", "functiongemma", "pythonic"])
 def test_values_in_other_notations_fit_their_schemas(name, held):
     calls, seen = [CallGrammar("get_weather", json.dumps(VALUES))], set[str]()
-    constraint = constrained_calls(name, calls, ModelText("", held.special_tokens), is_forced=False, is_single=True)
+    constraint = constrained_calls(name, calls, ModelText(None, held.special_tokens), is_forced=False, is_single=True)
     for seed in range(100):
         text, has_ended = written(constraint, held, seed, BEGINNINGS[name])
         if seen == VALUES["properties"].keys():
@@ -249,14 +256,14 @@ def test_a_schema_that_is_none_is_refused_and_no_failure(parameters):
         check_arguments("gemma4", schema)
 
 
-@pytest.mark.parametrize("name", [name for name in BEGINNINGS if name not in ("openai", "pythonic")])
+@pytest.mark.parametrize("name", [name for name in BEGINNINGS if name != "openai"])
 @each_vocabulary
 def test_an_answer_has_the_format_or_calls(name, held):
     wanted = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]} | {
         "additionalProperties": False
     }
     answer = Constraint(json_schema=json.dumps(wanted))
-    model = ModelText("", held.special_tokens)
+    model = ModelText(None, held.special_tokens)
     constraint = calls_or_answer(name, CALLS, model, answer, is_single=False)
     seen = set()
     for seed in range(12):
@@ -275,7 +282,6 @@ def test_an_answer_has_the_format_or_calls(name, held):
 def test_what_cannot_stand_beside_calls_has_no_constraint():
     for answer in (Constraint(regex="a"), Constraint(lark='start: "a"')):
         assert calls_or_answer("hermes", CALLS, ModelText(), answer, is_single=True) is None
-    assert calls_or_answer("pythonic", CALLS, ModelText(), Constraint(json_schema="{}"), is_single=True) is None
     choice = Constraint()
     choice.choice.texts.extend(["red", "green"])
     held = vocabulary("byte level")
@@ -287,7 +293,7 @@ def test_what_cannot_stand_beside_calls_has_no_constraint():
 def test_texts_between_tags_have_their_length_and_their_pattern(held):
     parameters = {"a": {"type": "string", "maxLength": 2}, "b": {"type": "string", "pattern": "^[ab]{2}$"}}
     schema = {"type": "object", "properties": parameters | {"c": {"const": "x"}}, "required": ["a", "b", "c"]}
-    calls, model = [CallGrammar("now", json.dumps(schema))], ModelText("", held.special_tokens)
+    calls, model = [CallGrammar("now", json.dumps(schema))], ModelText(None, held.special_tokens)
     for name in ("glm45", "qwen3_coder"):
         constraint = constrained_calls(name, calls, model, is_forced=True, is_single=True)
         text, has_ended = written(constraint, held, 1)
@@ -322,12 +328,15 @@ def test_a_format_that_is_not_known_leaves_begun_calls_free():
     ("name", "begun"),
     [
         ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=at>\nit\n</parameter>\n<parameter=n>\n5\n"),
-        ("glm45", "<tool_call>now\n<arg_key>at</arg_key><arg_value>it</arg_value>\n<arg_key>n</arg_key><arg_value>5"),
+        (
+            "glm45",
+            "<tool_call>now\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n<arg_key>n</arg_key>\n<arg_value>5",
+        ),
     ],
 )
 def test_calls_between_tags_have_any_arguments_where_no_schema_is_enforced(name, begun, held):
     constraint = constrained_calls(
-        name, [CallGrammar("now")], ModelText("", held.special_tokens), is_forced=False, is_single=True
+        name, [CallGrammar("now")], ModelText(None, held.special_tokens), is_forced=False, is_single=True
     )
     text, _ = written(constraint, held, 1, begun)
     (call,) = read(name, text).tool_calls
