@@ -12,6 +12,8 @@ from tests.real.models import chat_template_files
 pytestmark = pytest.mark.real
 
 SPECIAL_TOKENS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "unk_token": "<UNK>", "pad_token": "<PAD>"}
+NUM_PARTS = 8
+"""Tests of all templates are as many, which run side by side."""
 
 
 def read_table() -> dict[str, tuple[str | None, str | None]]:
@@ -22,12 +24,12 @@ def read_table() -> dict[str, tuple[str | None, str | None]]:
     return {name: (None if calls == "-" else calls, None if marks == "-" else marks) for name, calls, marks in rows}
 
 
-def test_formats_are_detected_as_the_table_has_them() -> None:
-    table, wrong = read_table(), list[str]()
-    files = chat_template_files()
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_formats_are_detected_as_the_table_has_them(part: int) -> None:
+    table, files, wrong = read_table(), chat_template_files(), list[str]()
     assert table.keys() == files.keys()
-    for name, path in files.items():
-        source = path.read_text(encoding="utf-8")
+    for name in list(table)[part::NUM_PARTS]:
+        source = files[name].read_text(encoding="utf-8")
         template = ChatTemplate(source, SPECIAL_TOKENS)
         calls = tool_format_of(template.calls, template.told if template.calls is None else "")
         found = calls, reasoning_format_of(source)

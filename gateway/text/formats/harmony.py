@@ -50,10 +50,13 @@ class HarmonyParser(OutputParser):
             return False
         self._in_header = False
         self._in_call, self._channel = False, "final"
-        if end < 0:
-            return True
-        header = self._rest[:end]
+        header = self._rest if end < 0 else self._rest[:end]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if end < 0:
+            if self._is_last and channel is not None and self._may_be_offered(recipient):
+                # The text ends within a header.
+                self._consume(len(self._rest))
+            return True
         if recipient is not None and recipient.group(1) in self._tools:
             self._in_call = True
             call_id = self._call_ids(self._num_calls)
@@ -66,6 +69,9 @@ class HarmonyParser(OutputParser):
             self._channel = channel.group(1)
         self._consume(end + len(_MESSAGE))
         return True
+
+    def _may_be_offered(self, recipient: re.Match[str] | None) -> bool:
+        return recipient is None or any(tool.startswith(recipient.group(1)) for tool in self._tools)
 
     def _read_text(self) -> bool:
         marks = (*_ENDS, _MESSAGE) if self._channel == "final" else _ENDS

@@ -82,9 +82,16 @@ class JsonCallParser(StagedCallParser):
         elif self.is_envelope and self._rest[: MAX_SPACE + 1].lstrip(SPACE).startswith("{"):
             self._scanner, self._num_scanned = JsonScanner(), 0
             self._stage = self._read_object
+        elif found is Unmatched.MORE and self._is_begun:
+            return self._drop()
         else:
             self._give_back()
         return True
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether the text shows that it is a call, of which it has not all before the arguments."""
+        return bool(self._opening) or '"name"' in self._rest
 
     def _written_id(self, header: str, detail: str) -> str | None:
         """The id that the model writes with a call; None if it writes none. `detail` is the header's further word."""
@@ -114,6 +121,8 @@ class JsonCallParser(StagedCallParser):
         self._num_scanned = len(self._rest)
         if end is None and not self._is_last:
             return False
+        if end is None and self._is_begun:
+            return self._drop()
         call = None if end is None else _call_in(self._rest[:end])
         if end is None or call is None or call[0] not in self._tools:
             self._give_back()
@@ -252,11 +261,14 @@ class ListOrNamedParser(JsonListParser):
                 self.is_envelope = header is self.list_begin
                 self._stage = self._read_list_begin if self.is_envelope else partial(self._match_header, header)
                 return True
+        name = self._rest.strip()
+        if any(tool.startswith(name) or name.startswith(tool) for tool in self._tools):
+            return self._drop()
         self._give_back()
         return True
 
     def _read_trailer(self) -> bool:
-        return super()._read_trailer() if self.is_envelope else self._drop(self.named_trailer)
+        return super()._read_trailer() if self.is_envelope else self._end_after(self.named_trailer)
 
 
 class MistralParser(ListOrNamedParser):

@@ -102,9 +102,10 @@ class TagCallParser(StagedCallParser):
         found = self._header.match(self._rest)
         if found is Unmatched.MORE and not self._is_last:
             return False
-        if not isinstance(found, Match) or found.name not in self._tools:
-            self._give_back()
-            return True
+        if not isinstance(found, Match):
+            return self._drop() if found is Unmatched.MORE else self._gave_back()
+        if found.name not in self._tools:
+            return self._gave_back()
         self._consume(found.end)
         self._open_call(found.name)
         self._add_arguments("{")
@@ -144,6 +145,10 @@ class TagCallParser(StagedCallParser):
         if rest.startswith(tuple(marks)):
             self._add_arguments("}")
         self._stage = self._read_trailer
+        return True
+
+    def _gave_back(self) -> bool:
+        self._give_back()
         return True
 
     def _read_value(self) -> bool:
@@ -187,9 +192,11 @@ class WholeCallParser(CallParser):
     """Calls that are delivered when they are complete. A subclass parses them.
 
     Attributes:
+        header: What a call begins with.
         call_end: The text after the calls.
     """
 
+    header: Pattern
     call_end: str
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
@@ -209,11 +216,18 @@ class WholeCallParser(CallParser):
         """The name and the arguments of each call in a text; None if the text is not calls."""
         raise NotImplementedError
 
+    def _is_begun(self, text: str) -> bool:
+        """Whether a text without an end begins a call."""
+        found = self.header.match(text)
+        return found is Unmatched.MORE or (isinstance(found, Match) and found.name in self._tools)
+
     def _call_step(self) -> bool:
         end = self._end_of_calls()
         self._num_scanned = len(self._rest)
         if end is None and not self._is_last:
             return False
+        if end is None and self._is_begun(self._rest):
+            return self._drop()
         # Parsing a long call at once would block the event loop.
         calls = self._calls_in(self._rest[:end]) if end is not None and end <= MAX_WHOLE_CALL else None
         try:
@@ -237,10 +251,11 @@ class GemmaParser(WholeCallParser):
     begins = ("<|tool_call>",)
     tokens = ("<tool_call|>", '<|"|>')
     call_end = "<tool_call|>"
+    header = Pattern(Part.SPACES, "call:", Part.NAME, before="{")
     quote = '<|"|>'
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        found = Pattern(Part.SPACES, "call:", Part.NAME, before="{").match(text)
+        found = self.header.match(text)
         if not isinstance(found, Match):
             return None
         try:
@@ -342,6 +357,7 @@ class MiniMaxM3Parser(WholeCallParser):
     mark = "]<]minimax[>["
     begins = (f"{mark}<tool_call>",)
     tokens = (mark, "<tool_call>", "</tool_call>")
+    header = Pattern(Part.SPACES, f'{mark}<invoke name="', Part.NAME, before='"')
     call_end = f"{mark}</tool_call>"
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
@@ -404,13 +420,15 @@ class PythonicParser(WholeCallParser):
     """
 
     begins = ("```tool_code",)
+    header = Pattern("[", Part.NAME, before="(")
     call_end = "```"
     is_bare = True
 
     @classmethod
     def between(cls, begin: str, end: str) -> type[Self]:
         """The parser of the same notation between two marks."""
-        return cls.with_marks(begin, call_end=end, tokens=(end,), is_bare=False)
+        header = Pattern(Part.SPACES, ("[", ""), Part.SPACES, Part.NAME, before="(")
+        return cls.with_marks(begin, call_end=end, header=header, tokens=(end,), is_bare=False)
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)

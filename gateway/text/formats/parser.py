@@ -165,6 +165,13 @@ class CallParser(OutputParser):
         self._add(text=self._opening)
         self._opening = ""
 
+    def _drop(self) -> bool:
+        """The text ends within the beginning of a call, of which nothing can be delivered. Returns True."""
+        self._in_call = False
+        self._opening = ""
+        self._consume(len(self._rest))
+        return True
+
     def _open_call(self, name: str, call_id: str | None = None) -> None:
         """Delivers the beginning of a call, which is final. `call_id` is the id that the model wrote, if any."""
         self._add(call=ToolCallDelta(self._num_calls, call_id or self._call_ids(self._num_calls), name))
@@ -203,9 +210,9 @@ class StagedCallParser(CallParser):
         raise NotImplementedError
 
     def _read_trailer(self) -> bool:
-        return self._drop(self.trailer)
+        return self._end_after(self.trailer)
 
-    def _drop(self, trailer: Pattern) -> bool:
+    def _end_after(self, trailer: Pattern) -> bool:
         """Ends the call, and drops the text that follows it if that is `trailer`."""
         found = trailer.match(self._rest)
         if found is Unmatched.MORE and not self._is_last:

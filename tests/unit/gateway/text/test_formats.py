@@ -226,7 +226,6 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {"a": NaN}, "name": "now"}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "now"}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "now", "args'),
     ("hermes", "a <tool_"),
     ("hermes", "<tool_call>" + " " * 300 + '{"name": "now"}'),
     ("llama3_json", '{"name": "Ann", "age": 3}'),
@@ -254,9 +253,7 @@ NO_CALLS = [
     ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[</tool_call>"),
     ("minimax_m3", TWO_CALLS["minimax_m3"].replace("</item>", "</day>")),
     ("minimax_m3", TWO_CALLS["minimax_m3"].replace("<days>", "<days>text")),
-    ("minimax_m3", TWO_CALLS["minimax_m3"].removesuffix("]<]minimax[>[</tool_call>")),
     ("gemma4", "<|tool_call>call:now{a:<tool_call|>"),
-    ("gemma4", "<|tool_call>call:now{a:1"),
     ("functiongemma", "<start_function_call>now{}<end_function_call>"),
     ("pythonic", "[1, 2] are numbers"),
     ("pythonic", "[now(1)]"),
@@ -272,6 +269,41 @@ NO_CALLS = [
     (HARMONY, "plain text"),
     (HARMONY, " to=functions.unknown<|channel|>commentary json"),
 ]
+
+# Beginnings of calls that end before anything of them can be delivered.
+CUT = [
+    ("hermes", "<tool_call>"),
+    ("hermes", '<tool_call>\n{"na'),
+    ("hermes", '<tool_call>{"name": "now", "args'),
+    ("hermes", '<tool_call>{"arguments": {"a": "b'),
+    ("llama3_json", '{"name": "get_w'),
+    ("mistral", "[TOOL_CALLS]get_w"),
+    ("mistral", "[TOOL_CALLS]now[AR"),
+    ("mistral", '[TOOL_CALLS][{"name": "n'),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>n"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>no"),
+    ("qwen3_coder", "<tool_call>\n<function=n"),
+    ("glm45", "<tool_call>get_we"),
+    ("gemma4", "<|tool_call>call:now{a:1"),
+    ("functiongemma", "<start_function_call>cal"),
+    ("pythonic", "[now(a=1"),
+    ("json_list", '[{"nam'),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.n"),
+    ("granite", '<|tool_call|>[{"n'),
+    (HARMONY, "<|channel|>commentary to=functions.get_w"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), CUT)
+def test_a_call_that_is_cut_within_its_name_shows_none_of_its_marks(name, text):
+    assert read(tool_format(name), text) == read(tool_format(name), *text) == Output()
+
+
+def test_unknown_text_within_a_call_does_not_close_it():
+    text = "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<other>2</other></tool_call>"
+    output = read(tool_format("glm45"), text)
+    assert output.tool_calls == (ToolCallDelta(0, "call-0", "now", '{"a": 1'),)
+    assert output.text == "\n<other>2</other></tool_call>"
 
 
 def read(answer_format, *pieces):
