@@ -20,7 +20,6 @@ from bench.report import Series, write_results
 from quire.client import AsyncClient, Constraint, GenerationOptions
 from quire.common.v1 import common_pb2
 from quire.constraints.matcher import Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from quire.rpc.errors import QuireError
@@ -70,7 +69,7 @@ def _slow_size(compile_ms: float) -> int:
         num_properties = int(num_properties * 1.15)
         message = common_pb2.Constraint(json_schema=_schema(num_properties, random.Random(0)))
         started = time.process_time()
-        Template(program_of(message, vocabulary.special_tokens), vocabulary)
+        Template.of(message, vocabulary)
         taken_ms = (time.process_time() - started) * 1e3
     return num_properties
 

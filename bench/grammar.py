@@ -25,7 +25,6 @@ from bench.report import Series, write_results
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 
@@ -40,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
     parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
     parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
+    parser.add_argument("--first-request", type=int, default=0, help="measure so many rounds of fresh servers instead")
+    parser.add_argument("--model", type=Path, help="model directory of these servers")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="of the constrained rows")
     parser.add_argument("--layers", type=int, default=12, help="of the model that is stepped, 768 wide")
@@ -48,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.first_request:
+        if arguments.model is None:
+            raise SystemExit("--first-request needs --model")
+        from bench.grammar_first_request import measure_first_requests
+
+        measure_first_requests(arguments.model, arguments)
+        return
     with tempfile.TemporaryDirectory() as made:
         files = arguments.tokenizer
         if files is None:
@@ -121,7 +129,7 @@ def _quantiles(values: list[float]) -> tuple[float, float, float]:
 
 def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[Measured]:
     """Each library makes the masks of the same tokens: texts of the schemas, as the tokenizer spells them."""
-    vocabulary = Vocabulary(content, None, [_EOS])
+    vocabulary = Vocabulary.of_tokenizer(content, None, [_EOS])
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     texts = {name: [tokenizer.encode(text, add_special_tokens=False).ids for text in drawn[name]] for name in drawn}
     libraries = [("llguidance", _llguidance(vocabulary))]
@@ -168,8 +176,7 @@ def draw_texts(count: int) -> dict[str, list[str]]:
     maker, rng = MaskMaker(vocabulary, 1), np.random.default_rng(0)
     texts: dict[str, list[str]] = {}
     for name, schema in all_schemas().items():
-        program = program_of(Constraint(json_schema=json.dumps(schema)), vocabulary.special_tokens)
-        template = Template(program, vocabulary)
+        template = Template.of(Constraint(json_schema=json.dumps(schema)), vocabulary)
         drawn = (_draw(template, maker, rng) for _ in range(20 * count))
         texts[name] = list(islice((text for text in drawn if text is not None), count))
     return texts
@@ -197,8 +204,7 @@ def _llguidance(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]
     maker = MaskMaker(vocabulary, 1)
 
     def compile_schema(schema: str) -> Callable[[], Session]:
-        program = program_of(Constraint(json_schema=schema), vocabulary.special_tokens)
-        template = Template(program, vocabulary)
+        template = Template.of(Constraint(json_schema=schema), vocabulary)
 
         def begin() -> Session:
             matcher = template.matcher((_EOS,))

@@ -44,8 +44,10 @@ _Tensor = tuple[str, str, tuple[int, ...]]
 """Name, type and shape."""
 _OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc"})
 """Layers whose inputs are the hidden state."""
-_NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+_NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
+_OF_TRAINING = ".lora_velora_embed"
+"""Ends the name of what VeLoRA saves beside A and B, which only its gradients read."""
 _UNSUPPORTED = {
     "use_dora": "is DoRA",
     "modules_to_save": "brings whole modules",
@@ -199,10 +201,9 @@ class _Config:
                 raise _not_supported(file, name, config[name], what)
         if config.get("bias", "none") != "none":
             raise _not_supported(file, "bias", config["bias"], "changes biases")
-        if config.get("init_lora_weights") not in _NEUTRAL_INITS:
-            raise _not_supported(
-                file, "init_lora_weights", config["init_lora_weights"], "changes the weights of the model"
-            )
+        init = config.get("init_lora_weights")
+        if (init.lower() if isinstance(init, str) else init) not in _NEUTRAL_INITS:
+            raise _not_supported(file, "init_lora_weights", init, "changes the weights of the model")
         rank = config.get("r")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
             raise UnusableAdapterError(f"{file}: r is {rank!r:.80}; it must be a number from 1 to {MAX_RANK}")
@@ -288,6 +289,8 @@ def _shapes(files: Sequence[Path]) -> dict[str, tuple[tuple[int, int], tuple[int
     places: dict[str, Path] = {}
     for file in files:
         for name, dtype, shape in _pickled_tensors(file) if file.suffix == PICKLED else _tensors(file):
+            if name.endswith(_OF_TRAINING):
+                continue
             module, side = _module_of(file, name, dtype)
             if (other := places.setdefault(name, file)) != file:
                 raise UnusableAdapterError(f"{other} and {file} both have {name:.200}; one of the files is of another")

@@ -98,7 +98,6 @@ class ModelDirectory:
         tool_chat_template: Another one for conversations with tools, where the model has that.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         whole: What the model is that reads images or sound, too, where only its language model is served; else None.
-        eos_token_ids: The ids that end a text, those of generation_config.json first.
         gguf: The header of a GGUF file, which is read once; None of a directory.
     """
 
@@ -109,7 +108,8 @@ class ModelDirectory:
     tokenizer_config: dict[str, Any] = field(repr=False)
     chat_template: str | None = field(repr=False)
     tool_chat_template: str | None = field(repr=False)
-    eos_token_ids: tuple[int, ...]
+    configured_eos: tuple[int, ...]
+    """The ids that end a text by generation_config.json, or else config.json."""
     whole: str | None = None
     gguf: GgufHeader | None = field(default=None, repr=False)
     _own_tokenizer: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -142,7 +142,7 @@ class ModelDirectory:
             tokenizer_config=tokenizer_config,
             chat_template=templates.get("default"),
             tool_chat_template=templates.get("tool_use"),
-            eos_token_ids=_eos_token_ids(path, config, generation_config),
+            configured_eos=_configured_eos(path, config, generation_config),
         )
 
     @classmethod
@@ -156,7 +156,7 @@ class ModelDirectory:
             tokenizer_config=described.tokenizer_config,
             chat_template=described.chat_templates.get("default"),
             tool_chat_template=described.chat_templates.get("tool_use"),
-            eos_token_ids=described.eos_token_ids,
+            configured_eos=described.eos_token_ids,
             gguf=described.header,
             _own_tokenizer=described.tokenizer,
         )
@@ -171,6 +171,15 @@ class ModelDirectory:
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_CACHED):
             return path.parent.parent.name.removeprefix(_CACHED).replace("--", "/", 1)
         return path.resolve().name
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: those of the configuration, and the eos token of the tokenizer, which fine-tunes for
+        chats change in the tokenizer's files only."""
+        named = self.tokenizer_config.get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        own = self._id_of(text) if isinstance(text, str) and self.gguf is None else None
+        return tuple(dict.fromkeys((*self.configured_eos, *(() if own is None else (own,)))))
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -197,6 +206,23 @@ class ModelDirectory:
     def tokenizer(self) -> Mapping[str, Any]:
         """The same as values. Raises ConfigurationError as `tokenizer_json`, and ValueError where it is no JSON."""
         return json.loads(self.tokenizer_json()) if self._own_tokenizer is None else self._own_tokenizer
+
+    def _id_of(self, text: str) -> int | None:
+        """The id of a token; None if the tokenizer has no such token, or is missing or damaged, which its readers
+        report."""
+        listed = self.tokenizer_config.get("added_tokens_decoder")
+        for token_id, entry in listed.items() if isinstance(listed, dict) else ():
+            if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal():
+                return int(token_id)
+        try:
+            tokenizer = self.tokenizer()
+            added = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+            vocabulary = tokenizer["model"]["vocab"]
+            if isinstance(vocabulary, list):
+                vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
+            return {**vocabulary, **added}.get(text)
+        except (ConfigurationError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +425,7 @@ def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, A
     return found
 
 
-def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
+def _configured_eos(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
     value = generation_config.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")

@@ -285,7 +285,8 @@ def _awq(module: _Module) -> QuantizedWeight:
     config = module.config
     config.one_of("bits w_bit", (4,), 4)
     config.one_of("version format", ("gemm", "GEMM"), "gemm")
-    config.one_of("zero_point", (True,), True)
+    # AutoRound writes false for symmetric codes, whose zeros it stores all the same.
+    config.one_of("zero_point", (True, False), True)
     qweight = module.tensor("qweight", ("I32",), (None, None))
     in_features, words = qweight.shape
     group = module.group(config, in_features)

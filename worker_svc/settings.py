@@ -79,7 +79,10 @@ class WorkerFlags(StepFlags):
     )
     max_num_batched_tokens: int = setting(2048, "maximum number of tokens of one step", minimum=1, maximum=1 << 20)
     max_model_len: int | None = setting(
-        None, "longest sequence in tokens; not given, that of the model", minimum=1, common=True
+        None,
+        "longest sequence in tokens; not given, that of the model, up to where its rotation changes",
+        minimum=1,
+        common=True,
     )
     num_threads: int | None = setting(
         None, "threads of one operation on cpu; not given, one for each available processor", minimum=1, maximum=1024

@@ -129,13 +129,17 @@ def build_worker(
         max_model_len=settings.max_model_len,
     )
     draft_directory = _draft_directory(settings, directory, device)
+    # Beside the weights, whose reading leaves the interpreter to others.
+    templates = TemplateCache(partial(Vocabulary.of_model, directory, directory.config.get("vocab_size")))
     try:
         model = load(directory)
+        if model.rotation is not None:
+            _logger.warning("%s: %s", directory.architecture, model.rotation)
         draft = None
         if draft_directory is not None:
-            draft = DraftPart(load(draft_directory), ModelFingerprint.read(draft_directory))
+            longest = settings.max_model_len or model.max_model_len
+            draft = DraftPart(load(draft_directory, max_model_len=longest), ModelFingerprint.read(draft_directory))
         _release_freed_memory()
-        templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))
         worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report, draft)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
@@ -214,6 +218,9 @@ def make_worker(
         record_cuda_graphs(runner, model.device)
     report(LoadProgress(WARMING_UP))
     warm_up(runner, pool, geometry.max_model_len, limits)
+    if templates is not None:
+        # Before passes are measured, which this would disturb, and before a request has to wait for it.
+        templates.wait_for_vocabulary()
     # The tokens of a whole step, and a partly filled block for each of its sequences.
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
@@ -365,6 +372,7 @@ def kv_namespace(
 ) -> KvNamespace:
     """What the blocks of this rank mean."""
     of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
+    rotations = (each.rotation for each in ((model,) if draft is None else (model, draft.model)))
     return KvNamespace(
         model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights, *of_draft),
         dtype=str(model.dtype),
@@ -381,6 +389,7 @@ def kv_namespace(
             settings.quantization,
             *ops.numerics_of(model.device),
             torch.__version__,
+            *(f"{rotation.name} rotation" for rotation in rotations if rotation is not None),
         ),
     )
 

@@ -169,7 +169,6 @@ class LogitRules:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     bias_token_ids: Int32Array = field(default_factory=_no_tokens)
-    """Each token once."""
     bias_values: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     allowed_token_ids: Int32Array = field(default_factory=_no_tokens)
     """Empty allows all."""
@@ -178,6 +177,12 @@ class LogitRules:
     min_tokens: int = 0
     """None of `stop_token_ids` is chosen before this many output tokens."""
     stop_token_ids: Int32Array = field(default_factory=_no_tokens)
+    first_excluded: Int32Array = field(default_factory=_no_tokens)
+    """None of these is chosen as the first output token."""
+    sequence_biases: tuple[tuple[Int32Array, float], ...] = ()
+    """Added to the last token of a sequence behind the other ones, in prompt and output. None is empty."""
+    no_repeat_ngram_size: int = 0
+    """No sequence of this many tokens occurs twice in prompt and output; 0 allows all."""
 
     @property
     def has_penalties(self) -> bool:
@@ -188,8 +193,9 @@ class LogitRules:
     def is_neutral(self) -> bool:
         """Whether no logit is ever changed."""
         delays_stop = self.min_tokens > 0 and len(self.stop_token_ids) > 0
-        has_lists = len(self.bias_token_ids) or len(self.allowed_token_ids) or self.bad_sequences
-        return not (self.has_penalties or delays_stop or has_lists)
+        has_lists = len(self.bias_token_ids) or len(self.allowed_token_ids) or len(self.first_excluded)
+        has_sequences = self.bad_sequences or self.sequence_biases or self.no_repeat_ngram_size
+        return not (self.has_penalties or delays_stop or has_lists or has_sequences)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -248,7 +248,7 @@ class Placement:
     quantization: Quantization = Quantization.NONE
     """The quantization of linear layers."""
     max_positions: int | None = None
-    """The length of the longest sequence that is served; None for all positions of the model."""
+    """The length of the longest sequence that is served; None for all positions that have the same rotation."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)

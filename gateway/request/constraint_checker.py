@@ -3,6 +3,7 @@ constraint cannot harm the gateway.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -176,12 +177,18 @@ class TrialProcess:
 
     def __init__(self, model_directory: Path) -> None:
         self._model_directory = model_directory
+        self._started: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[Verdict]] = {}
         self._next_number = 0
+
+    def start(self) -> None:
+        """Starts the process before its first use, so that no request waits for the tables of the vocabulary."""
+        with contextlib.suppress(OSError):  # then the first use tries again, and says so
+            self._started = self._connected_process()
 
     async def verdict(self, content: bytes) -> Verdict:
         """The verdict on a serialized constraint.
@@ -207,31 +214,33 @@ class TrialProcess:
     async def _connection(self) -> asyncio.StreamWriter:
         async with self._starting:
             if self._writer is None or self._reading is None or self._writer.is_closing():
-                self.close()
+                ours, self._started = self._started, None
                 try:
-                    ours, theirs = socket.socketpair()
-                    try:
-                        self._process = await asyncio.to_thread(self._start, theirs)
-                    except BaseException:
-                        ours.close()
-                        raise
-                    finally:
-                        theirs.close()
+                    if ours is None:
+                        self.close()
+                        ours = await asyncio.to_thread(self._connected_process)
                 except OSError as error:  # no more open files, processes or memory
                     raise _ended() from error
                 reader, self._writer = await asyncio.open_unix_connection(sock=ours)
                 self._reading = asyncio.create_task(self._read(reader), name="constraints")
             return self._writer
 
-    def _start(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+    def _connected_process(self) -> socket.socket:
         """Uses subprocess, because asyncio's way runs the fork handlers of gRPC, which may abort the new process."""
-        return subprocess.Popen(
-            [*command_of("quire.constraints.check_process"), str(self._model_directory)],
-            stdin=connection.fileno(),
-            stdout=connection.fileno(),
-            # It forks, so it must have no threads.
-            env=environ_of(os.environ, OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
-        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command_of("quire.constraints.check_process"), str(self._model_directory)],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    # It forks, so it must have no threads.
+                    env=environ_of(os.environ, OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"),
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return ours
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -261,6 +270,9 @@ class TrialProcess:
             self._reading.cancel()
         if self._writer is not None:
             self._writer.close()
+        if self._started is not None:
+            self._started.close()
+            self._started = None
         if self._process is not None:
             self._process.kill()
             self._process.wait()

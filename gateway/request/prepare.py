@@ -13,6 +13,7 @@ from gateway.replicas.generation_request import GenerationRequest, NamedAdapter,
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import check_answer_size, num_prompt_logprobs
 from gateway.request.chats import PreparedChat, prepare_chat
+from gateway.request.generation_config import NO_DEFAULTS, ModelDefaults
 from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.served_model import ServedModel
 from gateway.request.validation import check_another, check_request, resolve_max_tokens
@@ -83,10 +84,11 @@ class CallParameters:
             encoded = await model.tokenizer.encode(options.output.prediction, add_special_tokens=False)
             predicted = tuple(each for each in encoded[: limits.max_model_len] if each < limits.vocab_size)
         thinking = await thinking_limit(options.sampling, model, limits.vocab_size)
-        parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences, thinking)
+        rules = model.defaults.rules(limits.vocab_size)
+        parameters = resolve(options, model.defaults, model.eos_token_ids, bad_sequences, thinking, rules)
         parameters = replace(parameters, predicted=predicted)
         await turns.pause()
-        check_choice(parameters, bad_sequences)
+        check_choice(parameters, bad_sequences, model.defaults)
         if thinking is not None:
             check_thinking(parameters, bad_sequences, thinking)
         if options.sampling.HasField("constraint"):
@@ -281,14 +283,20 @@ async def encode_prompt(prompt: Prompt | None, model: ServedModel) -> tuple[str,
 
 def resolve(
     options: RequestOptions,
-    model_defaults: SamplingParameters,
+    defaults: ModelDefaults,
     eos_token_ids: tuple[int, ...],
     bad_sequences: Sequence[Sequence[int]] = (),
     thinking: ThinkingLimit | None = None,
+    rules: RowSampling | None = None,
 ) -> Parameters:
-    """The parameters of valid options. `bad_sequences` are the bad words as tokens, `thinking` limits the reasoning."""
-    sampling = _sampling(options.sampling, model_defaults)
+    """The parameters of valid options. `bad_sequences` are the bad words as tokens, `thinking` limits the reasoning,
+    `rules` are those of the model for all rows."""
+    sampling = _sampling(options.sampling, defaults.sampling)
     stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
+    stopping.MergeFrom(defaults.stopping)
+    if options.stopping.stop or sampling.HasField("beam_search") or sampling.best_of > sampling.n:
+        # Sequences that are selected at the end have no stop strings.
+        stopping.ClearField("stop")
     stopping.MergeFrom(options.stopping)
     output = OutputOptions(include_special_tokens=False)
     output.MergeFrom(options.output)
@@ -299,6 +307,8 @@ def resolve(
         output.logprobs = len(output.logprob_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
     row = _row_sampling(sampling, stopping, ending, bad_sequences)
+    if rules is not None:
+        row.MergeFrom(rules)
     row.logprob_token_ids = encode_int32(output.logprob_token_ids)
     if thinking is not None:
         row.thinking.CopyFrom(thinking)
@@ -321,19 +331,22 @@ def _num_candidates(sampling: SamplingParameters) -> int:
     return sampling.best_of or sampling.n or 1
 
 
-def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]]) -> None:
-    """Raises InvalidArgument if all allowed tokens are bad words, or end the sequence before min_tokens."""
+def check_choice(
+    parameters: Parameters, bad_sequences: Sequence[Sequence[int]], defaults: ModelDefaults = NO_DEFAULTS
+) -> None:
+    """Raises InvalidArgument if all allowed tokens are bad words, excluded by the model, or end the sequence before
+    min_tokens."""
     allowed, stopping = parameters.sampling.allowed_token_ids, parameters.stopping
     if not allowed:
         return
-    excluded = {sequence[0] for sequence in bad_sequences if len(sequence) == 1}
+    excluded = {sequence[0] for sequence in bad_sequences if len(sequence) == 1}.union(defaults.never_generated)
     if stopping.min_tokens:
         excluded.update(stopping.stop_token_ids, parameters.eos_token_ids)
     if excluded.issuperset(allowed[:]):
         raise invalid_field(
             "sampling.allowed_token_ids",
-            f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words or end the "
-            f"sequence before min_tokens, which is {stopping.min_tokens:,}",
+            f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words, end the sequence before "
+            f"min_tokens, which is {stopping.min_tokens:,}, or are excluded by the model's generation_config.json",
         )
 
 

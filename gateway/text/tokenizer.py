@@ -1,6 +1,5 @@
 """Text to token ids and back, as tokenizer.json and tokenizer_config.json of the model directory define it."""
 
-import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ import tokenizers.models
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
 from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
+from quire.constraints.tokens import byte_level_alphabet
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 
@@ -194,7 +194,7 @@ class TokenTexts:
             return text.encode()
         if match := _BYTE_TOKEN.fullmatch(spelling):
             return bytes.fromhex(match[1])
-        byte_of = _byte_level_alphabet()
+        byte_of = byte_level_alphabet()
         if all(character in byte_of for character in spelling):
             return bytes(byte_of[character] for character in spelling)
         return text.encode()
@@ -205,15 +205,6 @@ class TokenTexts:
         if text.startswith(before):
             return text[len(before) :]
         return self._tokenizer.decode([token_id], include_special_tokens=True)
-
-
-@functools.cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, others as characters from 256 up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class _SilentIds:

@@ -23,7 +23,6 @@ from google.protobuf.message import DecodeError
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
 
 HEADER = struct.Struct("<IQ")
@@ -43,8 +42,15 @@ _TRIED_TOKENS = 16
 
 _TOO_SLOW = f"takes more than {CPU_SECONDS} s of processor time to compile; make it smaller or less ambiguous"
 _TOO_LARGE = f"takes more than {MEMORY_BYTES >> 20} MiB to compile; make it smaller or less ambiguous"
-# A constraint takes processor time and memory. Its wall clock time is that of a machine that is busy or stood still.
-_OF_OTHERS = (signal.SIGALRM, signal.SIGKILL, signal.SIGTERM)
+# Signals by which a process ends itself, and what that means of a compilation. All other signals come from outside: the
+# wall clock time of a constraint is that of a machine that is busy or stood still.
+_FAULTS = {
+    signal.SIGSEGV: "recursion that is too deep for the stack has this effect; nest it less",
+    signal.SIGABRT: "the library does not accept it; simplify it",
+    **dict.fromkeys((signal.SIGBUS, signal.SIGILL, signal.SIGFPE), "the library has a fault; simplify it"),
+}
+# What Rust writes before it aborts without memory.
+_WITHOUT_MEMORY = b"memory allocation of"
 
 
 def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str] | None:
@@ -52,14 +58,15 @@ def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str]
     try:
         if isinstance(vocabulary, ConstraintError):
             raise vocabulary
-        template = Template(program_of(Constraint.FromString(content), vocabulary.special_tokens), vocabulary)
-        _try_tokens(template)
+        _try_tokens(Template.of(Constraint.FromString(content), vocabulary))
     except ConstraintError as error:
         return [error.field, error.description]
     except DecodeError as error:
         return ["", f"is malformed: {error}"]
-    except (MemoryError, RecursionError):
+    except MemoryError:
         return ["", _TOO_LARGE]
+    except RecursionError:
+        return ["", "is nested too deeply to be compiled; nest it less"]
     return None
 
 
@@ -93,6 +100,10 @@ def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: b
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         _answer(number, check(vocabulary, content))
         status = 0
+    except BaseException as error:
+        # Errors of the library need not be an Exception.
+        _answer(number, ["", f"cannot be compiled: {type(error).__name__}: {error}"])
+        status = 0
     finally:
         os._exit(status)
 
@@ -123,22 +134,36 @@ def _write(number: int, payload: bytes) -> None:
         os.write(1, HEADER.pack(len(payload), number) + payload)
 
 
-def _reap(numbers: dict[int, int]) -> None:
-    """Writes the answers for children that ended without one."""
-    while numbers:
+def _reap(children: dict[int, tuple[int, int]]) -> None:
+    """Writes the answers for children that ended without one. `children`: number and stderr by process."""
+    while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        number = numbers.pop(pid)
-        if os.WIFSIGNALED(status):
-            end = os.WTERMSIG(status)
-            if end in _OF_OTHERS:
+        number, said = children.pop(pid)
+        if status:
+            errors = os.pread(said, _MAX_ANSWER_BYTES, 0)
+            os.write(2, errors)
+            description = _ended_by(status, errors)
+            if description is None:
                 _write(number, CUT_SHORT)
             else:
-                # A child without memory aborts, or hits the guard page of its stack.
-                _answer(number, ["", _TOO_SLOW if end == signal.SIGPROF else _TOO_LARGE])
-        elif os.WEXITSTATUS(status):
-            _answer(number, ["", _TOO_LARGE])
+                _answer(number, ["", description])
+        os.close(said)
+
+
+def _ended_by(status: int, errors: bytes) -> str | None:
+    """What the end of a compilation says about its constraint; None if it says nothing."""
+    if not os.WIFSIGNALED(status):
+        return f"ends the process that compiles it with status {os.WEXITSTATUS(status)}; simplify it"
+    end = os.WTERMSIG(status)
+    if end == signal.SIGPROF:
+        return _TOO_SLOW
+    if end == signal.SIGABRT and _WITHOUT_MEMORY in errors:
+        return _TOO_LARGE
+    if end in _FAULTS:
+        return f"ends the process that compiles it by {signal.Signals(end).name}: {_FAULTS[signal.Signals(end)]}"
+    return None
 
 
 def serve(vocabulary: Vocabulary | ConstraintError) -> None:
@@ -148,7 +173,7 @@ def serve(vocabulary: Vocabulary | ConstraintError) -> None:
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, int] = {}
+    children: dict[int, tuple[int, int]] = {}
     buffer = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
@@ -170,15 +195,17 @@ def serve(vocabulary: Vocabulary | ConstraintError) -> None:
                         break
                     content = bytes(buffer[HEADER.size : HEADER.size + length])
                     del buffer[: HEADER.size + length]
+                    said = os.memfd_create("stderr")
                     if (pid := os.fork()) == 0:
+                        os.dup2(said, 2)
                         _run_child(vocabulary, number, content)
-                    children[pid] = number
+                    children[pid] = number, said
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        vocabulary = Vocabulary.of_model(ModelDirectory.open(sys.argv[1]), None)
+        vocabulary = Vocabulary.of_model(ModelDirectory.open(sys.argv[1]), None, for_checks=True)
     except ValueError as error:
         # This becomes the answer to every constraint. The gateway still serves requests without constraints.
         vocabulary = ConstraintError("", f"cannot be enforced with the tokenizer of this model: {error}")

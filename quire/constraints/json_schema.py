@@ -4,10 +4,24 @@ A schema is read without recursion, so a deeply nested one is refused and not a 
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
+
+from quire.constraints.large_integers import LargeIntegers
+from quire.constraints.numbers import (
+    BOUNDS,
+    Number,
+    can_be_intersected,
+    is_exact,
+    is_large,
+    move_bounds,
+    numbers_of,
+    read_float,
+    step_of,
+)
+from quire.constraints.patterns import CONTROL, names_control, sound_pattern
 
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 50_000
@@ -33,6 +47,8 @@ class ConstraintError(ValueError):
 # If alternatives or references meet keywords of objects, or alternatives exclude each other, additional properties may
 # be needed to match all of them or to distinguish them.
 _COMBINED = frozenset(("allOf", "anyOf", "oneOf", "$ref"))
+# Annotations that the compiler needs, since references use them. Without a draft it reads the keywords of all drafts.
+_NAMES = frozenset(("$id", "$anchor"))
 _OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "patternProperties", "minProperties"))
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
 _ONE = frozenset(("items", "additionalProperties", "additionalItems"))
@@ -81,16 +97,20 @@ _HINTS = {
 # Values with which a refused keyword has no effect.
 _NEUTRAL = (("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True), ("propertyNames", True))
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
+_SHARED = ("#/$defs/", "#/definitions/")
 # What some libraries write for a value of any type.
 _ANY_TYPE = "any"
 
-
+# A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
+# white space until it has no tokens left.
+_WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
+_FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
+_NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+# In the names of additional properties the engine allows any character as a code (\uXXXX), and compares the spelling
+# only: the name of a property could be written in another one, and escape its schema. Without codes each has just one.
+_NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 # Of the path of a subschema, in characters.
 _SHOWN_PATH = 120
-# An escaped character, the begin and the end of a class, and look-around.
-_OF_PATTERNS = re.compile(r"\\(?P<escaped>.)|\[|\]|\(\?<?[=!]", re.DOTALL)
-# Word boundaries and back references.
-_ESCAPED_AND_REFUSED = frozenset("bBk123456789")
 
 
 def read_schema(field: str, text: str) -> dict[str, Any]:
@@ -100,8 +120,49 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
     Raises:
         ConstraintError: it is not a schema, is nested too deeply, or uses a keyword that is not enforced.
     """
+    return _clean(field, _loaded(field, text))[0]
+
+
+def enforced_schema(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
+    """`read_schema`, with how JSON is written: `x-guidance` of the schema, by which llguidance takes it."""
+    schema, subschemas = _clean(field, _loaded(field, text))
+    return schema | {"x-guidance": _options(field, subschemas, no_white_space=no_white_space)}
+
+
+def schema_grammar(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
+    """One grammar of llguidance's list of grammars: `enforced_schema`, or Lark where constants are beyond 2^53.
+
+    Raises:
+        ConstraintError: as `read_schema`, but for constants that it can spell.
+    """
+    schema, subschemas = _clean(field, _loaded(field, text), large_allowed=True)
+    options = _options(field, subschemas, no_white_space=no_white_space)
+    num_large = sum(is_large(number) for each in subschemas for number in _constants(each))
+    if not num_large:
+        return {"json_schema": schema | {"x-guidance": options}}
+    grammar = LargeIntegers(schema, options, "" if no_white_space else _WHITE_SPACE)
+    references = [each["$ref"] for each in subschemas if "$ref" in each]
+    if grammar.num_spelled < num_large or not all(each.startswith(_SHARED) for each in references):
+        raise ConstraintError(
+            field,
+            "has an integer beyond 2^53 where it is not enforced; it may be a const or in an enum, within lists, anyOf "
+            "and objects that have only named properties, not behind a $ref",
+        )
+    return {"lark_grammar": grammar.lark}
+
+
+def _options(field: str, subschemas: Sequence[dict[str, Any]], *, no_white_space: bool) -> dict[str, Any]:
+    options = _NOT_SPACED if no_white_space else _FREELY_SPACED
+    if any(map(_names_some_properties, subschemas)):
+        for each in subschemas:
+            _check_codes(field, each)
+        options = options | _NO_CODES
+    return options
+
+
+def _loaded(field: str, text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_float=read_float, parse_constant=Decimal)
     except RecursionError as error:
         raise ConstraintError(field, f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
     except ValueError as error:
@@ -110,10 +171,13 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ConstraintError(field, f"is {_shown(schema)}; it must be a JSON object")
-    return _clean(field, schema)
+    return schema
 
 
-def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
+def _clean(
+    field: str, root: dict[str, Any], *, large_allowed: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The schema as it is enforced, and all schemas in it."""
     cleaned: dict[str, Any] = {}
     pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
     results: list[dict[str, Any]] = []
@@ -134,7 +198,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
         parent[key] = result
         results.append(result)
         for name, value in schema.items():
-            if name.startswith("x-") or (name in ANNOTATIONS and not _says_what_others_mean(name, value)):
+            if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
                 continue
             if any(name == other and value is neutral for other, neutral in _NEUTRAL) or _says_nothing(name, value):
                 continue
@@ -144,9 +208,18 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
             for where, inner_key, container, inner in _subschemas(field, path, name, value, result):
                 pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(field, path, result)
+    for each in results:
+        for number in _constants(each):
+            if not (is_exact(number) or (large_allowed and is_large(number))):
+                raise ConstraintError(
+                    field,
+                    f"has the constant {number!s:.60}, which is not enforced here, since no double holds it; use "
+                    "integers up to 2^53, other numbers of up to 15 digits, or strings",
+                )
     _check_references(field, cleaned["root"], results)
+    _check_steps(field, results)
     _close_objects(results)
-    return cleaned["root"]
+    return cleaned["root"], results
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -161,18 +234,40 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
     """Raises ConstraintError for a reference to a schema that is not there."""
+    known = set(map(id, schemas))
     for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
-        if not reference.startswith("#/"):
-            continue
-        place: Any = root
-        for step in reference.removeprefix("#/").split("/"):
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(place, dict) and key in place:
-                place = place[key]
-            elif isinstance(place, list) and key.isdecimal() and len(key) < 6 and int(key) < len(place):
-                place = place[int(key)]
-            else:
-                raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
+        if reference.startswith("#/"):
+            place = _target(field, root, reference)
+            if not isinstance(place, bool) and id(place) not in known:
+                raise ConstraintError(field, f"has $ref {_shown(reference)}, where no schema is")
+
+
+def _target(field: str, root: Any, reference: str) -> Any:
+    place = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(place, dict) and key in place:
+            place = place[key]
+        elif isinstance(place, list) and key.isdecimal() and len(key) < 6 and int(key) < len(place):
+            place = place[int(key)]
+        else:
+            raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
+    return place
+
+
+def _constants(schema: dict[str, Any]) -> Iterator[Number]:
+    return numbers_of([schema.get("const"), schema.get("enum")])
+
+
+def _check_steps(field: str, schemas: Sequence[dict[str, Any]]) -> None:
+    """Raises ConstraintError where the engine may have to compute common multiples, and cannot."""
+    steps = {step_of(each["multipleOf"]) for each in schemas if "multipleOf" in each} - {None}
+    if any(
+        each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas
+    ) and not can_be_intersected([each for each in steps if each is not None]):
+        raise ConstraintError(
+            field, "combines values of multipleOf by allOf, anyOf, oneOf or $ref, which have too many digits together"
+        )
 
 
 def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
@@ -190,9 +285,35 @@ def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
             schema["additionalProperties"] = False
 
 
-def _says_what_others_mean(name: str, value: Any) -> bool:
-    """Whether the compiler needs an annotation: names that $ref uses, and the draft, which defines lists of `items`."""
-    return name in ("$id", "$anchor") or (name == "$schema" and "//json-schema.org/draft" in str(value))
+def _names_some_properties(schema: dict[str, Any]) -> bool:
+    """Whether objects have properties of several kinds: by name, by a pattern, others."""
+    kinds = schema.keys() & {"properties", "required", "patternProperties"}
+    return len(kinds - {"required"}) > 1 or bool(kinds and schema.get("additionalProperties") is not False)
+
+
+def _check_codes(field: str, schema: dict[str, Any]) -> None:
+    """Raises ConstraintError for a text with characters that JSON writes as codes: the engine would leave them out."""
+    pending: list[Any] = [schema.get("const"), schema.get("enum")]
+    while pending:
+        match pending.pop():
+            case str() as text if CONTROL.search(text):
+                what = f"the text {_shown(text)}"
+                break
+            case list() as values:
+                pending += values
+            case dict() as values:
+                pending += values.values()
+    else:
+        patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
+        shown = [each for each in patterns if isinstance(each, str) and names_control(each)]
+        if not shown:
+            return
+        what = f"the pattern {_shown(shown[0])}"
+    raise ConstraintError(
+        field,
+        f"has {what}, whose control characters are not enforced in a schema whose objects have named properties and "
+        "others; set additionalProperties: false",
+    )
 
 
 def _subschemas(
@@ -203,10 +324,11 @@ def _subschemas(
         if not isinstance(value, dict):
             raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be an object")
         # Keeps the order of the schema, which becomes the order of the answer's properties.
-        copy: Any = dict.fromkeys(value)
+        keys = {each: _sound(field, path, each) if name == "patternProperties" else each for each in value}
+        copy: Any = dict.fromkeys(keys.values())
         result[name] = copy
         for key, inner in value.items():
-            yield _place(path, name, key), key, copy, inner
+            yield _place(path, name, key), keys[key], copy, inner
     elif name in _LIST or (name == "items" and isinstance(value, list)):
         if not isinstance(value, list) or (not value and name != "prefixItems"):
             raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
@@ -244,13 +366,11 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
         raise ConstraintError(
             field, f"has format {_shown(format_name)} at {path}, which is not enforced; enforced are {known}"
         )
-    patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
-    for pattern in patterns:
-        if isinstance(pattern, str):
-            check_regex(field, pattern, f" in the pattern at {path}")
-        if isinstance(pattern, str) and _looks_around(pattern):
-            shown = f"the pattern {_shown(pattern)} at {path}"
-            raise ConstraintError(field, f"has {shown}; look-around, \\b and back references are not enforced")
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = _sound(field, path, pattern)
+    _check_numbers(field, path, schema)
+    if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
+        raise ConstraintError(field, f"has prefixItems with the keywords of earlier drafts at {path}; use items")
     fewest, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ConstraintError(field, f"has required {_shown(required)} at {path}; it must be a list of names")
@@ -262,6 +382,33 @@ def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
         )
 
 
+def _sound(field: str, path: str, pattern: str) -> str:
+    check_regex(field, pattern, f" in the pattern at {path}")
+    try:
+        return sound_pattern(pattern)
+    except ValueError as error:
+        raise ConstraintError(field, f"has the pattern {_shown(pattern)} at {path}; {error}") from error
+
+
+def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
+    """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
+    for keyword in BOUNDS & schema.keys():
+        if not isinstance(schema[keyword], int | float | Decimal):
+            raise ConstraintError(field, f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")
+    try:
+        move_bounds(schema)
+    except ValueError as error:
+        raise ConstraintError(field, f"has at {path} {error}") from error
+    step = schema.get("multipleOf")
+    if isinstance(step, int | float | Decimal) and step_of(step) is None:
+        raise ConstraintError(
+            field, f"has multipleOf {step!s:.60} at {path}, which is not enforced; it has up to 8 digits"
+        )
+    for name, value in schema.items():
+        if isinstance(value, Decimal):
+            raise ConstraintError(field, f"has {value!s:.60} as {name} at {path}, which no double holds exactly")
+
+
 def check_regex(field: str, regex: str, where: str = "") -> None:
     """Raises ConstraintError if a regular expression is too long."""
     if len(regex) > MAX_REGEX_CHARACTERS:
@@ -270,17 +417,6 @@ def check_regex(field: str, regex: str, where: str = "") -> None:
             f"has {len(regex):,} characters{where}; a regular expression has at most {MAX_REGEX_CHARACTERS:,} "
             "(MAX_REGEX_CHARACTERS)",
         )
-
-
-def _looks_around(pattern: str) -> bool:
-    """Whether a regular expression has look-around, which the engine has not, or what amounts to it."""
-    in_class = False
-    for found in _OF_PATTERNS.finditer(pattern):
-        if found.group() in ("[", "]"):
-            in_class = found.group() == "["
-        elif not in_class and (found["escaped"] is None or found["escaped"] in _ESCAPED_AND_REFUSED):
-            return True
-    return False
 
 
 def _not_enforced(field: str, name: str, path: str) -> ConstraintError:

@@ -9,14 +9,17 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
-from quire.constraints.program import Free, Part, Program
+from quire.constraints.program import Free, Part, Program, fixed_texts, program_of
+from quire.constraints.token_cache import token_table
+from quire.constraints.tokens import Encode, Speller, TokenTable, tokenizer_encode
 from quire.model_directory import ModelDirectory
 
 Mask = NDArray[np.int32]
@@ -55,41 +58,50 @@ class Vocabulary:
     """The vocabulary of a model, as the engine needs it.
 
     Attributes:
-        special_tokens: Ids by text.
+        special_tokens: Ids by text; `text_tokens` are the other added tokens. `quire.constraints.tokens` says which
+            tokens a text may be made of.
         num_words: Number of words of a mask.
         eos: The ids that end a text.
         token_bytes: The bytes of each token; for a special token the bytes of its text.
         all_tokens: The mask of all tokens.
     """
 
-    def __init__(self, tokenizer: Mapping[str, Any], size: int | None, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer` is the content of tokenizer.json, `size` the width of the logits; None if it does not matter.
-
-        Raises:
-            ValueError: the library cannot derive the bytes of this tokenizer's tokens.
-        """
-        added = tokenizer.get("added_tokens", ())
-        self.special_tokens = {each["content"]: each["id"] for each in added if each["special"]}
-        self.tokenizer = _open(tokenizer, size, eos_token_ids)
+    def __init__(
+        self, table: TokenTable, size: int | None, eos_token_ids: Sequence[int], encode: Encode | None = None
+    ) -> None:
+        """`size` is the width of the logits; None if it does not matter. `encode` spells what must follow as the
+        tokenizer does; without it this is spelled in the longest tokens, which is right for a check only."""
+        self.special_tokens, self.text_tokens = table.special_tokens, table.text_tokens
+        # A tokenizer may have more tokens than the model has logits, which the model never chooses.
+        self.token_bytes = [*table.token_bytes, *[b""] * ((size or 0) - len(table.token_bytes))]
+        eos = [token_id for token_id in eos_token_ids if token_id < len(table.token_bytes)]
+        special = [*eos, *(each for each in self.special_tokens.values() if each not in eos)]
+        self.speller = Speller(self.token_bytes, special, eos, encode)
+        self.tokenizer = LLTokenizer(cast(Any, self.speller), eos_token=eos or None, slices=_SLICES)
         self.num_words = -(-self.tokenizer.vocab_size // 32)
-        self.eos = frozenset(self.tokenizer.eos_tokens)
-        self.token_bytes = [self.tokenizer.decode_bytes([each]) for each in range(self.tokenizer.vocab_size)]
+        self.eos = frozenset(eos or self.tokenizer.eos_tokens)
         self._order = sorted(range(len(self.token_bytes)), key=self.token_bytes.__getitem__)
         self._sorted_bytes = [self.token_bytes[each] for each in self._order]
         self._masks: dict[frozenset[int], Mask] = {}
         self.all_tokens = self.mask_of(range(len(self.token_bytes)))
 
     @classmethod
-    def of_model(cls, directory: ModelDirectory, size: int | None) -> Self:
-        """The vocabulary of a model directory.
+    def of_tokenizer(cls, tokenizer: Mapping[str, Any], size: int | None, eos_token_ids: Sequence[int]) -> Self:
+        """The vocabulary of the content of a tokenizer.json. Raises ValueError as `of_model`."""
+        encode = tokenizer_encode(json.dumps(tokenizer, ensure_ascii=False).encode())
+        return cls(TokenTable.of(tokenizer, {}), size, eos_token_ids, encode)
+
+    @classmethod
+    def of_model(cls, directory: ModelDirectory, size: int | None, *, for_checks: bool = False) -> Self:
+        """The vocabulary of a model directory. `for_checks`: it is for checks only, and is made in half the time.
 
         Raises:
             ConfigurationError: the directory has no tokenizer.
-            ValueError: as the constructor.
+            ValueError: the bytes of this tokenizer's tokens cannot be derived.
         """
-        content = directory.tokenizer()
-        added = _added_tokens(content, directory.tokenizer_config)
-        return cls({**content, "added_tokens": added}, size, directory.eos_token_ids)
+        table = token_table(directory)
+        encode = None if for_checks else tokenizer_encode(directory.tokenizer_json())
+        return cls(table, size, directory.eos_token_ids, encode)
 
     def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
         """`mask_of` with a cache: requests use the same few sets."""
@@ -111,47 +123,6 @@ class Vocabulary:
         bits = np.zeros(self.num_words * 32, np.bool_)
         bits[list(token_ids)] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _added_tokens(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The added tokens of tokenizer.json, with the further tokens and special flags of tokenizer_config.json."""
-    added = {each["id"]: dict(each) for each in tokenizer.get("added_tokens", ())}
-    for name, entry in (config.get("added_tokens_decoder") or {}).items():
-        flags = {flag: bool(entry.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        added[int(name)] = {"id": int(name), "content": entry["content"], **flags}
-    named = {value if isinstance(value, str) else value.get("content") for value in _named_tokens(config)}
-    for each in added.values():
-        each["special"] = each["special"] or each["content"] in named
-    return [added[token_id] for token_id in sorted(added)]
-
-
-def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
-    for name, value in config.items():
-        if name.endswith("_token") and isinstance(value, str | dict):
-            yield value
-        elif name in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list | dict):
-            yield from value.values() if isinstance(value, dict) else value
-
-
-def _open(tokenizer: Mapping[str, Any], size: int | None, eos: Sequence[int]) -> LLTokenizer:
-    decoder = tokenizer.get("decoder") or {}
-    if decoder.get("type") == "Metaspace":
-        # In the form that the library expects; it also contains the byte tokens of a vocabulary, if there are any.
-        space = {"type": "Replace", "pattern": {"String": decoder.get("replacement", "▁")}, "content": " "}
-        tokenizer = {**tokenizer, "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}}
-    text = json.dumps(tokenizer, ensure_ascii=False)
-    num_known = max(
-        len(tokenizer["model"]["vocab"]), *(each["id"] + 1 for each in tokenizer.get("added_tokens", ())), 0
-    )
-    eos = [token_id for token_id in eos if token_id < num_known]
-    for num_tokens in (size, None):
-        try:
-            return LLTokenizer(text, n_vocab=num_tokens, eos_token=eos or None, slices=_SLICES)
-        except ValueError as error:
-            # A tokenizer may have more tokens than the model has logits, which the model never chooses.
-            if num_tokens is None or "vocab size too small" not in str(error):
-                raise
-    raise AssertionError
 
 
 class _FreeText:
@@ -221,6 +192,17 @@ class Template:
             _FreeText(state, vocabulary) if isinstance(state, Free) else _compiled(state, vocabulary)
             for state in program.states
         )
+
+    @classmethod
+    def of(cls, constraint: Constraint, vocabulary: Vocabulary) -> Self:
+        """Compiles a constraint. Raises ConstraintError if it cannot be enforced."""
+        program = program_of(constraint, vocabulary.special_tokens, vocabulary.text_tokens)
+        if not vocabulary.speller.has_all_bytes:
+            for field, text in fixed_texts(constraint):
+                if (character := vocabulary.speller.unspelled(text)) is not None:
+                    problem = f"has {character!r}, which no tokens of this model's vocabulary can write"
+                    raise ConstraintError(field, problem)
+        return cls(program, vocabulary)
 
     def matcher(self, ending_token_ids: Sequence[int]) -> "Matcher":
         """A new matcher of a text that ends with one of these tokens."""

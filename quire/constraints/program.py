@@ -4,32 +4,33 @@ A free state ends when one of its markers is complete; a part ends when its gram
 grammar, and grammars are independent of the text around them.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import filterfalse, pairwise
+from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import ConstraintError, check_regex, read_schema
+from quire.constraints.json_schema import BY_NAME, ConstraintError, check_regex, enforced_schema, schema_grammar
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
 MAX_MARKER_BYTES = 256
 MAX_CHOICES = 100_000
 
-# A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
-# white space until it has no tokens left.
-_WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
-_FREELY_SPACED = {"whitespace_pattern": _WHITE_SPACE}
-_NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Lark has a colon between the name of a rule and its definition.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_SCHEMA_OF_LARK = re.compile(r"%json\s*(?=\{)")
 _REGEX_OF_LARK = re.compile(r"/(?:[^/\\\n]|\\.)+/")
+# What a grammar in Lark is made of, in so far as names of tokens may be in it.
+_NAME_IN_LARK = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL)
+_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 # Models put white space before a JSON text that follows other text.
 _LEADING_SPACE = "/[ \\t\\n]{1,4}/"
 
@@ -64,11 +65,14 @@ class Program:
         return (state for state in self.states if isinstance(state, Part))
 
 
-def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Program:
+def program_of(
+    constraint: Constraint, special_tokens: Mapping[str, int], text_tokens: Mapping[str, int] = _NO_TOKENS
+) -> Program:
     """The program of a constraint.
 
     Args:
         special_tokens: Ids of the special tokens of the vocabulary, by their text. No other tokens can produce it.
+        text_tokens: Ids of the other added tokens, which a `lark` grammar may name, too.
 
     Raises:
         ConstraintError: a field is missing, malformed or not enforced.
@@ -76,6 +80,7 @@ def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Progra
     size = constraint.ByteSize()
     if size > MAX_CONSTRAINT_BYTES:
         raise ConstraintError("", f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
+    constraint = _with_ids(constraint, text_tokens)
     offset = 0
     states: list[Part | Free] = []
     after_text = constraint.HasField("begins_after")
@@ -111,6 +116,46 @@ def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Progra
     return Program(tuple(states))
 
 
+def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constraint:
+    """With ids in place of the names of tokens in Lark: the engine knows the names of special tokens only."""
+
+    def with_id(found: re.Match[str]) -> str:
+        token_id = text_tokens.get(found["name"] or "")
+        return found.group() if token_id is None else f"<[{token_id}]>"
+
+    named = Constraint()
+    named.CopyFrom(constraint)
+    for each in (named, *named.structural_tags.tags):
+        if each.HasField("lark"):
+            each.lark = _NAME_IN_LARK.sub(with_id, each.lark)
+    return named
+
+
+def fixed_texts(constraint: Constraint) -> Iterator[tuple[str, str]]:
+    """The texts that a valid constraint names, each with its field; of patterns and grammars what is not ASCII."""
+    for position, text in enumerate(constraint.choice.texts):
+        yield f"choice.texts[{position}]", text
+    tags = ((f"structural_tags.tags[{place}].", tag) for place, tag in enumerate(constraint.structural_tags.tags))
+    for field, each in (("", constraint), *tags):
+        if each.HasField("json_schema"):
+            yield from ((f"{field}json_schema", text) for text in _texts_of_schema(json.loads(each.json_schema)))
+        for kind in ("regex", "lark"):
+            if each.HasField(kind):
+                yield f"{field}{kind}", "".join(filterfalse(str.isascii, getattr(each, kind)))
+
+
+def _texts_of_schema(schema: Any) -> Iterator[str]:
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _texts_of_schema(each)
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        if name in ("const", "enum"):
+            yield json.dumps(value, ensure_ascii=False)
+        elif name == "properties":
+            yield from map(quoted, value)
+        yield from _texts_of_schema(list(value.values()) if name in BY_NAME else value)
+
+
 def _choice(texts: Any) -> dict[str, Any]:
     if not texts:
         raise ConstraintError("choice.texts", "is empty; at least 1 text is needed")
@@ -124,17 +169,11 @@ def _choice(texts: Any) -> dict[str, Any]:
     return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
 
 
-def schema_options(*, no_white_space: bool = False) -> dict[str, Any]:
-    """How JSON of a schema is written: the value of `x-guidance` in the schema, by which llguidance takes it."""
-    return _NOT_SPACED if no_white_space else _FREELY_SPACED
-
-
 def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """One grammar of llguidance's list of grammars."""
     match kind:
         case "json_schema":
-            options = schema_options(no_white_space=no_white_space)
-            return {"json_schema": read_schema(field, text) | {"x-guidance": options}}
+            return schema_grammar(field, text, no_white_space=no_white_space)
         case "regex":
             if not text:
                 raise ConstraintError(field, "is empty; it needs at least 1 character")
@@ -146,13 +185,28 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
             for found in _REGEX_OF_LARK.finditer(text):
                 check_regex(field, found.group()[1:-1], f" in the terminal {found.group():.20}...")
             if _GBNF_RULE.search(text) is None:
-                return {"lark_grammar": text}
+                return {"lark_grammar": _with_enforced_schemas(field, text, no_white_space=no_white_space)}
             try:
                 return {"lark_grammar": gbnf_to_lark(text)}
             except Exception as error:
                 # The converter raises errors of several types without a common base.
                 raise ConstraintError(field, f"is not a grammar in GBNF: {error}") from error
     raise AssertionError(kind)
+
+
+def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> str:
+    """A grammar whose JSON schemas are read, but for those with `x-guidance`, which have been."""
+    parts: list[str] = []
+    place = 0
+    for found in _SCHEMA_OF_LARK.finditer(lark):
+        with contextlib.suppress(ValueError, RecursionError):  # which the engine reports
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+            if found.start() < place or "x-guidance" in schema:
+                continue
+            read = enforced_schema(field, lark[found.end() : end], no_white_space=no_white_space)
+            parts += lark[place : found.end()], json.dumps(read, ensure_ascii=False)
+            place = end
+    return "".join(parts) + lark[place:]
 
 
 def _joined(lark: str, named: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,7 +223,7 @@ def quoted(text: str) -> str:
 
 
 def _tag_states(
-    tags: StructuralTags, offset: int, special_tokens: dict[str, int], *, no_white_space: bool
+    tags: StructuralTags, offset: int, special_tokens: Mapping[str, int], *, no_white_space: bool
 ) -> list[Part | Free]:
     field = "structural_tags.tags"
     if not tags.tags:
@@ -203,7 +257,7 @@ def _tag_states(
     return states
 
 
-def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int], *, no_white_space: bool) -> Part:
+def _tags_alone(tags: StructuralTags, special_tokens: Mapping[str, int], *, no_white_space: bool) -> Part:
     named = {
         f"tag_{position}": _content(tag, position, no_white_space=no_white_space)
         for position, tag in enumerate(tags.tags)

@@ -14,6 +14,7 @@ from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
 from scheduler_svc.core.moves import Leases
 from scheduler_svc.core.policy import GroupQueue
+from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 
@@ -80,10 +81,11 @@ class Room:
         promises: Leases[RequestKey],
         coming: Collection[RequestKey],
         give_way: Callable[[], bool],
+        preparations: Preparations,
     ) -> None:
         """`promises` has blocks that are kept for groups that wait, and rows are kept for those, and for the ones that
         are `coming` while they are held. `give_way` frees blocks that are kept for others than groups that run; False
-        where there are none."""
+        where there are none. Those of `preparations`, which are on their way, do not give way."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running
@@ -92,6 +94,7 @@ class Room:
         self._promises = promises
         self._coming = coming
         self._give_way = give_way
+        self._preparations = preparations
         # What was tried when all candidates made too little room, and how many blocks were wanted.
         self._futile: tuple[_Attempt, int] | None = None
         # Blocks that the group that was looked at last takes, and the versions of what is cached of it.
@@ -106,10 +109,10 @@ class Room:
         """Blocks that the groups that run take in the next steps."""
         return self._batch.blocks_to_grow(_STEPS_AHEAD)
 
-    def fits_for_long(self, group: SequenceGroup) -> bool:
-        """`fits` for a group that runs elsewhere meanwhile, and should not have to wait when it comes: each sequence
+    def to_grow_for_long(self) -> int:
+        """`to_grow` for a group that runs elsewhere meanwhile, and should not have to wait when it comes: each sequence
         that runs finds one more block."""
-        return self.fits(group, self._batch.blocks_to_grow(self._batch.blocks.block_size))
+        return self._batch.blocks_to_grow(self._batch.blocks.block_size)
 
     def promise(self, group: SequenceGroup) -> None:
         """Keeps the blocks of a group that waits and fits, and with them its rows."""
@@ -139,20 +142,37 @@ class Room:
         num_promised = sum(len(self._waiting.get(key).unfinished) for key in kept)
         return len(group.unfinished) - (self._batch.rows.num_free - num_promised)
 
-    def fits(self, group: SequenceGroup, to_grow: int) -> bool:
-        """Whether there are rows and blocks for the group beside those that run and take `to_grow` blocks in the next
-        steps."""
-        blocks = self._batch.blocks
+    def has_room(self, group: SequenceGroup, to_grow: int) -> bool:
+        """Whether there are free rows and blocks for the group beside those that run and take `to_grow` blocks in the
+        next steps."""
         if self.lacks_rows(group):
             return False
-        alone = self.is_empty
-        while True:
-            needed, reserve = self._blocks_needed(group, to_grow)
-            if blocks.has_room(needed, reserve=reserve, alone=alone):
-                return True
-            # Whatever was accepted can run alone; a pin or a lease may not keep it from that.
-            if not (alone and (blocks.reclaim() or self._give_way())):
+        needed, reserve = self._blocks_needed(group, to_grow)
+        return self._batch.blocks.has_room(needed, reserve=reserve, alone=self.is_empty)
+
+    def fits(self, group: SequenceGroup, to_grow: int) -> bool:
+        """Whether `make_way` would succeed. Changes nothing."""
+        if self.has_room(group, to_grow):
+            return True
+        if self.lacks_rows(group) or not self.is_empty:
+            return False
+        # Nothing runs: what is retired or kept for others gives way, and of the rest the group may share some.
+        blocks, arriving = self._batch.blocks, set(itertools.chain(*self._preparations.held_tables()))
+        cached = set(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))) - arriving
+        needed, _ = self._blocks_needed(group, to_grow)
+        needed += len(cached) - blocks.pool.num_free_of([*cached])
+        return needed <= blocks.pool.num_blocks - len(arriving)
+
+    def make_way(self, group: SequenceGroup, to_grow: int) -> bool:
+        """Frees blocks that are kept for others until the group, which is about to enter, has room. Whatever was
+        accepted can run alone: a pin or a lease may not keep it from that. Returns whether it has room; if it does not,
+        nothing was freed."""
+        if not self.fits(group, to_grow):
+            return False
+        while not self.has_room(group, to_grow):
+            if not (self._batch.blocks.reclaim() or self._give_way()):
                 return False
+        return True
 
     def victims(self, group: SequenceGroup, candidates: SequenceOf[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
         """The first of these running groups that make room for `group`, no more than it takes; none if even all of them

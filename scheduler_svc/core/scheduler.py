@@ -134,6 +134,7 @@ class Scheduler:
             self.promises,
             self.coming,
             self._give_way,
+            self.preparations,
         )
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
         self._placement = Placement(
@@ -445,9 +446,11 @@ class Scheduler:
             return None
         if (others := self.preparations.fetching(hashes[0])) is not None:
             return others
-        if not self._room.fits(group, self._room.to_grow()):
-            self._without_room().add(group.request.key)
-            return None
+        while not self._room.has_room(group, self._room.to_grow()):
+            # What is kept for others does not give way for blocks that can be computed.
+            if not (self._room.is_empty and blocks.reclaim()):
+                self._without_room().add(group.request.key)
+                return None
         return self._arriving(None, cached, hashes)
 
     def _without_room(self) -> set[RequestKey]:
@@ -568,7 +571,7 @@ class Scheduler:
             group = self._next()
             if group is None or group.request.key not in self.swapped:
                 return
-            if not self._room.fits(group, self._room.to_grow()):
+            if not self._room.make_way(group, self._room.to_grow()):
                 return
             self._placement.swap_in(group, now)
 
@@ -588,7 +591,7 @@ class Scheduler:
             if to_grow is None:
                 to_grow = self._room.to_grow()
             is_offer = group.request.is_offer
-            if not (self._room.fits_for_long(group) if is_offer else self._room.fits(group, to_grow)):
+            if not self._room.make_way(group, self._room.to_grow_for_long() if is_offer else to_grow):
                 return Stop(Obstacle.ROWS if self._room.lacks_rows(group) else Obstacle.BLOCKS, key)
             if is_offer:
                 self._room.promise(group)

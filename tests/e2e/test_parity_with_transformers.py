@@ -1,6 +1,8 @@
 """Through all processes, requests at once get what transformers generates while blocks run out: a shape of each family
 by one rank, some by several. The logits of all families are in tests/unit/worker_svc/models."""
 
+import itertools
+import json
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from quire.client import BeamSearch, GenerationOptions
 from tests.support.models import VOCAB_SIZE, make_model
@@ -116,6 +118,39 @@ async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: st
         if name == SEARCHED:
             await check_beams(served, model, make_prompts(18))
             assert (await served.state()).preemptions > preemptions
+
+
+MODEL_RULES: dict[str, Any] = {
+    "suppress_tokens": [*range(3, VOCAB_SIZE, 7)],
+    "begin_suppress_tokens": [*range(4, VOCAB_SIZE, 5)],
+    # Transformers takes the tokens that end a text out of them.
+    "bad_words_ids": [[token] for token in range(6, VOCAB_SIZE, 11) if token not in STOPS],
+    "sequence_bias": [[[token], 0.25 * (token % 5)] for token in range(3, VOCAB_SIZE)],
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 5,
+    "repetition_penalty": 1.1,
+}
+
+
+@pytest.mark.extended
+async def test_the_rules_of_generation_config_json_do_what_they_do_in_transformers(tmp_path: Path) -> None:
+    """In greedy requests at once and in beam searches, while blocks run out."""
+    model = make_model(tmp_path, SEARCHED)
+    (tmp_path / "generation_config.json").write_text(json.dumps(MODEL_RULES))
+    prompts = make_prompts(18)
+    settings: dict[str, Any] = {"num_threads": 2, "num_gpu_blocks": 30, "max_num_batched_tokens": 300}
+    plain = GenerationOptions(max_tokens=24, temperature=0.0, stop_token_ids=STOPS, ignore_eos=True)
+    async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
+        found = await served.together(served.client.generate(prompt, plain) for prompt in prompts)
+        assert (await served.state()).preemptions > 0
+        model.generation_config = GenerationConfig(**MODEL_RULES)
+        for prompt, answer in zip(prompts, found, strict=True):
+            options: dict[str, Any] = {"do_sample": False, "eos_token_id": list(STOPS), "pad_token_id": 0}
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, **options)  # pyright: ignore[reportCallIssue]
+            output = list(answer.sequences[0].token_ids)
+            assert output == expected[0, len(prompt) :].tolist()
+            assert len(output) == len({*itertools.pairwise(output)}) + 1 > 5
+        await check_beams(served, model, prompts)
 
 
 TWO_RANKS: dict[str, Any] = {

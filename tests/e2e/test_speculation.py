@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.common.v1.common_pb2 import Constraint
+from quire.arrays import encode_int32
+from quire.common.v1.common_pb2 import Constraint, RowSampling, SequenceBias
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request
 from tests.support.tiers import parametrize_once
@@ -31,6 +32,12 @@ POOLS = {
     "int8 weights": ["--dtype", "bfloat16", "--quantization", "int8-weight-only"],
 }
 STOP = 1
+MODEL_RULES = RowSampling(
+    suppress_token_ids=encode_int32(range(3, 2000, 7)),
+    begin_suppress_token_ids=encode_int32(range(4, 2000, 5)),
+    sequence_biases=[SequenceBias(ids=[50], bias=3.0), SequenceBias(ids=[50, 50], bias=-np.inf)],
+    no_repeat_ngram_size=2,
+)
 
 
 # At most two requests find room at once; others are preempted.
@@ -57,6 +64,7 @@ def make_requests(vocab_size: int) -> list[Request]:
         {"sampling": {"temperature": 0.0, "logit_bias": {30: 4.0, 31: -2.0}}, "stopping": {"min_tokens": 12}},
         {"sampling": {"temperature": 0.9}, "bad": [[40], [41, 42]], "num_sequences": 4},
         {"sampling": {"temperature": 1.0}, "num_sequences": 3, "num_returned": 1},
+        {"sampling": {"temperature": 0.8}, "num_sequences": 2, "rules": MODEL_RULES},
         {"sampling": {"temperature": 0.0, "constraint": Constraint(regex="(ab|cd|the ){5,20}")}},
     ]
     requests: list[Request] = []

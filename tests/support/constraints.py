@@ -1,6 +1,7 @@
 """Vocabularies of every kind of tokenizer, and texts that a model of random weights would write under a constraint."""
 
 import json
+import re
 import string
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,7 +12,6 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
-from quire.constraints.program import program_of
 from tests.support.tokenizers import byte_fallback, byte_level, id_of
 
 EOS = "</s>"
@@ -40,12 +40,11 @@ def vocabulary(kind: str) -> Vocabulary:
 
 
 def make_vocabulary(tokenizer: tokenizers.Tokenizer, size: int | None = None) -> Vocabulary:
-    return Vocabulary(json.loads(tokenizer.to_str()), size, [id_of(tokenizer, EOS)])
+    return Vocabulary.of_tokenizer(json.loads(tokenizer.to_str()), size, [id_of(tokenizer, EOS)])
 
 
 def make_template(constraint: Constraint, kind: str = "byte level") -> Template:
-    held = vocabulary(kind)
-    return Template(program_of(constraint, held.special_tokens), held)
+    return Template.of(constraint, vocabulary(kind))
 
 
 def make_matcher(constraint: Constraint, kind: str = "byte level") -> Matcher:
@@ -64,18 +63,33 @@ def allowed_texts(matcher: Matcher, kind: str = "byte level") -> set[bytes]:
     return {held.token_bytes[token_id] for token_id in np.flatnonzero(mask_of(matcher, held))}
 
 
-def spelled(text: str, kind: str = "byte level") -> list[int]:
+def spelled(text: str, held: Vocabulary | None = None) -> list[int]:
     """Tokens of a text, special ones where it names them."""
-    return vocabulary(kind).tokenizer.tokenize_str(text, parse_special=True)
+    held = held or vocabulary("byte level")
+    if not held.special_tokens:
+        return held.tokenizer.tokenize_str(text)
+    parts = re.split(f"({'|'.join(map(re.escape, held.special_tokens))})", text)
+    made = (
+        [held.special_tokens[part]] if at % 2 else held.tokenizer.tokenize_str(part) for at, part in enumerate(parts)
+    )
+    return [token_id for token_ids in made for token_id in token_ids]
 
 
 def accepts(constraint: Constraint, text: str, kind: str = "byte level") -> bool:
     """Whether a text is complete under a constraint, by any tokens."""
-    held, matcher = vocabulary(kind), make_matcher(constraint, kind)
+    return accepts_text(make_template(constraint, kind), text)
+
+
+def accepts_text(template: Template, text: str) -> bool:
+    """As `accepts`, of a constraint that is compiled once."""
+    held = template.vocabulary
+    matcher = template.matcher(tuple(held.eos))
     # Byte by byte, so that no forced spelling of a text matters.
     for byte in text.encode():
         matcher.consume(held.token_bytes.index(bytes([byte])))
-    return matcher.error is None and matcher.may_end
+        if matcher.error is not None:
+            return False
+    return matcher.may_end
 
 
 def write(

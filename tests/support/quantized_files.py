@@ -43,7 +43,7 @@ def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def as_awq(weight: CodedWeight) -> Tensors:
     scales = weight.scales
     assert scales is not None
-    assert scales.zeros is not None
+    zeros = torch.full_like(scales.values, 8, dtype=torch.uint8) if scales.zeros is None else scales.zeros
 
     def packed(codes: torch.Tensor) -> torch.Tensor:
         in_order = codes.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
@@ -51,7 +51,7 @@ def as_awq(weight: CodedWeight) -> Tensors:
 
     return {
         "qweight": packed(codes_of(weight).t()),
-        "qzeros": packed(scales.zeros.t()),
+        "qzeros": packed(zeros.t()),
         "scales": scales.values.t().contiguous(),
     }
 
@@ -71,8 +71,12 @@ def as_gptq(weight: CodedWeight, *, is_v2: bool = False) -> Tensors:
     }
 
 
-def awq(out_features: int, in_features: int, seed: int, *, group: int = 64) -> tuple[Tensors, torch.Tensor]:
-    weight = make_scaled(Coding.INT4, out_features, in_features, group, torch.float16, has_zeros=True, seed=seed)
+def awq(
+    out_features: int, in_features: int, seed: int, *, group: int = 64, symmetric: bool = False
+) -> tuple[Tensors, torch.Tensor]:
+    """Symmetric codes have zeros all the same, each of them 8."""
+    has_zeros = not symmetric
+    weight = make_scaled(Coding.INT4, out_features, in_features, group, torch.float16, has_zeros=has_zeros, seed=seed)
     return as_awq(weight), dequantized(weight)
 
 

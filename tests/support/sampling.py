@@ -8,6 +8,8 @@ from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters, T
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import RowSampling
 
+_RULES = ("suppress_token_ids", "begin_suppress_token_ids", "sequence_biases", "no_repeat_ngram_size")
+
 
 def make_sampling(**changes: Any) -> RowSampling:
     """Plain sampling at temperature 1 with these changes."""
@@ -23,8 +25,10 @@ def make_row_sampling(
     bad_token_sequences: Sequence[Sequence[int]] = (),
     **sampling: Any,
 ) -> bytes:
-    """What a gateway sends for the worker: these parameters."""
+    """What a gateway sends for the worker: these parameters, and rules of the model by their names in the message."""
+    rules = {name: sampling.pop(name) for name in tuple(sampling) if name in _RULES}
     message = RowSamplingMessage(
+        **rules,
         sampling=SamplingParameters(**sampling),
         stopping=StoppingParameters(min_tokens=min_tokens, stop_token_ids=stop_token_ids),
         bad_token_sequences=[TokenIds(ids=each) for each in bad_token_sequences],

@@ -55,6 +55,7 @@ def make_request(
     sampling: dict[str, Any] | None = None,
     stopping: dict[str, Any] | None = None,
     bad: Sequence[Sequence[int]] = (),
+    rules: RowSamplingMessage | None = None,
     adapter: Adapter | None = None,
     predicted: Sequence[int] = (),
 ) -> Request:
@@ -71,6 +72,8 @@ def make_request(
     parameters.stopping.stop_token_ids.extend(stop_token_ids)
     for each in bad:
         parameters.bad_token_sequences.add(ids=each)
+    if rules is not None:
+        parameters.MergeFrom(rules)
     return Request(
         RequestKey(ClientId(0), Handle(handle)),
         f"request-{handle}",

@@ -51,7 +51,7 @@ class KvNamespace:
         block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank, without a draft model.
         rank, world_size: which part of the model.
         numerics: what rounding follows from: release, implementation of the model, quantization, kernels and their
-            instruction set, torch.
+            instruction set, torch; and the rotation of a model that has several.
     """
 
     model: tuple[str, ...]

@@ -34,6 +34,35 @@ class ModelInput:
     adapter_slots: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RotationByLength:
+    """The table of a model that has several, by the length of the sequence.
+
+    Attributes:
+        name: differs between tables that differ.
+        original: the length up to which the table of the first training is right.
+        longest: the length that the model can be served with.
+        served: the length that this table is for.
+    """
+
+    name: str
+    original: int
+    longest: int
+    served: int
+
+    def __str__(self) -> str:
+        """The line for the log of a start."""
+        if self.served > self.original:
+            return (
+                f"the rotation of all sequences is the one for {self.served} tokens; answers of sequences up to "
+                f"{self.original} tokens may be better with --max-model-len {self.original}"
+            )
+        return (
+            f"sequences have at most {self.served} tokens, and the rotation of the first training; --max-model-len "
+            f"{self.original + 1} to {self.longest} serves longer ones, with the extended rotation for all sequences"
+        )
+
+
 class CausalLM(nn.Module):
     """A decoder-only language model over a paged KV pool.
 
@@ -42,6 +71,7 @@ class CausalLM(nn.Module):
         num_kv_heads: of this rank.
         vocab_size: width of the logits of all ranks together.
         max_model_len: number of positions that the model supports.
+        rotation: None if sequences of all lengths are rotated alike.
         token_slots: the adapters of a pass, for the layers that `AdapterSlots` has made to read them.
     """
 
@@ -63,6 +93,7 @@ class CausalLM(nn.Module):
         self.head_dim = head_dim
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.rotation: RotationByLength | None = None
         self.ranks = placement.ranks
         self.device = placement.device
         self.dtype = placement.dtype

@@ -15,7 +15,7 @@ from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, RmsNorm
 from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, GatedMlp
 from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
+from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, RotationByLength, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
@@ -80,6 +80,21 @@ class LlamaConfig:
     """Whether the checkpoint has query, key and value in one layer, and gate and up in another."""
     sliding_rope: RopeConfig | None = None
     """That of layers with a window, if it is another one."""
+
+    def rotation_for(self, max_positions: int | None) -> RotationByLength | None:
+        """The rotation of a server whose sequences have this length, see `served_len`."""
+        found = (rope.rotation_for(self.served_len(max_positions), self.max_model_len) for rope in self._ropes)
+        return next((rotation for rotation in found if rotation is not None), None)
+
+    def served_len(self, max_positions: int | None) -> int:
+        """The length of the longest sequence: as it is asked for, else up to where a rotation would change."""
+        if max_positions is not None:
+            return min(max_positions, self.max_model_len)
+        return min([self.max_model_len, *(rope.changes_beyond for rope in self._ropes if rope.changes_beyond)])
+
+    @property
+    def _ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], *, rotates_partly: bool = False) -> "LlamaConfig":
@@ -227,11 +242,12 @@ class LlamaForCausalLM(NativeCausalLM):
             num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
-            max_model_len=config.max_model_len,
+            max_model_len=config.max_model_len if placement.max_positions else config.served_len(None),
         )
+        self.rotation = config.rotation_for(placement.max_positions)
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
-        num_positions = min(config.max_model_len, placement.max_positions or config.max_model_len)
+        num_positions = config.served_len(placement.max_positions)
         table = config.rope.cos_sin_table(placement.device, num_positions)
         other = config.sliding_rope
         sliding = table if other is None else other.cos_sin_table(placement.device, num_positions)

@@ -74,7 +74,7 @@ def load_model(
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's if it has a
             family for the model.
         quantization: how linear layers round their weights; transformers' code takes none only.
-        max_model_len: the length of the longest sequence; None for all positions of the model.
+        max_model_len: the length of the longest sequence; None for all positions that have the same rotation.
 
     Raises:
         ConfigurationError: the model of the directory cannot be served.

@@ -1,8 +1,8 @@
 """Rotary position embeddings: the table of cosines and sines for each rope type of transformers' configurations.
 
 The angle of a token depends only on its position, so that keys in the pool stay valid however a prompt is chunked and
-whichever sequences share them. The two types whose frequencies depend on the length of the sequence (dynamic, longrope)
-use the length up to the token itself, as transformers does when it generates token by token.
+whichever sequences share them. The frequencies of two types (dynamic, longrope) depend on the length of the sequence in
+transformers. Here they follow from the longest sequence that the worker serves, and all of its sequences have the same.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker_svc.models.base import ConfigFields
+from worker_svc.models.base import ConfigFields, RotationByLength
 
 # More positions than any model has. It bounds the memory that a wrong configuration can allocate.
 MAX_TABLE_LENGTH = 1 << 24
@@ -76,13 +76,33 @@ class RopeConfig:
             return max(self.max_positions, int(self.original_max_positions * _yarn_factor(self)))
         return self.max_positions
 
-    def cos_sin_table(self, device: torch.device, max_positions: int | None = None) -> torch.Tensor:
+    @property
+    def changes_beyond(self) -> int | None:
+        """The length beyond which sequences need another table; None if all lengths have the same table."""
+        if self.rope_type == "dynamic":
+            length = self.max_positions
+        elif self.rope_type == "longrope" and self.fields.values.get("short_factor") != self.fields.values.get(
+            "long_factor"
+        ):
+            length = self.original_max_positions
+        else:
+            return None
+        return length if length < self.max_model_len else None
+
+    def rotation_for(self, length: int, longest: int) -> RotationByLength | None:
+        """The rotation of sequences of up to `length` tokens; None if all lengths have the same."""
+        original = self.changes_beyond
+        if original is None:
+            return None
+        extended = "extended" if self.rope_type == "longrope" else f"for {length}"
+        return RotationByLength(extended if length > original else "original", original, longest, length)
+
+    def cos_sin_table(self, device: torch.device, num_positions: int) -> torch.Tensor:
         """[n, head_dim] float32: cosines, then sines, of each of the first n positions; 1 and 0 of what is not turned.
 
         Args:
-            max_positions: n, if that is less than max_model_len.
+            num_positions: n, the length of the longest sequence, from which the table of a type with several follows.
         """
-        num_positions = self.max_model_len if max_positions is None else min(self.max_model_len, max_positions)
         if num_positions > MAX_TABLE_LENGTH:
             expected = f"at most {MAX_TABLE_LENGTH}, or a --max-model-len of that"
             raise self.fields.error("max_position_embeddings", num_positions, expected)
@@ -126,12 +146,11 @@ def _linear(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
 
 
 def _dynamic(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
-    """NTK scaling that grows with the length; returns the frequencies of each position, [n, D/2]."""
+    """NTK scaling that grows with the length."""
     factor = rope.fields.number("factor")
-    lengths = torch.arange(1, num_positions + 1, dtype=torch.float32).clamp(min=rope.max_positions)
-    growth = factor * lengths / rope.max_positions - (factor - 1)
-    thetas = rope.theta * growth ** (rope.rotated_dim / (rope.rotated_dim - 2))
-    return 1.0 / thetas[:, None] ** _exponents(rope), 1.0
+    growth = factor * max(num_positions, rope.max_positions) / rope.max_positions - (factor - 1)
+    theta = rope.theta * growth ** (rope.rotated_dim / (rope.rotated_dim - 2))
+    return 1.0 / theta ** _exponents(rope), 1.0
 
 
 def _llama3(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
@@ -185,19 +204,17 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 
 def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
-    """LongRoPE: one factor per dimension up to the original length, another beyond it; [n, D/2]."""
-    fields = rope.fields
-    frequencies = _frequencies(rope)
-    short = frequencies / torch.tensor(fields.numbers("short_factor", rope.rotated_dim // 2))
-    long = frequencies / torch.tensor(fields.numbers("long_factor", rope.rotated_dim // 2))
-    beyond = torch.arange(num_positions)[:, None] >= rope.original_max_positions
+    """LongRoPE: one factor per dimension for lengths up to the original one, another for longer sequences."""
+    fields, count = rope.fields, rope.rotated_dim // 2
+    short, long = fields.numbers("short_factor", count), fields.numbers("long_factor", count)
+    factors = long if num_positions > rope.original_max_positions else short
     attention_factor = fields.optional_number("attention_factor")
     if attention_factor is None:
         factor = _yarn_factor(rope)
         extended = factor > 1 and rope.original_max_positions > 1
         growth = math.log(factor) / math.log(rope.original_max_positions) if extended else 0.0
         attention_factor = math.sqrt(1 + growth)
-    return torch.where(beyond, long, short), attention_factor
+    return _frequencies(rope) / torch.tensor(factors), attention_factor
 
 
 _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[torch.Tensor, float]]] = {

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from quire.common.v1.common_pb2 import Constraint, RowSampling
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.constraints.thinking import ThinkingState
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
@@ -211,9 +210,12 @@ class TemplateCache:
     """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
-        """The vocabulary is opened in that thread, at once."""
+        """The vocabulary is opened at once, in a thread of its own. This has no low priority: it keeps all others from
+        the interpreter for as long as it takes."""
+        opener = ThreadPoolExecutor(1, "vocabulary")
+        self.vocabulary = opener.submit(open_vocabulary)
+        opener.shutdown(wait=False)
         self._compiler = ThreadPoolExecutor(1, "constraints-compile", initializer=_be_nice)
-        self.vocabulary = self._compiler.submit(open_vocabulary)
         self._lock = threading.Lock()
         self._templates: OrderedDict[bytes, Future[Template]] = OrderedDict()
         self._num_bytes = 0
@@ -240,6 +242,10 @@ class TemplateCache:
                 self._num_bytes -= len(dropped) + _CACHE_ENTRY_BYTES
         return template
 
+    def wait_for_vocabulary(self) -> None:
+        """Returns when the tables of the vocabulary are made, or cannot be, which only constrained rows are told."""
+        wait([self.vocabulary])
+
     def drop(self, constraint: Constraint) -> None:
         """Drops a constraint whose matcher failed. Its matchers share state, so the next use compiles it again."""
         key = constraint.SerializeToString(deterministic=True)
@@ -255,7 +261,7 @@ class TemplateCache:
             vocabulary = self.vocabulary.result()
         except Exception as error:
             raise ConstraintError("", f"cannot be enforced with this model's tokenizer: {error}") from error
-        return Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
+        return Template.of(constraint, vocabulary)
 
 
 def _allows(mask: NDArray[np.int32], token_id: int) -> bool:

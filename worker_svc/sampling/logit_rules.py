@@ -44,9 +44,9 @@ class RuledRow:
 def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History, masks: Masks | None = None) -> None:
     """Changes the logits of the rows that ask for it, in place.
 
-    In this order: tokens that a constraint excludes, and those that are not allowed, get -infinity; the bias is added,
-    and stop tokens before min_tokens and last tokens of bad words get -infinity; then repetition, frequency and
-    presence penalty (`apply_penalties`).
+    In this order: tokens that a constraint excludes, and those that are not allowed, get -infinity; biases are added,
+    and stop tokens before min_tokens, last tokens of bad words and of repeated sequences get -infinity; then
+    repetition, frequency and presence penalty (`apply_penalties`).
 
     Logits of rows that report candidates (beam search) are converted to log probabilities first and not normalised
     again: their rules change scores, as in transformers.
@@ -66,7 +66,8 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]
     _keep_allowed(logits, [each for each in ruled if len(each.rules.allowed_token_ids)])
     _add_bias(logits, ruled, history)
-    _ban_bad_words(logits, [each for each in ruled if each.rules.bad_sequences], history)
+    _add_sequence_biases(logits, ruled, history)
+    _ban_repetitions(logits, ruled, history)
     apply_penalties(logits, [each for each in ruled if each.rules.has_penalties], history)
 
 
@@ -90,7 +91,7 @@ def _keep_allowed(logits: Tensor, ruled: list[RuledRow]) -> None:
 
 
 def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
-    """The bias, and the ban of stop tokens, which is a bias of -infinity."""
+    """The bias, and the bans of stop tokens and first tokens, which are a bias of -infinity."""
     places: list[int] = []
     token_ids: list[Int32Array] = []
     values: list[np.ndarray] = []
@@ -101,10 +102,11 @@ def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
             places.append(each.place)
             token_ids.append(rules.bias_token_ids)
             values.append(rules.bias_values)
-        if len(rules.stop_token_ids) and num_output_tokens[each.place] < rules.min_tokens:
-            places.append(each.place)
-            token_ids.append(rules.stop_token_ids)
-            values.append(np.full(len(rules.stop_token_ids), -np.inf, np.float32))
+        for banned, num_first in ((rules.stop_token_ids, rules.min_tokens), (rules.first_excluded, 1)):
+            if len(banned) and num_output_tokens[each.place] < num_first:
+                places.append(each.place)
+                token_ids.append(banned)
+                values.append(np.full(len(banned), -np.inf, np.float32))
     if places:
         lines, ids = to_device(
             np.stack((np.repeat(places, [len(each) for each in token_ids]), np.concatenate(token_ids))), logits.device
@@ -112,14 +114,24 @@ def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
         logits.index_put_((lines, ids), to_device(np.concatenate(values), logits.device), accumulate=True)
 
 
-def _ban_bad_words(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
-    """Bans the last token of a bad word after its other tokens. Only the output is searched."""
-    if not ruled:
+def _add_sequence_biases(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
+    """Adds to the last token of a sequence after its other tokens; -infinity for a bad word, for which only the output
+    is searched."""
+    num_output_tokens = history.num_tokens - history.num_prompt_tokens
+    sequences: list[tuple[int, Int32Array]] = []
+    biases: list[float] = []
+    num_searched: list[int] = []
+    for place, rules in ((each.place, each.rules) for each in ruled):
+        bad = [(sequence, -np.inf) for sequence in rules.bad_sequences]
+        sequences += [(place, sequence) for sequence, _ in (*bad, *rules.sequence_biases)]
+        biases += [bias for _, bias in (*bad, *rules.sequence_biases)]
+        num_searched += [int(num_output_tokens[place])] * len(bad)
+        num_searched += [int(history.num_tokens[place])] * len(rules.sequence_biases)
+    if not sequences:
         return
-    sequences = [(each.place, sequence) for each in ruled for sequence in each.rules.bad_sequences]
     places = np.array([place for place, _ in sequences])
     prefix_lengths = np.array([len(sequence) - 1 for _, sequence in sequences])
-    is_complete = prefix_lengths <= (history.num_tokens - history.num_prompt_tokens)[places]
+    is_complete = prefix_lengths <= np.array(num_searched)
     width = int(prefix_lengths.max())
     # Prefixes are aligned with the end of the tokens so far.
     prefixes = np.zeros((len(sequences), width), np.int64)
@@ -133,8 +145,34 @@ def _ban_bad_words(logits: Tensor, ruled: list[RuledRow], history: History) -> N
     back = torch.arange(width, 0, -1, device=logits.device)
     found = history.token_ids[rows[:, None], (ends[:, None] - back).clamp_(min=0)]
     differs = (found != to_device(prefixes, logits.device)) & (back <= lengths[:, None])
-    is_banned = (complete > 0) & ~differs.any(dim=1)
-    logits.index_put_((lines, last), torch.where(is_banned, -torch.inf, 0.0), accumulate=True)
+    applies = (complete > 0) & ~differs.any(dim=1)
+    values = to_device(np.array(biases, np.float32), logits.device)
+    logits.index_put_((lines, last), torch.where(applies, values, 0.0), accumulate=True)
+
+
+def _ban_repetitions(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
+    """Bans each token that would complete a sequence of `no_repeat_ngram_size` tokens that prompt and output have."""
+    by_size: dict[int, list[RuledRow]] = {}
+    for each in ruled:
+        if 0 < (size := each.rules.no_repeat_ngram_size) <= history.num_tokens[each.place]:
+            by_size.setdefault(size, []).append(each)
+    for size, rows in by_size.items():
+        for piece in _pieces(rows, history):
+            _ban_repeated(logits, size, np.array([row.place for row in piece]), history)
+
+
+def _ban_repeated(logits: Tensor, size: int, places: NDArray[np.integer], history: History) -> None:
+    numbers = np.stack((places, history.rows[places], history.num_tokens[places])).astype(np.int64)
+    lines, rows, ends = to_device(numbers, logits.device)[:, :, None]
+    tokens = history.token_ids[:, : int(numbers[2].max())].index_select(0, rows.squeeze(1)).long()
+    num_starts = tokens.shape[1] - size + 1
+    repeats = torch.arange(size, tokens.shape[1] + 1, device=logits.device) <= ends
+    for offset in range(size - 1):
+        repeats &= tokens[:, offset : offset + num_starts] == tokens.gather(1, ends - (size - 1) + offset)
+    # Entries beyond a row's end are undefined; the row's first token replaces them.
+    last = torch.where(repeats, tokens[:, size - 1 :], tokens[:, :1])
+    values = torch.where(repeats, -torch.inf, 0.0)
+    logits.index_put_((lines.expand_as(last), last), values, accumulate=True)
 
 
 def apply_penalties(logits: Tensor, penalised: Sequence[RuledRow], history: History) -> None:

@@ -121,24 +121,38 @@ class SamplingReader:
         values = np.fromiter(bias.values(), np.float32, len(bias))
         if not np.isfinite(values).all():
             raise invalid_field("sampling.logit_bias", f"holds {values[~np.isfinite(values)][0]}; it must be finite")
+        suppressed, first = (
+            decode_int32(getattr(asked, name), name, minimum=0, below=self._vocab_size)
+            for name in ("suppress_token_ids", "begin_suppress_token_ids")
+        )
+        biased = [
+            (self._sequence(f"sequence_biases[{index}]", each.ids), each.bias)
+            for index, each in enumerate(asked.sequence_biases)
+        ]
+        for index, (_, each) in enumerate(biased):
+            if math.isnan(each) or each == math.inf:
+                raise invalid_field(f"sequence_biases[{index}]", f"has the bias {each}; it must be finite or -infinity")
         return LogitRules(
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
-            bias_token_ids=self._token_ids("sampling.logit_bias", list(bias)),
-            bias_values=values,
+            bias_token_ids=np.concatenate((self._token_ids("sampling.logit_bias", list(bias)), suppressed)),
+            bias_values=np.concatenate((values, np.full(len(suppressed), -np.inf, np.float32))),
             allowed_token_ids=self._token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids[:]),
             bad_sequences=tuple(
-                self._bad_sequence(f"bad_token_sequences[{index}]", each.ids)
+                self._sequence(f"bad_token_sequences[{index}]", each.ids)
                 for index, each in enumerate(asked.bad_token_sequences)
             ),
             # A constraint ends a row before min_tokens if nothing else may follow.
             min_tokens=0 if sampling.HasField("constraint") else stopping.min_tokens,
             # An eos id beyond the logits is never drawn.
             stop_token_ids=np.array([each for each in stopping.stop_token_ids if each < self._vocab_size], np.int32),
+            first_excluded=first,
+            sequence_biases=tuple(biased),
+            no_repeat_ngram_size=asked.no_repeat_ngram_size,
         )
 
-    def _bad_sequence(self, field: str, ids: Sequence[int]) -> Int32Array:
+    def _sequence(self, field: str, ids: Sequence[int]) -> Int32Array:
         token_ids = self._token_ids(field, list(ids))
         if not len(token_ids):
             raise invalid_field(field, "is empty; a sequence has at least 1 token")

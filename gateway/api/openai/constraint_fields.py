@@ -17,7 +17,7 @@ from gateway.api.fields import schema_text
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.violations import Violations, shortened
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
-from quire.constraints.program import MAX_TAGS, schema_options
+from quire.constraints.program import MAX_TAGS
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 JsonSchema = dict[str, Any]
@@ -204,9 +204,7 @@ def _tag(structure: TagStructure, triggers: Sequence[str], *, no_white_space: bo
     rest = structure.begin.removeprefix(trigger)
     if not rest:
         return StructuralTag(begin=trigger, json_schema=schema_text(structure.schema_), end=structure.end)
-    options = {"x-guidance": schema_options(no_white_space=True)} if no_white_space else {}
-    schema = schema_text(structure.schema_ | options)
-    grammar = f"start: {json.dumps(rest)} arguments\narguments: %json {schema}\n"
+    grammar = f"start: {json.dumps(rest)} arguments\narguments: %json {schema_text(structure.schema_)}\n"
     return StructuralTag(begin=trigger, lark=grammar, end=structure.end)
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from gateway.text.formats.rendered import TagShape
 from gateway.text.formats.scanning import SPACE
-from quire.constraints.json_schema import ConstraintError, read_schema
-from quire.constraints.program import MAX_CONSTRAINT_BYTES, literals, quoted, schema_options
+from quire.constraints.json_schema import ConstraintError, enforced_schema, read_schema
+from quire.constraints.program import MAX_CONSTRAINT_BYTES, literals, quoted
 
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # Keywords that are enforced in a notation that is not JSON, by type.
@@ -22,21 +22,25 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "array": frozenset(("items", "minItems", "maxItems")),
     "object": frozenset(("properties", "required", "additionalProperties")),
 }
-_COMBINED = frozenset(("allOf", "anyOf", "oneOf"))
+_PYTHON_TYPES: Mapping[str, Any] = {
+    "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "array": list,
+    "object": dict,
+}  # fmt: skip
 # Which say nothing of a value by themselves.
 _NEUTRAL = frozenset(("type", "$defs", "definitions", "$id", "$anchor", "$schema"))
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # One that is not escaped, nor a negation in brackets.
 _ANCHOR = re.compile(r"(?<![\\\[])[\^$]")
+_SHORT_CLASS = re.compile(r"\\.", re.DOTALL)
+_ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 _BARE_KEY = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def json_rule(schema: Any, *, no_white_space: bool = False) -> str:
     """JSON of a schema in Lark, with as little white space as anywhere else, or none."""
-    options = {"x-guidance": schema_options(no_white_space=no_white_space)}
+    written = json.dumps(enforced_schema("", json.dumps(schema), no_white_space=no_white_space))
     # A slash would begin a regular expression.
-    written = json.dumps(read_schema("", json.dumps(schema)) | options).replace("/", "\\u002f")
-    return f"%json {written}"
+    return "%json " + written.replace("/", "\\u002f")
 
 
 def text_parameters(schema: str) -> frozenset[str]:
@@ -134,7 +138,10 @@ def tagged_arguments(schema: str, rules: Rules, tags: TagShape) -> str:
     root = read_schema("", schema)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     root = _followed(root, root)
-    _refuse(root.keys() & _COMBINED)
+    _check_names(root)
+    _refuse(root.keys() - _KEYWORDS["object"] - _NEUTRAL - {"description"})
+    if isinstance(root.get("additionalProperties"), dict):
+        _refuse({"additionalProperties"})
     texts, required = text_parameters(schema), root.get("required", ())
     end = tags.close.rstrip(SPACE)
     after = literals(tags.close[len(end) :], rules.special_tokens)
@@ -147,8 +154,8 @@ def tagged_arguments(schema: str, rules: Rules, tags: TagShape) -> str:
     closed = literals(end, rules.special_tokens)
     arguments: list[str] = []
     for name, value in root.get("properties", {}).items():
-        choices = value.get("enum", [value["const"]] if "const" in value else None) if name in texts else None
-        if choices:
+        choices = _listed(value) if name in texts else None
+        if choices is not None:
             inner = f"({' | '.join(filter(None, (quoted(choice) for choice in choices)))}) {closed}"
         elif name in texts:
             _refuse(value.keys() - _KEYWORDS["string"] - _NEUTRAL)
@@ -223,9 +230,10 @@ class Notation:
         if "$ref" in schema:
             return self._referred(schema)
         if "enum" in schema or "const" in schema:
-            values = schema.get("enum", [schema.get("const")])
-            return f"({' | '.join(self._constant(value) for value in values)})"
+            return f"({' | '.join(self._constant(value) for value in _listed(schema) or ())})"
         if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+            if "oneOf" in schema and not _exclude_each_other(alternatives):
+                _refuse({"oneOf"})
             self._check_alone(schema, "anyOf" if "anyOf" in schema else "oneOf")
             return f"({' | '.join(self._value(each) for each in alternatives)})"
         kinds = schema.get("type", list(_KEYWORDS))
@@ -250,6 +258,8 @@ class Notation:
                 return self._rules.add(json_rule({"type": kind} | numeric))
 
     def _list(self, schema: Mapping[str, Any]) -> str:
+        if isinstance(schema.get("items"), list):
+            raise ConstraintError("", "has a list of items")
         item = self._rules.add(self._value(schema.get("items", True)))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
@@ -260,6 +270,7 @@ class Notation:
 
     def _members(self, schema: Mapping[str, Any], *, is_top: bool) -> str:
         """The pairs of an object, in the order of the schema."""
+        _check_names(schema)
         if "properties" not in schema:
             return self._any_members(schema.get("additionalProperties", True), is_top=is_top)
         if schema.get("additionalProperties", False) not in (False, True):
@@ -322,6 +333,37 @@ def _refuse(keywords: Sequence[str] | set[str]) -> None:
         raise ConstraintError("", f'uses "{min(keywords)}"')
 
 
+def _check_names(schema: Mapping[str, Any]) -> None:
+    """Raises ConstraintError for required properties of an object that its schema does not describe."""
+    if set(schema.get("required", ())) - set(schema.get("properties", ())):
+        raise ConstraintError("", "has required properties that it does not name")
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of a schema that lists them; None if it does not."""
+    if "enum" not in schema and "const" not in schema:
+        return None
+    _refuse(schema.keys() - {"enum", "const"} - _NEUTRAL)
+    kinds = schema.get("type", list(_PYTHON_TYPES))
+    types = tuple(_PYTHON_TYPES[each] for each in (kinds if isinstance(kinds, list) else [kinds]))
+    values = schema.get("enum", [schema.get("const")])
+    if "const" in schema:
+        values = [each for each in values if json.dumps(each) == json.dumps(schema["const"])]
+    is_boolean = "boolean" in kinds
+    admitted = [each for each in values if isinstance(each, types) and (is_boolean or not isinstance(each, bool))]
+    if not admitted:
+        raise ConstraintError("", "has a value that nothing matches")
+    return admitted
+
+
+def _exclude_each_other(schemas: Sequence[Any]) -> bool:
+    """Whether no value matches two of these schemas, as their types or constants say."""
+    kinds = [each.get("type") if isinstance(each, Mapping) else None for each in schemas]
+    if all(isinstance(kind, str) for kind in kinds):
+        return len({"number" if kind == "integer" else kind for kind in kinds}) == len(kinds)
+    return False
+
+
 def _bounds(schema: Mapping[str, Any]) -> str:
     """The length of a text, as in a regular expression."""
     if "minLength" not in schema and "maxLength" not in schema:
@@ -333,6 +375,8 @@ def _whole_pattern(pattern: str) -> str:
     """A regular expression of a schema, which may match anywhere, as one of the whole text."""
     begin = "" if pattern.startswith("^") else "(.|\\n)*"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
+    # In JSON schema, digits and words are those of ASCII.
+    pattern = _SHORT_CLASS.sub(lambda found: _ASCII.get(found.group(), found.group()), pattern)
     inner = pattern.removeprefix("^")
     inner = inner.removesuffix("$") if not end else inner
     if _ANCHOR.search(inner) or "/" in inner:

@@ -91,6 +91,21 @@ def test_the_digest_is_of_both_files_and_of_nothing_else(tmp_path: Path) -> None
         check_digest(first, other.digest)
 
 
+@pytest.mark.parametrize("init", [None, True, False, "gaussian", "eva", "orthogonal", "mica", "MiCA"])
+def test_initialisations_that_leave_the_weights_as_they_are_are_read(tmp_path: Path, init: object) -> None:
+    assert read_adapter(write_adapter(tmp_path, init_lora_weights=init)).modules
+
+
+def test_what_velora_needs_for_gradients_is_left_out(tmp_path: Path) -> None:
+    """As PEFT 0.21.2 saves it."""
+    write_adapter(tmp_path, velora_config={"init_type": "batch_average", "num_groups": 8, "scale": 1.0})
+    names = {f"base_model.model.{Q}.lora_{side}.weight": shape for side, shape in (("A", [4, 16]), ("B", [16, 4]))}
+    write_tensors(tmp_path / WEIGHTS_FILE, {**names, f"base_model.model.{Q}.lora_velora_embed": [6]})
+    assert [*read_adapter(tmp_path).modules] == [Q]
+    write_tensors(tmp_path / WEIGHTS_FILE, {f"base_model.model.{Q}.lora_velora_embed": [6]})
+    assert "has no tensors" in line_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "part"),
     [

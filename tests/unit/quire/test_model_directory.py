@@ -67,6 +67,41 @@ def test_the_parts_of_a_whole_directory(make: Make) -> None:
     assert model.chat_template == "{{ messages }}"
 
 
+BPE = {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}
+UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["</s>", -1.5]]}}
+
+
+@pytest.mark.parametrize(
+    ("eos", "tokenizer", "decoder", "expected"),
+    [
+        ("<|im_end|>", BPE, None, (5, 2, 9)),
+        ({"__type": "AddedToken", "content": "<|im_end|>"}, BPE, {}, (5, 2, 9)),
+        # As in transformers, which gives a listed token the id of the list.
+        ("<|im_end|>", BPE, {"7": {"content": "<|im_end|>"}}, (5, 2, 7)),
+        ("</s>", BPE, None, (5, 2)),
+        ("</s>", UNIGRAM, None, (5, 2, 1)),
+        ("<none>", BPE, None, (5, 2)),
+        (None, BPE, None, (5, 2)),
+        ("a", None, None, (5, 2)),
+        *(("a", damaged, None, (5, 2)) for damaged in ([], 7, {"model": 3}, {"added_tokens": [1], "model": {}})),
+    ],
+)
+def test_the_eos_token_of_the_tokenizer_ends_a_text_too(
+    make: Make, eos: object, tokenizer: object, decoder: object, expected: tuple[int, ...]
+) -> None:
+    """As in vLLM, SGLang, TGI and llama.cpp: many fine-tunes for chats set it in the tokenizer's files only."""
+    files = {} if tokenizer is None else {"tokenizer": tokenizer}
+    config = {"eos_token": eos} | ({} if decoder is None else {"added_tokens_decoder": decoder})
+    model = ModelDirectory.open(make(generation_config={"eos_token_id": [5, 2]}, tokenizer_config=config, **files))
+    assert model.eos_token_ids == expected
+
+
+def test_the_eos_token_of_an_older_file_of_special_tokens_counts(make: Make) -> None:
+    config = {"architectures": ["LlamaForCausalLM"]}
+    model = ModelDirectory.open(make(config, tokenizer=BPE, special_tokens_map={"eos_token": "<|im_end|>"}))
+    assert model.eos_token_ids == (9,)
+
+
 def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: Make) -> None:
     for name in SUPPORTED_ARCHITECTURES:
         model = ModelDirectory.open(make({"architectures": [name]}))

@@ -49,6 +49,8 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "awq": (awq, AWQ),
     "awq-128": (partial(awq, group=128), AWQ | {"group_size": 128}),
+    # As AutoRound 0.16.1 writes it by default.
+    "awq-symmetric": (partial(awq, symmetric=True), AWQ | {"zero_point": False, "sym": True}),
     "gptq": (gptq, GPTQ),
     "gptq-sym": (partial(gptq, symmetric=True), GPTQ | {"sym": True}),
     "gptq-8-bits": (partial(gptq, bits=8), GPTQ | {"bits": 8}),
@@ -275,6 +277,7 @@ SCALES = torch.ones(8, 256, dtype=torch.float16)
     [
         ("awq", "scales", None, f"tensor {PROJECTION}.scales is missing from the safetensors files"),
         ("gptq", "qzeros", None, f"tensor {PROJECTION}.qzeros is missing"),
+        ("awq-symmetric", "qzeros", None, f"tensor {PROJECTION}.qzeros is missing from the safetensors files"),
         ("awq", "scales", SCALES[:7], "scales has shape [7, 256]; expected [8, 256]"),
         ("awq", "scales", SCALES.long(), "scales has dtype I64; expected F32, BF16, F16"),
         ("awq", "qweight", torch.zeros(512, 32), "qweight has dtype F32; expected I32"),

@@ -8,17 +8,28 @@ from typing import Any
 import pytest
 import torch
 
+from quire.compatibility import ModelFingerprint
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from tests.support.graph_recorder import CallingRecorder
+from tests.support.models import Family, make_model
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc import startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.gguf_writer import write_gguf
+from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, requested_pool_dtype
+from worker_svc.startup import (
+    DraftPart,
+    choose_device,
+    is_lost,
+    kv_namespace,
+    make_worker,
+    model_geometry,
+    requested_pool_dtype,
+)
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
 
 
@@ -32,6 +43,43 @@ def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> 
     assert model_geometry(model, 20).max_model_len == 20
     with pytest.raises(ConfigurationError, match="--max-model-len is 49"):
         model_geometry(model, 49)
+
+
+def make_phi_3(tmp_path: Path, max_model_len: int | None) -> CausalLM:
+    """Up to 32 tokens by its first rotation, up to 128 by its extended one."""
+    if not (tmp_path / "config.json").exists():
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+        make_model(tmp_path, Family("Phi3", {**lengths, "rope_parameters": rope}))
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    return load_model(tmp_path, **options, max_model_len=max_model_len)
+
+
+def test_sequences_are_longer_than_the_first_rotation_serves_only_where_a_length_is_set(tmp_path: Path) -> None:
+    first, longer = make_phi_3(tmp_path, None), make_phi_3(tmp_path, 40)
+    assert (model_geometry(first, None).max_model_len, model_geometry(longer, 40).max_model_len) == (32, 40)
+    assert str(first.rotation) == (
+        "sequences have at most 32 tokens, and the rotation of the first training; --max-model-len 33 to 128 serves "
+        "longer ones, with the extended rotation for all sequences"
+    )
+    assert str(longer.rotation) == (
+        "the rotation of all sequences is the one for 40 tokens; answers of sequences up to 32 tokens may be better "
+        "with --max-model-len 32"
+    )
+    with pytest.raises(ConfigurationError, match="--max-model-len is 129; this model has at most 128 positions"):
+        model_geometry(make_phi_3(tmp_path, 129), 129)
+
+
+def test_blocks_of_another_rotation_are_never_taken(tmp_path: Path) -> None:
+    fingerprint = ModelFingerprint("a", "b", "c")
+    lengths = (None, 20, 32, 33, 128)
+    models = [make_phi_3(tmp_path, length) for length in lengths]
+    first, *others = [kv_namespace(model, load(), fingerprint).digest() for model in models]
+    assert [first == other for other in others] == [True, True, False, False]
+    assert others[-1] == others[-2]
+    of_draft = [kv_namespace(models[0], load(), fingerprint, DraftPart(model, fingerprint)) for model in models]
+    assert [each == of_draft[0] for each in of_draft] == [True, True, True, False, False]
 
 
 def test_cuda_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,30 @@ async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
         await checker.check(SLOW, "a")
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("os.kill(os.getpid(), 11)", "by SIGSEGV: recursion that is too deep for the stack"),
+        ("os.abort()", "by SIGABRT: the library does not accept it"),
+        ("(os.write(2, b'memory allocation of 9 bytes failed'), os.abort())", "takes more than 512 MiB to compile"),
+        ("os.kill(os.getpid(), 27)", "takes more than 0.5 s of processor time"),
+        ("os._exit(3)", "ends the process that compiles it with status 3"),
+        ("[][0]", "cannot be compiled: IndexError: list index out of range"),
+    ],
+)
+async def test_a_compilation_that_dies_is_refused_with_how_it_ended(checker, monkeypatch, what, message) -> None:
+    dying = (
+        f"import os; from quire.constraints import check_process as each; each.check = lambda *_: {what}; each.main()"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        checking.subprocess, "Popen", lambda command, **rest: popen([command[0], "-c", dying, command[-1]], **rest)
+    )
+    with pytest.raises(InvalidArgument) as refused:
+        await checker.check(Constraint(regex="a"), "a")
+    assert message in refused.value.message
+
+
 async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(checker, monkeypatch) -> None:
     monkeypatch.setattr(checking, "MAX_KEPT", 5)
     await checker.check(Constraint(regex="quiet"), "quiet")

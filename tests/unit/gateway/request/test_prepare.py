@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 from tokenizers import Tokenizer, normalizers
 
+from gateway.request.generation_config import NO_DEFAULTS, ModelDefaults
 from gateway.request.prepare import bad_token_sequences, check_choice, drawn_seed, resolve
 from quire.common.v1.common_pb2 import EARLY_STOPPING_FALSE, BeamSearchParameters, RowSampling, SamplingParameters
 from quire.rpc.errors import InvalidArgument
@@ -32,14 +33,16 @@ async def test_a_word_without_tokens_is_refused_by_name():
 
 def test_asked_wins_over_the_model_and_the_model_over_the_contract():
     options = make_options(sampling={"temperature": 0.0, "seed": 0, "repetition_penalty": 1})
-    sampling = resolve(options, SamplingParameters(temperature=0.6, top_k=20, repetition_penalty=1.25), ()).sampling
+    defaults = SamplingParameters(temperature=0.6, top_k=20, repetition_penalty=1.25)
+    sampling = resolve(options, ModelDefaults(defaults), ()).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 20, 1, 0)
     assert sampling.repetition_penalty == 1
     assert drawn_seed(options.sampling) == 0
 
 
 def test_the_models_defaults_of_drawing_do_not_apply_and_its_penalty_does():
-    defaults = SamplingParameters(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
+    numbers = SamplingParameters(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
+    defaults = ModelDefaults(numbers)
     sampling = resolve(make_options(sampling={"beam_search": {"beam_width": 2}}), defaults, ()).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
     assert (sampling.repetition_penalty, sampling.n, sampling.best_of) == (1.5, 1, 2)
@@ -57,7 +60,7 @@ def test_allowed_tokens_must_leave_a_choice(bad_sequences, min_tokens, is_refuse
     options = make_options(
         sampling={"allowed_token_ids": [3, 4]}, stopping={"stop_token_ids": [4], "min_tokens": min_tokens}
     )
-    parameters = resolve(options, SamplingParameters(), eos_token_ids=())
+    parameters = resolve(options, NO_DEFAULTS, eos_token_ids=())
     with pytest.raises(InvalidArgument) if is_refused else nullcontext():
         check_choice(parameters, bad_sequences)
 
@@ -67,7 +70,7 @@ def test_parameters_of_workers_have_no_text_and_nothing_that_the_scheduler_decid
         sampling={"seed": 3, "n": 2, "best_of": 4, "temperature": 0.5, "bad_words": ["secret"], "logit_bias": {7: 1.5}},
         stopping={"stop_token_ids": [9, 9, 8], "min_tokens": 2},
     )
-    parameters = resolve(options, SamplingParameters(), (1,), [(5, 6)])
+    parameters = resolve(options, NO_DEFAULTS, (1,), [(5, 6)])
     assert list(parameters.stopping.stop_token_ids) == [9, 8]
     row = RowSampling.FromString(parameters.row_sampling)
     assert not any(row.sampling.HasField(name) for name in ("seed", "n", "best_of", "beam_search"))

@@ -11,6 +11,8 @@ from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
+from quire.constraints.matcher import Vocabulary
+from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError, load_settings
 from scheduler_svc.service import servicer
 from tests.support.tokenizers import byte_level, write_model_directory
@@ -32,7 +34,14 @@ def test_generation_config_gives_the_defaults(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json=config)
     assert model.name == "m"
     assert model.eos_token_ids == (1, 7)
-    assert model.sampling_defaults == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.25)
+    assert model.defaults.sampling == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.25)
+
+
+def test_constraints_end_with_the_same_tokens_as_texts(tmp_path, executor):
+    model = open_model(tmp_path, executor, tokenizer_config__json='{"eos_token": "a"}')
+    directory = ModelDirectory.open(tmp_path / "m")
+    assert model.eos_token_ids == (1, model.tokenizer.id_of("a"))
+    assert Vocabulary.of_model(directory, None).eos == set(model.eos_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +66,11 @@ def test_a_default_out_of_range_is_a_configuration_error(tmp_path, executor, nam
 
 def test_do_sample_false_is_greedy(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": 0.6}')
-    assert model.sampling_defaults.temperature == 0
+    assert model.defaults.sampling.temperature == 0
 
 
 def test_top_k_of_minus_one_is_all_tokens(tmp_path, executor):
-    assert open_model(tmp_path, executor, generation_config__json='{"top_k": -1}').sampling_defaults.top_k == 0
+    assert open_model(tmp_path, executor, generation_config__json='{"top_k": -1}').defaults.sampling.top_k == 0
 
 
 def test_limits_are_those_that_hold_on_every_replica():

@@ -26,8 +26,7 @@ from gateway.text.formats.shapes import SHAPES
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
-from quire.constraints.program import program_of
-from tests.support.constraints import make_vocabulary, vocabulary, write
+from tests.support.constraints import make_vocabulary, spelled, vocabulary, write
 from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_level
 
@@ -93,7 +92,7 @@ each_vocabulary = parametrize_once(
 def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
     """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
     assert constraint is not None
-    given = list(held.tokenizer.tokenize_str(begin, parse_special=True))
+    given = spelled(begin, held)
     choices = random.Random(seed)
 
     def choose(possible):
@@ -102,7 +101,7 @@ def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: s
             return given.pop(0)
         return int(choices.choice(possible))
 
-    template = Template(program_of(constraint, held.special_tokens), held)
+    template = Template.of(constraint, held)
     token_ids, has_ended = write(template, choose, max_tokens=500)
     return b"".join(held.token_bytes[token_id] for token_id in token_ids).decode(errors="replace"), has_ended
 
@@ -223,6 +222,34 @@ def test_what_only_json_can_enforce_is_named(properties, problem):
             check_arguments(name, schema)
     for name in ("hermes", None, *(() if is_text else ("qwen3_coder", "glm45"))):
         check_arguments(name, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"type": "string", "enum": ["a", "b"], "pattern": "^a"}}}, 'uses "pattern"'),
+        ({"properties": {"a": {"type": "string", "const": 5}}}, "nothing matches"),
+        ({"properties": {"a": {"type": "string"}}, "required": ["b"]}, "required properties that it does not name"),
+        ({"required": ["b"]}, "required properties that it does not name"),
+        ({"patternProperties": {"^a": {"type": "integer"}}}, 'uses "patternProperties"'),
+        ({"properties": {"a": {"type": "string"}}, "minProperties": 1}, 'uses "minProperties"'),
+    ],
+)
+def test_what_a_notation_would_drop_is_refused_by_name(schema, problem):
+    for name in ("gemma4", "functiongemma", "pythonic", "qwen3_coder", "glm45"):
+        with pytest.raises(ConstraintError, match=problem):
+            check_arguments(name, json.dumps({"type": "object"} | schema))
+
+
+def test_alternatives_that_may_match_together_are_refused_in_other_notations():
+    both = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    for name in ("gemma4", "functiongemma", "pythonic"):
+        with pytest.raises(ConstraintError, match='uses "oneOf"'):
+            check_arguments(name, json.dumps({"type": "object", "properties": {"a": both}}))
+        check_arguments(name, json.dumps({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}}))
+        with pytest.raises(ConstraintError, match="a list of items"):
+            listed = {"type": "array", "items": [{"type": "integer"}]}
+            check_arguments(name, json.dumps({"type": "object", "properties": {"a": listed}}))
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic"])

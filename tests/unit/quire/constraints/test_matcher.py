@@ -8,7 +8,6 @@ import pytest
 from quire.common.v1.common_pb2 import Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.constraints.program import program_of
 from quire.model_directory import ModelDirectory
 from quire.model_source import resolve_model
 from tests.support.constraints import (
@@ -86,7 +85,7 @@ def test_eos_may_follow_only_where_the_text_is_complete(kind) -> None:
     matcher = make_matcher(Constraint(regex="a(bc)?"), kind)
     eos = EOS.encode()
     seen = []
-    for token_id in spelled("abc", kind)[-3:]:
+    for token_id in spelled("abc", vocabulary(kind))[-3:]:
         seen.append(eos in allowed_texts(matcher, kind))
         matcher.consume(token_id)
     assert seen == [False, True, False]
@@ -123,7 +122,7 @@ def test_the_end_is_delayed_as_long_as_something_else_may_follow() -> None:
 def test_a_text_of_very_many_readings_ends_before_its_masks_take_long() -> None:
     held = Vocabulary.of_model(ModelDirectory.open(resolve_model(None)), None)
     constraint = Constraint(lark='start: s "zz"\ns: s s | "a" | "b" | " "')
-    matcher = Template(program_of(constraint, held.special_tokens), held).matcher(tuple(held.eos))
+    matcher = Template.of(constraint, held).matcher(tuple(held.eos))
     allowed = np.flatnonzero(mask_of(matcher, held)).tolist()
     longest = max(allowed, key=lambda token_id: len(held.token_bytes[token_id]))
     for _ in range(60):

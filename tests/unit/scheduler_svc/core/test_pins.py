@@ -117,6 +117,42 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     assert driver.usage[2].preemptions == 0
 
 
+def test_only_a_request_that_enters_takes_the_blocks_of_a_pin():
+    """To ask whether it could enter changes nothing."""
+    driver = make_driver(num_blocks=16, pin_quota=1.0, max_pinned=1.0)
+    held = pinned(driver, token_ids=[7] * 48)
+    request = make_request(1, prompt=[9] * 18, max_tokens=3)
+    driver.submit(request)
+    assert driver.scheduler._can_admit()
+    assert held.is_held
+    driver.scheduler.abort(request.key)
+    driver.run_until_idle()
+    assert held.is_held
+    assert run(driver, 2, [9] * 18) == 0
+    assert not held.is_held
+
+
+def test_a_request_that_has_no_room_even_then_takes_no_pin():
+    """Blocks that are on their way from the tier do not give way: the request waits for them, and may end first."""
+    driver = make_driver(num_blocks=24, pin_quota=1.0, max_pinned=1.0)
+    held = pinned(driver, token_ids=[7] * 32)
+    fetched = make_request(1, prompt=[8] * 41, max_tokens=3)
+    hashes = PrefixHashes(fetched.cache_root, 4).first(10, list(fetched.prompt))
+    driver.scheduler.tier_changed(range(10), hashes)
+    driver.submit(fetched)
+    assert driver.scheduler.schedule(driver.clock) is None
+    (preparation,) = driver.scheduler.take_preparations()
+    # 8 of 24 blocks are pinned and 10 on their way; this one needs 15.
+    wide = make_request(2, prompt=[9] * 58, max_tokens=3)
+    driver.submit(wide)
+    assert driver.scheduler.schedule(driver.clock) is None
+    assert held.is_held
+    driver.scheduler.abort(wide.key)
+    driver.scheduler.prepared(preparation.number, failed=frozenset(range(10)))
+    driver.finish(fetched)
+    assert held.is_held
+
+
 def make_scheduler_with_pins(count: int) -> Scheduler:
     """So many pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
     scheduler = Scheduler(make_config(num_blocks=4 * count, pin_quota=0.5, max_pinned=0.5))

@@ -88,6 +88,9 @@ RULES = LogitRules(
     bad_sequences=(int32([3]), int32([1, 2, 3])),
     min_tokens=9,
     stop_token_ids=int32([2]),
+    first_excluded=int32([1]),
+    sequence_biases=((int32([4]), -np.inf), (int32([1, 3]), 0.5)),
+    no_repeat_ngram_size=2,
 )
 KINDS: list[dict[str, Any]] = [
     {"top_p": 0.9, "logprobs": 2, "prompt_logprobs": 1},

@@ -53,33 +53,57 @@ def read(config: dict[str, Any]) -> RopeConfig:
 
 
 def table_of(config: dict[str, Any]) -> torch.Tensor:
-    return read(config).cos_sin_table(CPU)
+    rope = read(config)
+    return rope.cos_sin_table(CPU, rope.max_model_len)
 
 
 def transformers_table(config: dict[str, Any], length: int) -> torch.Tensor:
-    """One position after the other, as in generation."""
+    """The table of one sequence of this length."""
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=2 * HEAD_DIM, num_attention_heads=2, **config))
-    lines = []
-    for position in range(length):
-        cos, sin = rotary(torch.zeros(1), torch.tensor([[position]]))
-        lines.append(torch.cat((cos[0, 0, : HEAD_DIM // 2], sin[0, 0, : HEAD_DIM // 2])))
-    return torch.stack(lines)
+    cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
+    return torch.cat((cos[0, :, : HEAD_DIM // 2], sin[0, :, : HEAD_DIM // 2]), dim=-1)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_table_equals_transformers_and_has_only_the_positions_that_are_served(name: str) -> None:
+def test_table_equals_that_of_transformers_for_one_sequence_of_the_length_that_is_served(name: str) -> None:
     config = make_config(SECTIONS[name])
-    rope, whole = read(config), table_of(config)
-    assert whole.shape == (rope.max_model_len, HEAD_DIM)
-    torch.testing.assert_close(whole, transformers_table(config, whole.shape[0]), rtol=1e-4, atol=1e-4)
-    assert torch.equal(rope.cos_sin_table(CPU, 70), whole[:70])
-    assert torch.equal(rope.cos_sin_table(CPU, 10_000), whole)
+    rope = read(config)
+    original = rope.changes_beyond or 70
+    for length in (1, original - 1, original, original + 1, rope.max_model_len):
+        table = rope.cos_sin_table(CPU, length)
+        assert table.shape == (length, HEAD_DIM)
+        torch.testing.assert_close(table, transformers_table(config, length), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_only_the_types_that_depend_on_the_length_have_several_tables_and_name_them(name: str) -> None:
+    rope = read(make_config(SECTIONS[name]))
+    original = {"dynamic": MAX_POSITIONS, "longrope": 48}.get(name.split("-")[0])
+    assert rope.changes_beyond == original
+    lengths = (10, 48, 49, 96, 97, 98)
+    tables = {length: rope.rotation_for(length, rope.max_model_len) for length in lengths}
+    names = [rotation and rotation.name for rotation in tables.values()]
+    whole = rope.cos_sin_table(CPU, 98)
+    for length, found in zip(lengths, names, strict=True):
+        for other, its in zip(lengths, names, strict=True):
+            alike = torch.equal(rope.cos_sin_table(CPU, length)[:10], rope.cos_sin_table(CPU, other)[:10])
+            assert (found == its) == alike
+    if original is None:
+        assert names == [None] * len(lengths)
+        assert torch.equal(rope.cos_sin_table(CPU, 70), whole[:70])
+
+
+def test_longrope_whose_factors_are_the_same_has_one_table() -> None:
+    section = {"rope_type": "longrope", **LONG_FACTORS, **ORIGINAL, "short_factor": LONG_FACTORS["long_factor"]}
+    assert read(make_config(section)).changes_beyond is None
+    longer = {"rope_type": "longrope", **LONG_FACTORS, "original_max_position_embeddings": 96}
+    assert read(make_config(longer)).changes_beyond is None
 
 
 def test_more_positions_than_a_table_can_have_can_be_excluded() -> None:
     rope = read({"max_position_embeddings": MAX_TABLE_LENGTH + 1})
     with pytest.raises(ConfigurationError, match="16777217; expected at most 16777216, or a --max-model-len"):
-        rope.cos_sin_table(CPU)
+        rope.cos_sin_table(CPU, rope.max_model_len)
     assert rope.cos_sin_table(CPU, 100).shape == (100, HEAD_DIM)
 
 

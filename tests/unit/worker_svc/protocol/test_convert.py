@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_float32, encode_int32
-from quire.common.v1.common_pb2 import RowSampling, SamplingParameters
+from quire.common.v1.common_pb2 import RowSampling, SamplingParameters, SequenceBias
 from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
@@ -143,6 +143,21 @@ REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [50]}, "sampling.allowed_token_ids holds token 50; token ids of this model are below 50"),
     ({"bad_token_sequences": [[1], []]}, "bad_token_sequences[1] is empty; a sequence has at least 1 token"),
     ({"bad_token_sequences": [[50]]}, "bad_token_sequences[0] holds token 50; token ids of this model are below 50"),
+    ({"sequence_biases": [SequenceBias(bias=1.0)]}, "sequence_biases[0] is empty; a sequence has at least 1 token"),
+    (
+        {"sequence_biases": [SequenceBias(ids=[1], bias=INF)]},
+        "sequence_biases[0] has the bias inf; it must be finite or -infinity",
+    ),
+    (
+        {"sequence_biases": [SequenceBias(ids=[1], bias=NAN)]},
+        "sequence_biases[0] has the bias nan; it must be finite or -infinity",
+    ),
+    (
+        {"sequence_biases": [SequenceBias(ids=[1, 50])]},
+        "sequence_biases[0] holds token 50; token ids of this model are below 50",
+    ),
+    ({"suppress_token_ids": encode_int32([50])}, "suppress_token_ids holds 50; values must be below 50"),
+    ({"begin_suppress_token_ids": b"abc"}, "begin_suppress_token_ids has 3 bytes; expected a multiple of 4"),
     ({"logprobs": 9}, "output.logprobs is 9; the limit is 8"),
     ({"prompt_logprobs": 9}, "output.prompt_logprobs is 9; the limit is 8"),
 ]
@@ -215,6 +230,22 @@ def test_logit_rules_arrive_as_they_were_sent() -> None:
     assert (rules.allowed_token_ids.tolist(), rules.stop_token_ids.tolist()) == ([49, 0], [2])
     assert [each.tolist() for each in rules.bad_sequences] == [[1], [2, 3]]
     assert rules.min_tokens == 7
+
+
+def test_the_rules_of_the_model_arrive_as_they_were_sent() -> None:
+    request = sampling_request(
+        logit_bias={4: 1.5},
+        suppress_token_ids=encode_int32([7, 4]),
+        begin_suppress_token_ids=encode_int32([1, 49]),
+        sequence_biases=[SequenceBias(ids=[2, 3], bias=0.5), SequenceBias(ids=[9], bias=-INF)],
+        no_repeat_ngram_size=3,
+    )
+    (assign,) = DECODER.decode(request).row_changes.assign
+    rules = assign.sampling.rules
+    assert rules is not None
+    assert (rules.bias_token_ids.tolist(), rules.bias_values.tolist()) == ([4, 7, 4], [1.5, -INF, -INF])
+    assert (rules.first_excluded.tolist(), rules.no_repeat_ngram_size) == ([1, 49], 3)
+    assert [(ids.tolist(), bias) for ids, bias in rules.sequence_biases] == [([2, 3], 0.5), ([9], -INF)]
 
 
 def test_a_result_is_sent_with_all_its_parts() -> None:

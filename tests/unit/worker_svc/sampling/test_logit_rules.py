@@ -6,6 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling import logit_rules
@@ -29,13 +38,15 @@ class Row:
 
 
 def make_rules(row: Row) -> LogitRules | None:
-    arrays = ("bias_token_ids", "allowed_token_ids", "stop_token_ids")
+    arrays = ("bias_token_ids", "allowed_token_ids", "stop_token_ids", "first_excluded")
     values: dict[str, Any] = {
         name: np.array(value, np.int32) if name in arrays else value for name, value in row.rules.items()
     }
     if "bias_values" in values:
         values["bias_values"] = np.array(values["bias_values"], np.float32)
     values["bad_sequences"] = tuple(np.array(each, np.int32) for each in row.rules.get("bad_sequences", ()))
+    biases = row.rules.get("sequence_biases", ())
+    values["sequence_biases"] = tuple((np.array(each, np.int32), bias) for each, bias in biases)
     return LogitRules(**values) if row.rules else None
 
 
@@ -51,6 +62,17 @@ def oracle(logits: np.ndarray, row: Row) -> np.ndarray:
     for *prefix, last in rules.get("bad_sequences", ()):
         if output[len(output) - len(prefix) :] == prefix and len(prefix) <= len(output):
             result[last] = -np.inf
+    if not output:
+        result[rules.get("first_excluded", [])] = -np.inf
+    for (*prefix, last), bias in rules.get("sequence_biases", ()):
+        if row.tokens[len(row.tokens) - len(prefix) :] == prefix and len(prefix) <= len(row.tokens):
+            result[last] += bias
+    if (size := rules.get("no_repeat_ngram_size", 0)) and len(row.tokens) >= size:
+        end = row.tokens[len(row.tokens) - size + 1 :]
+        for start in range(len(row.tokens) - size + 1):
+            *before, last = row.tokens[start : start + size]
+            if before == end:
+                result[last] = -np.inf
     for token in set(row.tokens):
         penalty = rules.get("repetition_penalty", 1.0)
         result[token] = result[token] / penalty if result[token] > 0 else result[token] * penalty
@@ -106,7 +128,14 @@ RULES: list[dict[str, Any]] = [
     {"bad_sequences": [[3, *OUTPUT, 20], [*OUTPUT, 21], [9] * 40, [*OUTPUT * 6, 22]]},
     {"min_tokens": 5, "stop_token_ids": [0, 7]},
     {"min_tokens": 6, "stop_token_ids": [0, 7]},
+    {"first_excluded": [3, 7]},
+    {"sequence_biases": [([7], 2.5), ([7], -1.0), ([2, 7, 11], -4.0), ([3, *OUTPUT, 20], -np.inf), ([9] * 40, 1.0)]},
+    {"bad_sequences": [[7, 12]], "sequence_biases": [([7, 12], 3.0), ([4, 3, *OUTPUT, 12], 1.0)]},
+    *({"no_repeat_ngram_size": size} for size in (1, 2, 3, 5, 9, 10, 11, 2**31)),
     {
+        "first_excluded": [2],
+        "sequence_biases": [([2, 7, 9], 3.0), ([3, 7, 7, 10], -2.0)],
+        "no_repeat_ngram_size": 2,
         "allowed_token_ids": [2, 3, 7, 8, 9, 10],
         "bias_token_ids": [2, 9],
         "bias_values": [5.0, -5.0],
@@ -123,6 +152,44 @@ RULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_a_rule_does_what_its_definition_says(rules: dict[str, Any]) -> None:
     assert_as_the_oracle_says([Row(PROMPT, OUTPUT, rules)])
+
+
+MODEL_RULES: dict[str, Any] = {
+    "bias_token_ids": [4, 9],
+    "bias_values": [-np.inf, -np.inf],
+    "first_excluded": [5, 6],
+    "sequence_biases": [([7], 1.5), ([7, 8], 4.0), ([3, 3, 7], -2.0), ([7, 7, 1], -np.inf), ([11], -np.inf)],
+    "no_repeat_ngram_size": 3,
+    "repetition_penalty": 1.2,
+}
+
+
+def test_the_rules_of_a_model_are_the_processors_of_transformers() -> None:
+    """In the order in which `generate` applies them, for random texts of all lengths of few tokens."""
+    generator = np.random.default_rng(3)
+    texts = [generator.integers(1, 9, length).tolist() for length in (1, 2, 3, 4, 7, 12, 23)]
+    for num_output in (0, 1, 2):
+        rows = [Row(text[: len(text) - num_output], text[len(text) - num_output :], MODEL_RULES) for text in texts]
+        rows = [row for row in rows if row.prompt]
+        logits = make_logits(len(rows), seed=num_output)
+        found = ruled_logits(rows, logits)
+        for row, line, ours in zip(rows, logits, found, strict=True):
+            ids = torch.tensor([row.tokens])
+            expected = transformers_processors(len(row.prompt))(ids, line[None].clone())  # pyright: ignore[reportArgumentType]
+            np.testing.assert_allclose(ours, expected[0].numpy(), rtol=1e-5, atol=1e-5)
+
+
+def transformers_processors(num_prompt_tokens: int) -> LogitsProcessorList:
+    return LogitsProcessorList(
+        [
+            SequenceBiasLogitsProcessor([[[7], 1.5], [[7, 8], 4.0], [[3, 3, 7], -2.0]]),
+            RepetitionPenaltyLogitsProcessor(1.2),
+            NoRepeatNGramLogitsProcessor(3),
+            NoBadWordsLogitsProcessor([[7, 7, 1], [11]]),
+            SuppressTokensLogitsProcessor([4, 9]),
+            SuppressTokensAtBeginLogitsProcessor([5, 6], num_prompt_tokens),
+        ]
+    )
 
 
 def test_rows_with_and_without_rules_do_not_touch_each_other() -> None:

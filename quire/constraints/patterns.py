@@ -1,0 +1,106 @@
+"""Regular expressions of JSON schemas, rewritten so that the engine enforces them.
+
+A pattern describes the text of a string, and the engine derives from it how that text is written in JSON: character
+by character, with escapes. llguidance 1.9.1 does that for sets of characters, and of one kind it writes too much: a set
+of all control characters, with or without the line feed, may also be written as `\\"` and `\\\\`, whether it has these
+two characters or not. Sets arise from classes, and from alternatives, which the engine unites.
+
+So no set here has U+0000 or U+0001 unless it has the quotation mark and the backslash too: `.`, `\\D`, `\\S` and `\\W`
+have all four, and the two control characters are taken away from other sets. Unions and intersections keep that.
+"""
+
+import re
+
+# What a pattern consists of, as the engine reads it; the groups name what is changed or refused.
+_ITEM = re.compile(
+    r"""(?P<sound>\[\[\^?(?:\\.|[^\\\[\]])*\]--\[\\x00\\x01\]\]|\[\\[pP](?:\{[^}]*\}|.)--\[\\x00\\x01\]\])
+    |(?P<property>\\[pP](?:\{[^}]*\}|.))
+    |\\(?:[xuU]\{(?P<code>[^}]*)\}|x(?P<x>..)|u(?P<u>.{4})|U(?P<U>.{8}))
+    |\\(?P<escaped>.)
+    |(?P<named>\(\?P?<(?![=!])[^>]*>)
+    |(?P<look>\(\?<?[=!])
+    |(?P<flags>\(\?[a-zA-Z-]*[:)])
+    |(?P<repeated>(?:[*+?]|\{[0-9]+,?[0-9]*\})[*+])
+    |(?P<open>\[\^?\]?)
+    |.""",
+    re.DOTALL | re.VERBOSE,
+)
+_IN_CLASS = re.compile(
+    r"(?P<escape>\\(?:[xuUpP]\{[^}]*\}|.))|(?P<end>\])|(?P<posix>\[:)|(?P<difference>--)|.", re.DOTALL
+)
+# Word boundaries and back references.
+_REFUSED_ESCAPES = frozenset("bBk123456789")
+_SHORT_ESCAPES = frozenset("dwstnrfv")
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON can only write as codes (\\uXXXX)."""
+_CONTROL_CODE = re.compile(
+    r"\\(?:[xuU]\{0*(?:[01]?[0-9a-fA-F]|7[fF])\}|(?:x|u00|U000000)(?:[01][0-9a-fA-F]|7[fF])|a|v)"
+)
+_SET = re.compile(r"\[(?:\^|(?:\\.|[^\\\]-])+-)(?:\\.|[^\\\]])*\]")
+_TAKEN_AWAY = "[[{}]--[\\x00\\x01]]"
+
+
+def sound_pattern(pattern: str) -> str:
+    """An equal regular expression that the engine enforces, but for U+0000 and U+0001, which few of its sets have.
+
+    Raises:
+        ValueError: the pattern has what the engine does not enforce; the text says what.
+    """
+    parts: list[str] = []
+    place, single = 0, set[str]()
+    while place < len(pattern):
+        found = _ITEM.match(pattern, place)
+        assert found is not None
+        place = found.end()
+        part = found.group()
+        if found["look"] or (found["escaped"] is not None and found["escaped"] in _REFUSED_ESCAPES):
+            raise ValueError("look-around, \\b and back references are not enforced")
+        if found["repeated"]:
+            raise ValueError(f"the repetition {part} is not enforced, which regular expressions read in several ways")
+        if found["flags"] and "x" in found["flags"]:
+            raise ValueError("the flag x is not enforced; write the pattern without white space and comments")
+        if found["sound"]:
+            pass
+        elif found["named"]:
+            # The engine gives a meaning to a name.
+            part = "("
+        elif found["property"]:
+            part = _TAKEN_AWAY.format(part)
+        elif found["open"]:
+            part, place = _class_at(pattern, place, part)
+        else:
+            code = found["code"] or found["x"] or found["u"] or found["U"] or ""
+            single.add(chr(int(code, 16)) if re.fullmatch("0+1?", code) else part)
+        parts.append(part)
+    if {"\0", "\x01"} <= single:
+        raise ValueError("a pattern with both U+0000 and U+0001 is not enforced; write them as a class")
+    return "".join(parts)
+
+
+def names_control(pattern: str) -> bool:
+    """Whether a pattern has control characters other than in sets of more than they, by range or exclusion."""
+    named = _SET.sub("", pattern).replace(_TAKEN_AWAY[4:], "")
+    return CONTROL.search(named) is not None or _CONTROL_CODE.search(named) is not None
+
+
+def _class_at(pattern: str, place: int, opened: str) -> tuple[str, int]:
+    """The class whose content begins at `place`, and the place after it."""
+    parts, is_simple = [opened.replace("]", "\\]")], opened[1:] in ("", "]")
+    while place < len(pattern):
+        found = _IN_CLASS.match(pattern, place)
+        assert found is not None
+        place = found.end()
+        part = found.group()
+        if found["posix"] or found["difference"]:
+            raise ValueError(f"{part} in a class is not enforced; write \\{part}, or the characters that are meant")
+        if found["end"]:
+            inner = "".join(parts)[1:]
+            return (f"[{inner}]" if is_simple else _TAKEN_AWAY.format(inner)), place
+        if found["escape"]:
+            is_simple &= part[1] in _SHORT_ESCAPES or not part[1].isalnum()
+        else:
+            is_simple &= part >= " "
+            # In the engine these begin a class within the class, and operations of classes.
+            part = f"\\{part}" if part in "[&~" else part
+        parts.append(part)
+    raise ValueError("a class does not end; write \\[ for the character")

@@ -1,0 +1,247 @@
+"""Which tokens a text may be made of: the bytes of each token of a vocabulary, and the kinds of its added tokens.
+
+Gateway and worker derive both from tokenizer.json and tokenizer_config.json here. Added tokens are of two kinds:
+
+- A special token is no part of a text, because an answer does not show it. A grammar names it by its id. A text that
+  reads like one, in a choice or within a JSON string, consists of other tokens. The tokens that end a text are special,
+  whatever the files say.
+- Any other added token is text, such as `<tool_call>` and `<think>` of Qwen, or `<b>` and line breaks of Gemma. Where
+  a text may be, this token and all other tokens with the same bytes are allowed. So a mark of a tool call may be its
+  own token or be spelled; text that only one sequence of bytes can continue has the tokens that the tokenizer makes.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Self
+
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "▁"
+_LONGEST_ENCODED = 4096
+"""Characters of a forced text that are spelled at once. The next ones follow when these tokens are there."""
+_KEPT_SPELLINGS = 1024
+_LAST_OF_UTF_8 = 0xF4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The tokens of a vocabulary.
+
+    Attributes:
+        token_bytes: The bytes of each token; for a special token those of its text, for an id without a token none.
+        special_tokens: The ids of the special tokens by their texts.
+        text_tokens: The ids of the other added tokens.
+    """
+
+    token_bytes: Sequence[bytes]
+    special_tokens: Mapping[str, int]
+    text_tokens: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> Self:
+        """`tokenizer` and `config` are the contents of tokenizer.json and tokenizer_config.json.
+
+        Raises:
+            ValueError: the bytes of tokens cannot be derived, because the decoder is of another kind.
+        """
+        vocab: Any = tokenizer["model"]["vocab"]
+        ids = vocab if isinstance(vocab, Mapping) else {piece: number for number, (piece, _) in enumerate(vocab)}
+        added = _added_tokens(tokenizer, config, ids)
+        texts = [""] * (max(*ids.values(), *(each["id"] for each in added), -1) + 1)
+        for text, token_id in ids.items():
+            texts[token_id] = text
+        for each in added:
+            texts[each["id"]] = each["content"]
+        token_bytes = _bytes_of(texts, list(_decoders(tokenizer.get("decoder"))))
+        special = {each["content"]: each["id"] for each in added if each["special"]}
+        for text, token_id in special.items():
+            token_bytes[token_id] = text.encode()
+        others = {each["content"]: each["id"] for each in added if not each["special"]}
+        return cls(token_bytes, special, others)
+
+
+def _added_tokens(
+    tokenizer: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The added tokens of tokenizer.json, with the further tokens and special flags of tokenizer_config.json. As in
+    transformers, a token keeps the id that its text has in tokenizer.json, and a new one gets the next id."""
+    added = {each["content"]: dict(each) for each in tokenizer.get("added_tokens", ())}
+    end = max(len(ids), *(each["id"] + 1 for each in added.values()), 0)
+    decoder = config.get("added_tokens_decoder") or {}
+    older = ({"content": text} for text, token_id in config.get("added_tokens", {}).items() if token_id >= end)
+    for entry in (*(decoder[name] for name in sorted(decoder, key=int)), *older):
+        text = entry["content"]
+        token_id = added[text]["id"] if text in added else ids.get(text, end)
+        end = max(end, token_id + 1)
+        added[text] = {"id": token_id, "content": text, "special": bool(entry.get("special"))}
+    named = {value if isinstance(value, str) else value.get("content") for value in _named_tokens(config)}
+    return [each | {"special": each["special"] or text in named} for text, each in added.items()]
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
+    for name, value in config.items():
+        if name.endswith("_token") and isinstance(value, str | dict):
+            yield value
+        elif name in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list | dict):
+            yield from value.values() if isinstance(value, dict) else value
+
+
+def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is not None and decoder["type"] == "Sequence":
+        for each in decoder["decoders"]:
+            yield from _decoders(each)
+    elif decoder is not None:
+        yield decoder
+
+
+def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """The bytes that the decoders make of each token, as it stands within a text."""
+    kinds = {each["type"] for each in decoders}
+    if "ByteLevel" in kinds:
+        alphabet = byte_level_alphabet()
+        # The others of these characters are no bytes: then the decoder takes the token as it is.
+        table = dict.fromkeys(range(256), "\uffff") | {ord(each): byte for each, byte in alphabet.items()}
+        return [_latin_1(text.translate(table)) or text.encode() for text in texts]
+    if not kinds & {"ByteFallback", "Metaspace"}:
+        raise ValueError(f"its decoder is {' and '.join(sorted(kinds)) or 'absent'}; {_KINDS}")
+    for each in decoders:
+        old, new = None, " "
+        if each["type"] == "Metaspace":
+            old = each.get("replacement", _SPACE)
+        elif each["type"] == "Replace":
+            old, new = each["pattern"].get("String"), each["content"]
+        if old:
+            texts = [text.replace(old, new) for text in texts]
+    encoded = [text.encode() for text in texts]
+    for token_id, text in enumerate(texts):
+        if len(text) == 6 and (match := _BYTE_TOKEN.fullmatch(text)):
+            encoded[token_id] = bytes.fromhex(match[1])
+    return encoded
+
+
+_KINDS = "those of byte-level BPE, byte fallback and SentencePiece can be read"
+
+
+def _latin_1(text: str) -> bytes | None:
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return None
+
+
+@cache
+def byte_level_alphabet() -> Mapping[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, others as characters from 256 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def tokenizer_encode(content: bytes) -> Encode:
+    """How the tokenizer of a tokenizer.json spells a text that follows another one: without special tokens, and without
+    a space before it."""
+    tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    found: list[Any] = [] if tokenizer.normalizer is None else list(_components(tokenizer.normalizer))
+    kept = [each for each in found if not isinstance(each, normalizers.Prepend)]
+    if len(kept) < len(found):
+        tokenizer.normalizer = normalizers.Sequence(kept)
+    for each in () if tokenizer.pre_tokenizer is None else _components(tokenizer.pre_tokenizer):
+        if isinstance(each, pre_tokenizers.Metaspace):
+            each.prepend_scheme = "never"
+        elif isinstance(each, pre_tokenizers.ByteLevel):
+            each.add_prefix_space = False
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _components(component: Any) -> Iterator[Any]:
+    if isinstance(component, normalizers.Sequence | pre_tokenizers.Sequence):
+        for each in component:
+            yield from _components(each)
+    else:
+        yield component
+
+
+class Speller:
+    """Spells forced texts for the engine: in the tokens that the tokenizer makes of a text if they have the same bytes,
+    else in the longest tokens. Tokenizers write some characters as others, such as "▁" as a space.
+
+    Attributes:
+        has_all_bytes: Whether the vocabulary can write every text.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos: Sequence[int], encode: Encode | None
+    ) -> None:
+        """Has what the engine expects of a tokenizer (llguidance's `TokenizerWrapper`). Without `encode` all texts are
+        spelled in the longest tokens."""
+        self.tokens, self.special_token_ids = tokens, special_token_ids
+        # Without any, the engine adds a token of its own, which no model chooses.
+        self.eos_token_id = eos[0] if eos else None
+        self._special = frozenset(special_token_ids)
+        self._encode = encode
+        self._spelled = lru_cache(_KEPT_SPELLINGS)(self._spell)
+        # Here and not when they are needed: a process that forks for each constraint has them for all.
+        self._ids = {text: token_id for token_id, text in enumerate(tokens) if token_id not in self._special}
+        self._longest_token = max(map(len, self._ids), default=0)
+        self.has_all_bytes = all(bytes([byte]) in self._ids for byte in range(_LAST_OF_UTF_8 + 1))
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of the beginning of a text; none if no tokens have its bytes."""
+        return self._spelled(text[:_LONGEST_ENCODED])
+
+    def unspelled(self, text: str) -> str | None:
+        """A character because of which no tokens can write this text; None if some can."""
+        missing = [each for each in sorted(set(text)) if not self(each)]
+        if not missing or self._longest(text.encode()):
+            return None
+        known = b"\0".join(self._ids)
+        return next((each for each in missing if each.encode() not in known), missing[0])
+
+    def _spell(self, text: str) -> list[int]:
+        data = text.encode()
+        if self._encode is not None and self._has_bytes(made := list(self._encode(text)), data):
+            return made
+        return self._longest(data)
+
+    def _has_bytes(self, token_ids: Sequence[int], data: bytes) -> bool:
+        return self._special.isdisjoint(token_ids) and b"".join(map(self.tokens.__getitem__, token_ids)) == data
+
+    def _longest(self, data: bytes) -> list[int]:
+        """The longest tokens; the fewest ones if the longest lead to a rest that no token begins."""
+        longest, made, place = self._longest_token, list[int](), 0
+        while place < len(data):
+            ends = range(min(len(data), place + longest), place, -1)
+            token_id = next((found for end in ends if (found := self._ids.get(data[place:end])) is not None), None)
+            if token_id is None:
+                return self._fewest(data)
+            made.append(token_id)
+            place += len(self.tokens[token_id])
+        return made
+
+    def _fewest(self, data: bytes) -> list[int]:
+        # By place, the fewest tokens of the rest from there, and the first one of them.
+        rest: list[tuple[int, int] | None] = [None] * len(data) + [(0, -1)]
+        for place in reversed(range(len(data))):
+            for end in range(place + 1, min(len(data), place + self._longest_token) + 1):
+                token_id, after = self._ids.get(data[place:end]), rest[end]
+                if token_id is not None and after is not None and ((held := rest[place]) is None or after[0] < held[0]):
+                    rest[place] = after[0] + 1, token_id
+        made, place = list[int](), 0
+        while place < len(data) and (first := rest[place]) is not None:
+            made.append(first[1])
+            place += len(self.tokens[first[1]])
+        return made if place == len(data) else []

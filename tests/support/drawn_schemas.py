@@ -1,0 +1,469 @@
+"""Draws JSON schemas and values, and compares what the grammar of a schema accepts with what `jsonschema` says.
+
+A text that is accepted and invalid is always a fault. A text that is valid and not accepted is one only where it is
+written as docs/structured-output.md says: see `plain_texts`.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+import jsonschema
+from jsonschema.validators import extend
+
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.json_schema import ConstraintError, read_schema
+from quire.constraints.matcher import Template
+from tests.support.constraints import accepts_text, make_template, write
+
+NAMES = ("a", "b", 'a"b', "é", "a/b", "n\n", "😀", "\\", "\x7f", "")
+# Characters that JSON escapes, or may, and neighbours of the borders of classes.
+CHARACTERS = tuple('ab01 -_."\\/<>[]^$?*|\n\r\t\b\x00\x01\x1f\x7fKkſé߀\u0661\u2028\ufeff😀\U0010ffff')
+_ITEMS = (
+    "a", "b", "1", ".", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\s\S]", '[^"]', r"[^\\]", r'[^"\\]', r'[^<>:"/\\|?*]',
+    "[a-c]", "[^a-c]", r"[^\n]", r'[^"\n]', r'[^\n\r"]', r"[^\s]", r'[^\s"]', r"[\x00-\x1f]", r"[\x01-\x21]", '["-~]',
+    r'[^\x00-\x1f"]', r'[^"\x00-\x1f]', r"[\w.-]", r"[^\w]", r"[^\d\\]", r"\\", '"', r"\/", "/", r"\.", "é", "[é-ü]",
+    "[^é]", "😀", r"\n", r"\t", "-", r'(?:[^"\n]|\n)', r'(?:\s|[^\s"])', r"(?i:k)", r'(?i:[^k"])', r"(?s:.)", "[*-]",
+)  # fmt: skip
+_NUMBERS = (0, 1, -1, 2, 3, 7, 10, 12, 99, 100, 101, -100, 0.5, 1.5, -1.5, 0.1, 0.01, 2.25, 1e-7, 1e3, 1e20, 123456.789)
+_LARGE = (2**53, 2**53 + 1, -(2**53) - 1, 1234567890123456789, 2**63 - 1, -(2**63), 2**64 - 1, 2**63, 10**19, 10**30)
+_WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+
+
+def _python(pattern: str) -> str:
+    """The same regular expression for Python's `re`: ASCII digits and words, and `$` at the end only."""
+    pattern = re.sub(r"\[(\[\^?(?:\\.|[^\\\[\]])*\])--(\[\\x00\\x01\])\]", r"(?:(?!\2)\1)", pattern)
+    pattern = pattern.replace(r"[\s\S]", "(?s:.)")
+    inside = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": _WHITE_SPACE}
+
+    def translated(found: re.Match[str]) -> str:
+        text = found.group()
+        if text.startswith("["):
+            return re.sub(r"\\[dws]", lambda each: inside[each.group()], text)
+        if text.lower() in inside:
+            return f"[{'^' if text.isupper() or text[1].isupper() else ''}{inside[text.lower()]}]"
+        return r"\Z" if text == "$" else text
+
+    return re.sub(r"\[(?:[^\]\\]|\\.)*\]|\\.|\$", translated, pattern)
+
+
+def _multiple_of(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(instance, int | Decimal) and not isinstance(instance, bool) and Fraction(instance) % Fraction(step):
+        yield jsonschema.ValidationError("is no multiple")
+
+
+def _pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(instance, str) and not re.search(_python(pattern), instance):
+        yield jsonschema.ValidationError("does not match")
+
+
+def _is_number(_checker: Any, instance: Any) -> bool:
+    return isinstance(instance, int | float | Decimal) and not isinstance(instance, bool)
+
+
+def _is_integer(_checker: Any, instance: Any) -> bool:
+    return _is_number(None, instance) and Fraction(instance).denominator == 1
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, _schema: Any) -> Iterator[Any]:
+    for pattern, schema in patterns.items() if isinstance(instance, dict) else ():
+        for name, value in instance.items():
+            if re.search(_python(pattern), name):
+                yield from validator.descend(value, schema, path=name, schema_path=pattern)
+
+
+def _additional(validator: Any, schema: Any, instance: Any, whole: Any) -> Iterator[Any]:
+    for name, value in instance.items() if isinstance(instance, dict) else ():
+        patterns = whole.get("patternProperties", ())
+        if name not in whole.get("properties", ()) and not any(re.search(_python(each), name) for each in patterns):
+            yield from validator.descend(value, schema, path=name)
+
+
+_KEYWORDS = {
+    "multipleOf": _multiple_of,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional,
+}
+_CLASSES = {
+    draft: extend(
+        base, _KEYWORDS, type_checker=base.TYPE_CHECKER.redefine_many({"number": _is_number, "integer": _is_integer})
+    )
+    for draft, base in (("2020", jsonschema.Draft202012Validator), ("7", jsonschema.Draft7Validator))
+}
+
+
+class SchemaDrawer:
+    """Schemas of enforced keywords, and values that are near to valid ones."""
+
+    def __init__(self, random: Random, *, deep: int = 3) -> None:
+        self.random = random
+        self._deep = deep
+
+    def schema(self) -> dict[str, Any]:
+        schema = self._schema(0)
+        if self.random.random() < 0.1 or "$ref" in json.dumps(schema):
+            schema["$defs"] = {"x": self._schema(1), "a/b": self._schema(2)}
+        return schema if isinstance(schema, dict) else {}
+
+    def _schema(self, depth: int) -> Any:
+        random = self.random
+        leaf = ("string", "string", "number", "constants")
+        kind = random.choice(
+            leaf if depth >= self._deep else (*leaf, "object", "object", "array", "any", "all", "one", "ref", "types")
+        )
+        return getattr(self, f"_{kind}")(depth)
+
+    def _some(self, drawn: dict[str, Any], chance: float) -> dict[str, Any]:
+        return {name: value() for name, value in drawn.items() if self.random.random() < chance}
+
+    def _string(self, _depth: int) -> dict[str, Any]:
+        low = self.random.randint(0, 3)
+        drawn: dict[str, Any] = {
+            "minLength": lambda: low,
+            "maxLength": lambda: low + self.random.randint(0, 3),
+            "pattern": self.pattern,
+        }
+        if self.random.random() < 0.1:
+            drawn["format"] = lambda: self.random.choice(("date", "ipv4", "uuid", "email"))
+        return ({} if self.random.random() < 0.1 else {"type": "string"}) | self._some(drawn, 0.4)
+
+    def pattern(self) -> str:
+        random = self.random
+        parts = ["".join(self._item() for _ in range(random.randint(1, 3))) for _ in range(random.choice((1, 1, 1, 2)))]
+        ends = [(random.choice(("^", "^", "")), random.choice(("$", "$", ""))) for _ in parts]
+        text = "|".join(f"{begin}{part}{end}" for part, (begin, end) in zip(parts, ends, strict=True))
+        return f"^({text})$" if random.random() < 0.1 and "^" not in text and "$" not in text else text
+
+    def _item(self) -> str:
+        item = self.random.choice(_ITEMS)
+        return item + self.random.choice(("", "", "", "*", "+", "?", "{2}", "{0,2}"))
+
+    def number(self) -> int | float:
+        return self.random.choice(_LARGE if self.random.random() < 0.15 else _NUMBERS)
+
+    def _number(self, _depth: int) -> dict[str, Any]:
+        drawn = dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), self.number)
+        several = {"multipleOf": lambda: self.random.choice((2, 3, 7, 10, 997, 65539, 0.1, 0.5, 0.01, 2.5))}
+        schema = self._some(drawn, 0.3) | self._some(several, 0.25)
+        return schema | {"type": self.random.choice(("integer", "number"))} if self.random.random() < 0.9 else schema
+
+    def _constants(self, _depth: int) -> dict[str, Any]:
+        values = [self.value() for _ in range(self.random.randint(1, 3))]
+        typed = {"type": self.random.choice(("string", "integer", "number"))} if self.random.random() < 0.2 else {}
+        return typed | ({"const": values[0]} if self.random.random() < 0.4 else {"enum": values})
+
+    def value(self, depth: int = 0) -> Any:
+        match self.random.choice("snnbl" if depth < 2 else "snb"):
+            case "s":
+                return self.text()
+            case "n":
+                return self.number()
+            case "b":
+                return self.random.choice((True, False, None))
+            case _ if self.random.random() < 0.5:
+                return [self.value(depth + 1) for _ in range(self.random.randint(0, 2))]
+            case _:
+                return {self.random.choice(NAMES): self.value(depth + 1) for _ in range(self.random.randint(0, 2))}
+
+    def text(self) -> str:
+        return "".join(self.random.choices(CHARACTERS, k=self.random.choice((0, 1, 1, 2, 3, 4))))
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        random = self.random
+        names = random.sample(NAMES, random.randint(0, 3))
+        drawn: dict[str, Any] = {
+            "required": lambda: [name for name in names if random.random() < 0.5] + ["z"] * (random.random() < 0.1),
+            "additionalProperties": lambda: random.choice((True, False, self._schema(depth + 1))),
+            "maxProperties": lambda: random.randint(0, 3),
+            "minProperties": lambda: 1,
+        }
+        schema: dict[str, Any] = {"type": "object"} if random.random() < 0.8 else {}
+        if names:
+            schema["properties"] = {name: self._schema(depth + 1) for name in names}
+        if random.random() < 0.25:
+            schema["patternProperties"] = {
+                self.pattern(): self._schema(depth + 1) for _ in range(random.choice((1, 1, 2)))
+            }
+        for name, value in self._some(drawn, 0.35).items():
+            schema[name] = value
+        return schema
+
+    def _array(self, depth: int) -> dict[str, Any]:
+        random = self.random
+        low = random.randint(0, 2)
+        drawn: dict[str, Any] = {
+            "items": lambda: random.choice((True, False, self._schema(depth + 1), self._schema(depth + 1))),
+            "prefixItems": lambda: [self._schema(depth + 1) for _ in range(random.randint(1, 2))],
+            "minItems": lambda: low,
+            "maxItems": lambda: low + random.randint(0, 2),
+        }
+        return {"type": "array"} | self._some(drawn, 0.5)
+
+    def _combined(self, keyword: str, depth: int) -> dict[str, Any]:
+        schema = {keyword: [self._schema(depth + 1) for _ in range(self.random.randint(1, 3))]}
+        return schema | (self._schema(depth + 1) if self.random.random() < 0.4 else {})
+
+    def _any(self, depth: int) -> dict[str, Any]:
+        return self._combined("anyOf", depth)
+
+    def _all(self, depth: int) -> dict[str, Any]:
+        # Schemas of one kind, since those of two have no values.
+        kind = self.random.choice(("string", "number", "object", "array"))
+        schema = {"allOf": [getattr(self, f"_{kind}")(depth + 1) for _ in range(self.random.randint(1, 3))]}
+        return schema | (getattr(self, f"_{kind}")(depth + 1) if self.random.random() < 0.4 else {})
+
+    def _one(self, depth: int) -> dict[str, Any]:
+        return self._combined("oneOf", depth)
+
+    def _ref(self, depth: int) -> dict[str, Any]:
+        sibling = self._schema(depth + 1) if self.random.random() < 0.3 else {}
+        return {"$ref": self.random.choice(("#/$defs/x", "#/$defs/a~1b", "#"))} | sibling
+
+    def _types(self, depth: int) -> dict[str, Any]:
+        schema = self._object(depth) | self._array(depth) | self._number(depth) | self._string(depth)
+        kept = {name: value for name, value in schema.items() if self.random.random() < 0.4}
+        kinds = ("object", "array", "string", "integer", "number", "null", "boolean")
+        return kept | {"type": self.random.sample(kinds, 2)}
+
+    def instance(self, root: Any, schema: Any, depth: int = 0) -> Any:
+        """A value that is often valid under a schema."""
+        random = self.random
+        if not isinstance(schema, dict) or depth > 5 or random.random() < 0.06:
+            return self.value()
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if schema.get(keyword) and random.random() < 0.7:
+                rest = {name: value for name, value in schema.items() if name != keyword}
+                chosen = schema[keyword] if keyword == "allOf" else [random.choice(schema[keyword])]
+                merged: dict[str, Any] = {}
+                for each in (*chosen, rest):
+                    merged = _merged(merged, each) if isinstance(each, dict) else merged
+                return self.instance(root, merged, depth + 1)
+        if "$ref" in schema:
+            target = {
+                "#": root,
+                "#/$defs/x": root.get("$defs", {}).get("x"),
+                "#/$defs/a~1b": root.get("$defs", {}).get("a/b"),
+            }
+            rest = {name: value for name, value in schema.items() if name != "$ref"}
+            found = target[schema["$ref"]]
+            return self.instance(root, _merged(found, rest) if isinstance(found, dict) else rest, depth + 1)
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            return random.choice(schema["enum"])
+        kinds = schema.get("type") or (
+            "object" if "properties" in schema or "patternProperties" in schema else "string"
+        )
+        kind = random.choice(kinds) if isinstance(kinds, list) else kinds
+        match kind:
+            case "string":
+                return self._matching(schema)
+            case "integer" | "number":
+                return self._near(schema, whole=kind == "integer")
+            case "array":
+                return self._list(root, schema, depth)
+            case "object":
+                return self._fields(root, schema, depth)
+            case _:
+                return random.choice((True, False, None))
+
+    def _matching(self, schema: dict[str, Any]) -> str:
+        random, text = self.random, ""
+        for _ in range(30):
+            text = self.text()
+            if random.random() < 0.3:
+                text = {"date": "2024-02-28", "ipv4": "1.2.3.4", "uuid": "1" * 8 + "-1111-1111-1111-" + "1" * 12}.get(
+                    schema.get("format", ""), text
+                )
+            if "pattern" not in schema or re.search(_python(schema["pattern"]), text) or random.random() < 0.03:
+                break
+        return text
+
+    def _near(self, schema: dict[str, Any], *, whole: bool) -> Any:
+        random = self.random
+        bounds = [
+            schema[name] for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") if name in schema
+        ]
+        base = (
+            Decimal(repr(random.choice(bounds))) if bounds and random.random() < 0.8 else Decimal(repr(self.number()))
+        )
+        if "multipleOf" in schema and random.random() < 0.8:
+            step = Decimal(repr(schema["multipleOf"]))
+            base = (int(base / step if abs(base) < 10**15 else 0) + random.randint(-1, 1)) * step
+        base += random.choice((0, 0, 0, 1, -1, Decimal("0.5"), Decimal("-0.01"), 100))
+        return int(base) if whole and random.random() < 0.9 else base
+
+    def _list(self, root: Any, schema: dict[str, Any], depth: int) -> list[Any]:
+        first = schema.get("prefixItems", [])
+        length = self.random.choice(
+            (schema.get("minItems", 0), schema.get("maxItems", 2), len(first), self.random.randint(0, 4))
+        )
+        return [
+            self.instance(root, first[at] if at < len(first) else schema.get("items", True), depth + 1)
+            for at in range(length)
+        ]
+
+    def _fields(self, root: Any, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        random, fields = self.random, dict[str, Any]()
+        for name, value in schema.get("properties", {}).items():
+            if random.random() < (0.95 if name in schema.get("required", ()) else 0.6):
+                fields[name] = self.instance(root, value, depth + 1)
+        for name in schema.get("required", ()):
+            if name not in fields and random.random() < 0.9:
+                fields[name] = self.instance(root, schema.get("additionalProperties", True), depth + 1)
+        for pattern, value in schema.get("patternProperties", {}).items():
+            if random.random() < 0.6:
+                fields[self._matching({"pattern": pattern})] = self.instance(root, value, depth + 1)
+        if random.random() < 0.3:
+            fields[random.choice(NAMES)] = self.instance(root, schema.get("additionalProperties", True), depth + 1)
+        return fields
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    merged = one | other
+    for name in ("properties", "patternProperties"):
+        if name in one and name in other:
+            merged[name] = one[name] | other[name]
+    if "required" in one and "required" in other:
+        merged["required"] = [*one["required"], *other["required"]]
+    return merged
+
+
+def texts_of(random: Random, value: Any) -> Iterator[str]:
+    """Spellings of a value as JSON."""
+    yield from plain_texts(value)
+    for _ in range(3):
+        yield _spelled(random, value)
+
+
+def plain_texts(value: Any) -> Iterator[str]:
+    """Spellings that a model may always use: numbers without an exponent, characters as they are, little white space,
+    properties in some order."""
+    for ordered in itertools.islice(_orders(value), 24):
+        yield _plain(ordered)
+
+
+def _orders(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for names in itertools.permutations(value):
+            for values in itertools.islice(
+                itertools.product(*(list(itertools.islice(_orders(value[each]), 6)) for each in names)), 12
+            ):
+                yield dict(zip(names, values, strict=True))
+    elif isinstance(value, list):
+        yield from map(
+            list, itertools.islice(itertools.product(*(list(itertools.islice(_orders(each), 6)) for each in value)), 12)
+        )
+    else:
+        yield value
+
+
+def _number_text(value: Any) -> str:
+    text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"
+
+
+def _in_quotes(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case None | bool() | str():
+            return _in_quotes(value)
+        case int() | float() | Decimal():
+            return _number_text(value)
+        case list():
+            return f"[{', '.join(map(_plain, value))}]"
+        case _:
+            return f"{{{', '.join(f'{_in_quotes(name)}: {_plain(each)}' for name, each in value.items())}}}"
+
+
+def _spelled(random: Random, value: Any) -> str:
+    match value:
+        case str():
+            return f'"{"".join(_spelled_character(random, each) for each in value)}"'
+        case None | bool():
+            return json.dumps(value)
+        case int() | float() | Decimal():
+            text = _number_text(value)
+            return random.choice(
+                (
+                    text,
+                    text,
+                    text + ("0" if "." in text else ".0"),
+                    f"{text}e0",
+                    f"{text}E+00",
+                    "-0" if not value else text,
+                )
+            )
+        case list():
+            comma = random.choice((",", ", ", ",\n  "))
+            return f"[{comma.join(_spelled(random, each) for each in value)}]"
+        case _:
+            colon, comma = random.choice((":", ": ")), random.choice((",", ", "))
+            pairs = [f"{_spelled(random, name)}{colon}{_spelled(random, each)}" for name, each in value.items()]
+            return f"{{{comma.join(pairs)}}}"
+
+
+def _spelled_character(random: Random, character: str) -> str:
+    way = random.choice("raaulc")
+    if way == "r" and character not in '"\\' and character >= " ":
+        return character
+    if way == "a":
+        return json.dumps(character, ensure_ascii=False)[1:-1]
+    if character == "/" and way == "c":
+        return "\\/"
+    units = character.encode("utf-16-be")
+    escaped = "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+    return escaped if way != "u" else escaped.replace("\\u", "\n").upper().replace("\n", "\\u")
+
+
+def read_exactly(text: str) -> Any:
+    return json.loads(text, parse_float=Decimal)
+
+
+def written_text(random: Random, template: Template) -> str | None:
+    """A text that the grammar allows; None if none came about in few tokens."""
+    tokens = template.vocabulary.token_bytes
+    closing = {at for at, token in enumerate(tokens) if token in (b'"', b"}", b"]")} | set(template.vocabulary.eos)
+    escaping = {at for at, token in enumerate(tokens) if token in (b'"', b"\\", b"u", b"0", b"-", b".")}
+    tries = itertools.count()
+
+    def choose(allowed: Any) -> int:
+        for wanted, chance in ((closing, 0.1 + next(tries) / 40), (escaping, 0.3)):
+            if random.random() < chance and (some := wanted.intersection(map(int, allowed))):
+                return random.choice(sorted(some))
+        return int(random.choice(allowed))
+
+    written, is_whole = write(template, choose, max_tokens=120)
+    text = b"".join(tokens[each] for each in written).decode() if is_whole else ""
+    return text if text and not re.search(r"[eE][+-]?\d{4}", text) else None
+
+
+def faults(random: Random, schema: dict[str, Any], values: list[Any]) -> list[tuple[str, str]]:
+    """Kinds and texts. Raises ConstraintError: the schema is refused."""
+    written = json.dumps(schema)
+    template = make_template(Constraint(json_schema=written))
+    validator = _CLASSES["2020"](read_exactly(written))
+    narrowed = _CLASSES["2020"](read_exactly(json.dumps(read_schema("", written))))
+    found: list[tuple[str, str]] = []
+    for _ in range(len(values)):
+        text = written_text(random, template)
+        if text is not None and not validator.is_valid(read_exactly(text)):
+            found.append(("weakened", text))
+    for value in values:
+        plain = list(dict.fromkeys(plain_texts(value)))
+        accepted = [text for text in dict.fromkeys(texts_of(random, value)) if accepts_text(template, text)]
+        found += [("weakened", text) for text in accepted if not validator.is_valid(read_exactly(text))]
+        # jsonschema does not check formats, and control characters are not written in all strings.
+        is_known = '"format"' not in written and len(plain) < 24 and "\\u00" not in plain[0]
+        if is_known and not set(accepted) & set(plain) and narrowed.is_valid(read_exactly(plain[0])):
+            found.append(("rejected", plain[0]))
+    return found
