@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import jinja2
 import jinja2.ext
@@ -19,7 +19,7 @@ from google.protobuf import json_format
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
-from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.answer import JSON_LIST, SHAPES, THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
     PROBE_TOOLS,
@@ -27,6 +27,7 @@ from gateway.text.formats.rendered import (
     Render,
     RenderedCalls,
     rendered_calls,
+    written_calls,
 )
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class ChatTemplate:
         variables: The names that the template reads.
         arguments: The variables that only a caller can set.
         calls: What it renders for calls; None if it leaves them out.
+        tool_format: The format of the model's calls, by what the template renders or tells; None if it is unknown.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -107,6 +109,9 @@ class ChatTemplate:
             self._takes_parts = True
             self._takes_parts = self._shows_text()
         self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
+        self.tool_format = tool_format_of(self.calls, self._told() if self.calls is None else "")
+        own = None if self.calls is None else self.calls.shape
+        self._call_shape = own or SHAPES[self.tool_format or JSON_LIST]
 
     def render(self, prompt: ChatPrompt) -> str:
         """Renders a conversation as a prompt.
@@ -115,9 +120,15 @@ class ChatTemplate:
             InvalidArgument: the template refuses it, for example because of an unknown role, or would omit parts of it.
         """
         self._check(prompt)
+        prompt = replace(prompt, messages=self._shown(prompt.messages))
         try:
             return self._render(prompt, self._calls_as)
         except _REFUSALS as error:
+            if any(map(_has_cut_calls, prompt.messages)):
+                # It takes no text for an object.
+                messages = [self._written(each) if _has_cut_calls(each) else each for each in prompt.messages]
+                with contextlib.suppress(*_REFUSALS):
+                    return self._render(replace(prompt, messages=messages), self._calls_as)
             description = f"the model's chat template refuses the conversation: {error!s:.1000}"
             raise InvalidArgument(
                 description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
@@ -141,8 +152,27 @@ class ChatTemplate:
                 shown = ", ".join(sorted(self.arguments)[:20]) or "none"
                 raise invalid_field(field, f"is not read by the model's chat template, which reads: {shown}")
 
-    @property
-    def told(self) -> str:
+    def _shown(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """The messages in a form in which the template leaves no call out: where it writes one call for a message, each
+        has one, and where it writes none, its text has them as the model writes them."""
+        if not any(message.tool_calls for message in messages):
+            return messages
+        if self.calls is not None and len(self.calls.calls) == 1:
+            messages = _with_one_call_each(messages)
+        leaves_out = self.calls is None
+        return [
+            self._written(each)
+            if each.tool_calls and (leaves_out or (self._calls_as.has_null and each.content))
+            else each
+            for each in messages
+        ]
+
+    def _written(self, message: ChatMessage) -> ChatMessage:
+        calls = written_calls(self._call_shape, [(call.name, call.arguments, call.id) for call in message.tool_calls])
+        content = f"{message.content}\n{calls}" if message.content else calls
+        return replace(message, content=content, tool_calls=())
+
+    def _told(self) -> str:
         """The prompt of a conversation with tools; empty if it is refused, or if it is the same without tools."""
         with_tools, without = (self._tried(ChatPrompt(_TEXT.messages, tools), _CallsAs()) for tools in (_PROBED, ()))
         return "" if with_tools is None or with_tools == without else with_tools
@@ -243,7 +273,7 @@ class Chat:
         self.template = template
         self.tool_template = tool_template or template
         calls = None if self.tool_template is None else self.tool_template.calls
-        detected = tool_format_of(calls, self.tool_template.told if self.tool_template and calls is None else "")
+        detected = None if self.tool_template is None else self.tool_template.tool_format
         self.tool_format = tool_format or detected
         self.call_shape = calls.shape if calls is not None and self.tool_format == detected else None
         self.reasoning_format = reasoning_format or reasoning_format_of("" if template is None else template.source)
@@ -421,13 +451,45 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
     return fields
 
 
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call; None if they are no object, for example because max_tokens cut them off."""
+    try:
+        value: Any = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+
+
+def _has_cut_calls(message: ChatMessage) -> bool:
+    return any(_object_of(call.arguments) is None for call in message.tool_calls)
+
+
+def _with_one_call_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with one call each: several calls become several messages, each followed by its result."""
+    made: list[ChatMessage] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        if len(message.tool_calls) < 2:
+            made.append(message)
+            continue
+        count = next((place for place, each in enumerate(rest) if each.tool_call_id is None), len(rest))
+        results, rest = rest[:count], rest[count:]
+        for number, call in enumerate(message.tool_calls):
+            made.append(
+                replace(message, tool_calls=[call])
+                if not number
+                else replace(message, content="", reasoning=None, tool_calls=[call])
+            )
+            made += [each for each in results if each.tool_call_id == call.id]
+        ids = {call.id for call in message.tool_calls}
+        made += [each for each in results if each.tool_call_id not in ids]
+    return made
+
+
 def _call_fields(call: ToolCall, form: _CallsAs) -> dict[str, Any]:
-    arguments: Any = call.arguments
-    if not form.has_texts:
-        with contextlib.suppress(ValueError, RecursionError):
-            # Arguments that were cut off, or are no object, stay a text.
-            value: Any = json.loads(arguments or "{}")
-            arguments = value if isinstance(value, dict) else arguments
+    values = None if form.has_texts else _object_of(call.arguments)
+    arguments = call.arguments if values is None else values
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

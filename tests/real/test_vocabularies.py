@@ -100,7 +100,7 @@ def test_texts_with_added_tokens_are_accepted_as_the_tokenizer_spells_them_and_w
 
 @pytest.mark.parametrize("tool_format", ["hermes", "deepseek_v31", "glm45", "gemma4", "mistral"])
 def test_forced_calls_begin_with_the_tokens_of_their_marks_and_end(real, tool_format) -> None:
-    tokens = ModelText("", real.held.special_tokens)
+    tokens = ModelText(None, real.held.special_tokens)
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["<b>", "</tool_call>"]}}, "required": ["a"]})
     constraint = constrained_calls(tool_format, [CallGrammar("now", schema)], tokens, is_forced=True, is_single=True)
     assert constraint is not None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -253,6 +254,68 @@ def test_a_template_that_takes_arguments_as_text_gets_text():
     calls = "{% for call in m.tool_calls or [] %}{{ call.function.arguments + '!' }}{% endfor %}"
     source = f"{{% for m in messages %}}{calls}{{% endfor %}}"
     assert ChatTemplate(source, {}).render(ChatPrompt(CALLED)) == '{"a": 2}!'
+
+
+# One message for each line; calls as `name(arguments)`.
+_CALLS = "{% for c in m.tool_calls %}|{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+_LINES = "{{ tools }}{% for m in messages %}{{ m.role }}:{{ m.content or '' }}CALLS{{ '\\n' }}{% endfor %}"
+TWO_CALLED = [
+    ChatMessage("user", "Say a"),
+    ChatMessage("assistant", "Hm", tool_calls=[ToolCall(id=i, name=i, arguments='{"b": 1}') for i in ("f", "g")]),
+    ChatMessage("tool", "3", tool_call_id="f"),
+    ChatMessage("tool", "4", tool_call_id="g"),
+]
+
+
+def lines_of(source: str, messages) -> list[str]:
+    return ChatTemplate(source, {}).render(ChatPrompt(messages)).splitlines()[1 - len(messages) :]
+
+
+def test_calls_that_a_template_shows_only_without_content_are_shown():
+    source = _LINES.replace("CALLS", f"{{% if m.tool_calls and m.content is none %}}{_CALLS}{{% endif %}}")
+    without_text = replace(TWO_CALLED[1], content="")
+    assert lines_of(source, [TWO_CALLED[0], without_text])[-1] == 'assistant:|f({"b": 1})|g({"b": 1})'
+    # The text of the message has them where there is one.
+    rendered = ChatTemplate(source, {}).render(ChatPrompt(TWO_CALLED))
+    assert 'assistant:Hm\n|f({"b": 1})|g({"b": 1})\n' in rendered
+
+
+def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them():
+    told = "{{ '<tool_call>\\n{' if tools }}"
+    messages = [TWO_CALLED[0], replace(TWO_CALLED[1], content=""), *TWO_CALLED[2:]]
+    expected = '<tool_call>\n{"name": "f", "arguments": {"b": 1}}\n</tool_call>\n<tool_call>\n{"name": "g"'
+    assert expected in ChatTemplate(told + _LINES.replace("CALLS", ""), {}).render(ChatPrompt(messages))
+    # A template without tools takes no calls.
+    with pytest.raises(InvalidArgument, match="has no tool calls"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(ChatPrompt(messages))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}" + _CALLS,
+        _CALLS.replace("m.tool_calls", "m.tool_calls[:1]"),
+    ],
+    ids=["refused", "left out"],
+)
+def test_calls_are_apart_for_a_template_that_writes_one_for_a_message(call):
+    source = _LINES.replace("CALLS", f"{{% if m.tool_calls %}}{call}{{% endif %}}")
+    assert ChatTemplate(source, {}).render(ChatPrompt(TWO_CALLED)).splitlines()[-4:] == [
+        'assistant:Hm|f({"b": 1})',
+        "tool:3",
+        'assistant:|g({"b": 1})',
+        "tool:4",
+    ]
+
+
+def test_arguments_that_were_cut_go_to_the_template_as_text():
+    cut = replace(TWO_CALLED[1], tool_calls=[ToolCall(id="f", name="f", arguments='{"b": "P')])
+    source = _LINES.replace("CALLS", f"{{% if m.tool_calls %}}{_CALLS}{{% endif %}}")
+    messages = [TWO_CALLED[0], cut, TWO_CALLED[2]]
+    assert r'assistant:Hm|f("{\"b\": \"P")' in ChatTemplate(source, {}).render(ChatPrompt(messages))
+    # One that takes only objects gets them in the text of the message.
+    only_objects = source.replace("c.function.arguments | tojson", "c.function.arguments | items | list | tojson")
+    assert '{"b": "P' in ChatTemplate(only_objects, {}).render(ChatPrompt(messages))
 
 
 def test_whole_numbers_among_the_arguments_of_a_template_are_integers():
