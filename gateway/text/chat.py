@@ -19,7 +19,7 @@ from google.protobuf import json_format
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
-from gateway.text.formats.answer import JSON_LIST, SHAPES, THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
     PROBE_TOOLS,
@@ -29,6 +29,7 @@ from gateway.text.formats.rendered import (
     rendered_calls,
     written_calls,
 )
+from gateway.text.formats.shapes import JSON_LIST, SHAPES
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import LONG_BYTES

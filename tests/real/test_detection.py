@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.text.chat import ChatTemplate
-from gateway.text.formats.answer import reasoning_format_of, tool_format_of
+from gateway.text.formats.answer import reasoning_format_of
 from tests.real.models import chat_template_files
 
 pytestmark = pytest.mark.real
@@ -31,8 +31,7 @@ def test_formats_are_detected_as_the_table_has_them(part: int) -> None:
     for name in list(table)[part::NUM_PARTS]:
         source = files[name].read_text(encoding="utf-8")
         template = ChatTemplate(source, SPECIAL_TOKENS)
-        calls = tool_format_of(template.calls, template.told if template.calls is None else "")
-        found = calls, reasoning_format_of(source)
+        found = template.tool_format, reasoning_format_of(source)
         if found != table[name]:
             wrong.append(f"{name}: {found}, and the table has {table[name]}")
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""How calls are written in formats that differ by their marks and tags alone, and the parsers of these formats."""
+"""How calls are usually written in each format, and the parsers of the formats that differ by marks and tags alone."""
 
 import dataclasses
 import re
@@ -15,29 +15,36 @@ JSON_LIST = "json_list"
 """The format of forced calls if the model's own format has no grammar."""
 
 _NAMED = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
-_PARAMETERS = (("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
+_PARAMETERS = ("parameters", Slot.ARGUMENTS)
+_TOKEN = re.compile(r"<[^<>\s]+>|｜[^｜<>\s]+｜")
 
 
-def _list(section_open: str, section_close: str, fields: tuple[tuple[str, Slot | str], ...] = _NAMED) -> CallShape:
-    return CallShape(Layout.ENVELOPE, section_open, separator=", ", section_close=section_close, fields=fields)
+def _object(opened: str, closed: str, separator: str = "", fields: tuple[tuple[str, Slot], ...] = _NAMED) -> CallShape:
+    """One JSON object for each call."""
+    return CallShape(Layout.ENVELOPE, call_open=opened, call_close=closed, separator=separator, fields=fields)
+
+
+def _list(opened: str, closed: str, fields: tuple[tuple[str, Slot], ...] = _NAMED, separator: str = ", ") -> CallShape:
+    """One JSON object for each call, between marks around all of them."""
+    return CallShape(Layout.ENVELOPE, opened, separator=separator, section_close=closed, fields=fields)
+
+
+def _name(
+    opened: str, name_close: str, closed: str, section: tuple[str, str] = ("", ""), between: str = ""
+) -> CallShape:
+    """The name and JSON."""
+    return CallShape(Layout.NAMED, section[0], opened, closed, between, section[1], name_close=name_close)
 
 
 def _tags(
-    section: tuple[str, str], call: tuple[str, str, str], argument: tuple[str, str, str], separator: str = ""
+    opened: str, name_close: str, argument: tuple[str, str, str], closed: str, section: tuple[str, str] | None = None
 ) -> CallShape:
-    """Each text up to a place: those of all calls, of a call up to its name, its arguments and its end, and of an
-    argument up to its name, its value and the next one. Between the name and a value that is no string, `true` is
-    `false`."""
-    opened, key_close, close = argument
-    return CallShape(
-        Layout.TAGS,
-        section[0],
-        *(call[0], call[2]),
-        separator,
-        section[1],
-        name_close=call[1],
-        tags=TagShape(opened, key_close, key_close.replace("true", "false"), close),
-    )
+    """`argument` has the texts before the name of an argument, before its value and after it. Before a value that is no
+    string, `true` is `false`. Without texts around all calls, each is on a line of its own."""
+    before, key_close, close = argument
+    tags = TagShape(before, key_close, key_close.replace("true", "false"), close)
+    around, separator = section or ("", ""), "" if section else "\n"
+    return CallShape(Layout.TAGS, around[0], opened, closed, separator, around[1], name_close=name_close, tags=tags)
 
 
 def _keys(prefix: str = "", suffix: str = "") -> tuple[str, str, str]:
@@ -46,207 +53,111 @@ def _keys(prefix: str = "", suffix: str = "") -> tuple[str, str, str]:
 
 
 def _hunyuan(suffix: str = "") -> CallShape:
-    call = f"tool_call{suffix}>"
-    section = (f"<tool_calls{suffix}>", f"\n</tool_calls{suffix}>")
-    return _tags(section, (f"\n<{call}", f"<tool_sep{suffix}>\n", f"</{call}"), _keys(suffix=suffix))
+    call, section = f"tool_call{suffix}>", (f"<tool_calls{suffix}>", f"\n</tool_calls{suffix}>")
+    return _tags(f"\n<{call}", f"<tool_sep{suffix}>\n", _keys(suffix=suffix), f"</{call}", section)
 
 
 def _dsml(calls: str) -> CallShape:
     mark = "｜DSML｜"
-    return _tags(
-        (f"<{mark}{calls}>", f"\n</{mark}{calls}>"),
-        (f'\n<{mark}invoke name="', '">\n', f"</{mark}invoke>"),
-        (f'<{mark}parameter name="', '" string="true">', f"</{mark}parameter>\n"),
-    )
+    argument = (f'<{mark}parameter name="', '" string="true">', f"</{mark}parameter>\n")
+    section = (f"<{mark}{calls}>", f"\n</{mark}{calls}>")
+    return _tags(f'\n<{mark}invoke name="', '">\n', argument, f"</{mark}invoke>", section)
 
 
-_PARAMETER = ("<parameter=", ">", "</parameter>\n")
-_NO_SECTION = ("", "")
+def _python(section: tuple[str, str], separator: str, quote: str, constants: tuple[str, str]) -> CallShape:
+    tags = TagShape("", "=", "=", "", ", ", quote, constants)
+    return CallShape(Layout.PYTHON, section[0], "", ")", separator, section[1], name_close="(", tags=tags)
+
+
+def _braced(opened: str, closed: str, quote: str) -> CallShape:
+    tags = TagShape("", ":", ":", "", ",", quote)
+    return CallShape(Layout.BRACED, call_open=f"{opened}call:", call_close=f"}}{closed}", name_close="{", tags=tags)
+
+
 MARKED: Mapping[str, CallShape] = {
-    "longcat": CallShape(
-        Layout.ENVELOPE, call_open="<longcat_tool_call>\n", call_close="\n</longcat_tool_call>", fields=_NAMED
+    "longcat": _object("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    "internlm": _object("<|action_start|><|plugin|>\n", "\n<|action_end|>", "\n", (("name", Slot.NAME), _PARAMETERS)),
+    "step3_vl": dataclasses.replace(
+        _object("\n<tool_call>\n", "\n</tool_call>"), section_open="<tool_calls>", section_close="\n</tool_calls>"
     ),
-    "internlm": CallShape(
-        Layout.ENVELOPE,
-        call_open="<|action_start|><|plugin|>\n",
-        call_close="\n<|action_end|>",
-        separator="\n",
-        fields=_PARAMETERS,
-    ),
-    "step3_vl": CallShape(
-        Layout.ENVELOPE,
-        section_open="<tool_calls>",
-        call_open="\n<tool_call>\n",
-        call_close="\n</tool_call>",
-        section_close="\n</tool_calls>",
-        fields=_NAMED,
-    ),
-    "minimax": CallShape(
-        Layout.ENVELOPE,
-        section_open="<tool_calls>\n",
-        separator="\n",
-        section_close="\n</tool_calls>",
-        fields=_NAMED,
-    ),
-    "functionary_v31": CallShape(Layout.NAMED, call_open="<function=", name_close=">", call_close="</function>"),
-    "step_audio_2": CallShape(
-        Layout.NAMED, call_open="<|CALL_START|>function\n", name_close="\n", call_close="<|CALL_END|>"
-    ),
+    "minimax": _list("<tool_calls>\n", "\n</tool_calls>", separator="\n"),
+    "functionary_v31": _name("<function=", ">", "</function>"),
+    "step_audio_2": _name("<|CALL_START|>function\n", "\n", "<|CALL_END|>"),
     "jamba": _list("<tool_calls>[", "]</tool_calls>"),
     "nemotron_json": _list("<TOOLCALL>[", "]</TOOLCALL>"),
     "falcon3": _list("<tool_call>\n[", "]\n</tool_call>"),
     "xlam": _list("[", "]"),
     # The text before the list is a part of the name of the role, after which the prompt ends.
     "hyperclovax": _list("-> tool/function_call\n[", "]"),
+    # The name is the key of the arguments.
     "apertus": _list("<|tools_prefix|>[", "]<|tools_suffix|>", (("", Slot.ARGUMENTS),)),
-    "olmo3": CallShape(
-        Layout.PYTHON,
-        section_open="<function_calls>",
-        call_close=")",
-        separator="\n",
-        section_close="</function_calls>",
-        name_close="(",
-        tags=TagShape("", "=", "=", "", ", ", '"'),
-    ),
-    "lfm2": CallShape(
-        Layout.PYTHON,
-        section_open="<|tool_call_start|>[",
-        call_close=")",
-        separator=", ",
-        section_close="]<|tool_call_end|>",
-        name_close="(",
-        tags=TagShape("", "=", "=", "", ", ", '"', ("True", "None")),
-    ),
+    "olmo3": _python(("<function_calls>", "</function_calls>"), "\n", '"', ("true", "null")),
+    "lfm2": _python(("<|tool_call_start|>[", "]<|tool_call_end|>"), ", ", '"', ("True", "None")),
     "qwen3_coder": _tags(
-        _NO_SECTION,
-        ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
-        ("<parameter=", ">\n", "\n</parameter>\n"),
-        "\n",
+        "<tool_call>\n<function=", ">\n", ("<parameter=", ">\n", "\n</parameter>\n"), "</function>\n</tool_call>"
     ),
     "seed_oss": _tags(
-        _NO_SECTION, ("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"), _PARAMETER, "\n"
+        *("<seed:tool_call>\n<function=", ">\n", ("<parameter=", ">", "</parameter>\n")),
+        "</function>\n</seed:tool_call>",
     ),
-    "glm45": _tags(_NO_SECTION, ("<tool_call>", "\n", "</tool_call>"), _keys(), "\n"),
+    "glm45": _tags("<tool_call>", "\n", _keys(), "</tool_call>"),
     "hy_v3": _hunyuan(),
     "hy_v3_opensource": _hunyuan(":opensource"),
-    "longcat_xml": _tags(_NO_SECTION, ("<longcat_tool_call>", "\n", "</longcat_tool_call>"), _keys("longcat_"), "\n"),
+    "longcat_xml": _tags("<longcat_tool_call>", "\n", _keys("longcat_"), "</longcat_tool_call>"),
     "solar_open2": _tags(
-        _NO_SECTION,
-        ("<|tool_call:start|>", "\n", "<|tool_call:end|>"),
-        ("<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>\n"),
-        "\n",
+        *("<|tool_call:start|>", "\n", ("<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>\n")),
+        "<|tool_call:end|>",
     ),
     "minimax_m2": _tags(
+        *('\n<invoke name="', '">\n', ('<parameter name="', '">', "</parameter>\n"), "</invoke>"),
         ("<minimax:tool_call>", "\n</minimax:tool_call>"),
-        ('\n<invoke name="', '">\n', "</invoke>"),
-        ('<parameter name="', '">', "</parameter>\n"),
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
 }
 """Formats whose parsers are made of their shapes."""
 
-_BRACED = TagShape("", ":", ":", "", ",", '<|"|>')
 _COHERE = _list(
-    "<|START_ACTION|>[", "]<|END_ACTION|>", (("tool_call_id", Slot.INDEX), ("tool_name", Slot.NAME), _PARAMETERS[1])
+    "<|START_ACTION|>[", "]<|END_ACTION|>", (("tool_call_id", Slot.INDEX), ("tool_name", Slot.NAME), _PARAMETERS)
 )
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 SHAPES: Mapping[str, CallShape] = MARKED | {
-    "hermes": CallShape(
-        Layout.ENVELOPE, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n", fields=_NAMED
-    ),
-    "llama3_json": CallShape(
-        Layout.ENVELOPE, separator="; ", fields=(("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
-    ),
-    "mistral": CallShape(
-        Layout.ENVELOPE, section_open="[TOOL_CALLS][", separator=", ", section_close="]", fields=_NAMED
-    ),
-    "deepseek_v3": CallShape(
-        Layout.NAMED,
-        section_open="<｜tool▁calls▁begin｜>",
-        call_open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        call_close="\n```<｜tool▁call▁end｜>",
-        separator="\n",
-        section_close="<｜tool▁calls▁end｜>",
-        name_close="\n```json\n",
-    ),
-    "deepseek_v31": CallShape(
-        Layout.NAMED,
-        section_open="<｜tool▁calls▁begin｜>",
-        call_open="<｜tool▁call▁begin｜>",
-        call_close="<｜tool▁call▁end｜>",
-        section_close="<｜tool▁calls▁end｜>",
-        name_close="<｜tool▁sep｜>",
-    ),
-    "kimi_k2": CallShape(
-        Layout.NAMED,
-        section_open="<|tool_calls_section_begin|>",
-        call_open="<|tool_call_begin|>functions.",
-        call_close="<|tool_call_end|>",
-        section_close="<|tool_calls_section_end|>",
-        name_close=f":{INDEX}<|tool_call_argument_begin|>",
-    ),
-    "granite": CallShape(
-        Layout.ENVELOPE, section_open="<|tool_call|>[", separator=", ", section_close="]", fields=_NAMED
-    ),
-    "phi4_mini_json": CallShape(
-        Layout.ENVELOPE, section_open="functools[", separator=", ", section_close="]", fields=_NAMED
-    ),
-    "gemma4": CallShape(
-        Layout.BRACED, call_open="<|tool_call>call:", call_close="}<tool_call|>", name_close="{", tags=_BRACED
-    ),
-    "functiongemma": CallShape(
-        Layout.BRACED,
-        call_open="<start_function_call>call:",
-        call_close="}<end_function_call>",
-        name_close="{",
-        tags=dataclasses.replace(_BRACED, quote="<escape>"),
-    ),
-    "pythonic": CallShape(
-        Layout.PYTHON,
-        section_open="[",
-        call_close=")",
-        separator=", ",
-        section_close="]",
-        name_close="(",
-        tags=TagShape("", "=", "=", "", ", ", '"', ("True", "None")),
-    ),
-    HARMONY: CallShape(
-        Layout.NAMED, call_open=" to=functions.", name_close="<|channel|>commentary json<|message|>", is_parallel=False
-    ),
-    JSON_LIST: CallShape(Layout.ENVELOPE, section_open="[", separator=", ", section_close="]", fields=_NAMED),
-    "gigachat3": CallShape(Layout.ENVELOPE, call_open="<|function_call|>", fields=_NAMED, is_parallel=False),
-    "solar_open": CallShape(
-        Layout.NAMED,
-        section_open="<|tool_calls|>",
-        call_open=f"<|tool_call:begin|>{ID}<|tool_call:name|>",
-        call_close="<|tool_call:end|>",
-        section_close="<|calls|>",
-        name_close="<|tool_call:args|>",
-    ),
-    "hunyuan_a13b": CallShape(
-        Layout.NAMED,
-        section_open="<tool_calls>",
-        call_open="<tool_call>",
-        call_close="\n```</tool_call>",
-        separator="\n",
-        section_close="</tool_calls>",
-        name_close="\n```json\n",
-    ),
+    "hermes": _object("<tool_call>\n", "\n</tool_call>", "\n"),
+    "llama3_json": _object("", "", "; ", (("name", Slot.NAME), _PARAMETERS)),
+    "mistral": _list("[TOOL_CALLS][", "]"),
+    "granite": _list("<|tool_call|>[", "]"),
+    "phi4_mini_json": _list("functools[", "]"),
+    "gigachat3": dataclasses.replace(_object("<|function_call|>", ""), is_parallel=False),
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,
-    "command_r": _list("Action:\n```json\n[", "]\n```", (("tool_name", Slot.NAME), _PARAMETERS[1])),
+    "command_r": _list("Action:\n```json\n[", "]\n```", (("tool_name", Slot.NAME), _PARAMETERS)),
+    "deepseek_v3": _name(
+        *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", _DEEPSEEK, "\n")
+    ),
+    "deepseek_v31": _name("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK),
+    "kimi_k2": _name(
+        *("<|tool_call_begin|>functions.", f":{INDEX}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "solar_open": _name(
+        *(f"<|tool_call:begin|>{ID}<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"),
+        ("<|tool_calls|>", "<|calls|>"),
+    ),
+    "hunyuan_a13b": _name("<tool_call>", "\n```json\n", "\n```</tool_call>", ("<tool_calls>", "</tool_calls>"), "\n"),
     "step3": _tags(
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+        *('">', ('<steptml:parameter name="', '">', "</steptml:parameter>")),
+        "</steptml:invoke><｜tool_call_end｜>\n",
         ("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
-        (
-            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
-            '">',
-            "</steptml:invoke><｜tool_call_end｜>\n",
-        ),
-        ('<steptml:parameter name="', '">', "</steptml:parameter>"),
     ),
-    "minicpm5": _tags(
-        _NO_SECTION, ('<function name="', '">', "</function>"), ('<param name="', '">', "</param>"), "\n"
+    "minicpm5": _tags('<function name="', '">', ('<param name="', '">', "</param>"), "</function>"),
+    "gemma4": _braced("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": _braced("<start_function_call>", "<end_function_call>", "<escape>"),
+    "pythonic": _python(("[", "]"), ", ", '"', ("True", "None")),
+    HARMONY: dataclasses.replace(
+        _name(" to=functions.", "<|channel|>commentary json<|message|>", ""), is_parallel=False
     ),
+    JSON_LIST: _list("[", "]"),
 }
 """How calls of each format are usually written: where a template renders none, or writes another format."""
 
@@ -268,17 +179,13 @@ def parser_of(shape: CallShape) -> type[CallParser]:
             key_is_name = {} if shape.fields[0][0] else {"header": Pattern.of('{\n"{}"\n:\n', Part.NAME, before="{")}
             parser = JsonListParser.between(begin, end, **key_is_name) if begin else JsonListParser
         case _ if shape.call_open:
-            parser = HermesParser.between(
-                shape.call_open.strip(), shape.call_close.strip(), dropped=tuple(filter(None, section))
-            )
+            dropped = tuple(filter(None, section))
+            parser = HermesParser.between(shape.call_open.strip(), shape.call_close.strip(), dropped=dropped)
         case _:
             parser = HermesParser.between(*section, separator=Pattern(Part.SPACES, before="{"))
-    texts = dataclasses.astuple(shape) + dataclasses.astuple(shape.tags or TagShape("", "", "", ""))
+    texts = (*dataclasses.astuple(shape), *(dataclasses.astuple(shape.tags) if shape.tags else ()))
     tokens = [token for text in texts if isinstance(text, str) for token in _TOKEN.findall(text)]
     return parser.with_marks(*parser.begins, tokens=tokens)
-
-
-_TOKEN = re.compile(r"<[^<>\s]+>|｜[^｜<>\s]+｜")
 
 
 def _tag_parser(shape: CallShape, tags: TagShape) -> type[TagCallParser]:
@@ -287,12 +194,11 @@ def _tag_parser(shape: CallShape, tags: TagShape) -> type[TagCallParser]:
     # Where the tag says whether a value is a string, it has a place for that.
     says_kind = tags.key_close != tags.other_close
     key_close = tags.key_close.replace("true", "{}") if says_kind else tags.key_close
-    has_lines = key_close.endswith("\n")
     return TagCallParser.of_tags(
         f"{begin}{{}}{shape.name_close.rstrip()}",
         f"{tags.open}{{}}{key_close.rstrip()}",
         tags.close.strip(),
         end,
         around=(around[0], after[-1]) if around else (),
-        padding=("\n", "\n") if has_lines else ("", ""),
+        padding=("\n", "\n") if key_close.endswith("\n") else ("", ""),
     )
