@@ -112,7 +112,7 @@ class ChatTemplate:
         self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
         self.tool_format = tool_format_of(self.calls, self._told() if self.calls is None else "")
         own = None if self.calls is None else self.calls.shape
-        self._call_shape = own or SHAPES[self.tool_format or JSON_LIST]
+        self._call_shape = own or SHAPES.get(self.tool_format or JSON_LIST, SHAPES[JSON_LIST])
 
     def render(self, prompt: ChatPrompt) -> str:
         """Renders a conversation as a prompt.
