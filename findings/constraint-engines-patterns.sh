@@ -3,8 +3,8 @@
 #
 # llguidance 1.9.1, xgrammar 0.2.9, outlines-core 0.2.14; each row: the pattern, a valid text, who lets it through.
 # Seen: xgrammar and outlines-core take a pattern for one of the whole string, also where it begins with ^, and an
-# alternation `^a|b$` for `^(a|b)$`. llguidance admits what jsonschema admits. A schema moved from one server to another
-# thus forbids answers that it allowed, or allows other ones.
+# alternation `^a|b$` for `^(a|b)$`. llguidance admits what jsonschema admits. A schema moved from one server to
+# another thus forbids answers that it allowed, or allows other ones.
 . "$(dirname "$0")/prelude.sh"
 . "$(dirname "$0")/engines.sh"
 cat >case.py <<'PY'

@@ -1,5 +1,5 @@
-# Sourced after prelude.sh: installs three engines of constrained generation, and writes engines.py, whose `show` prints
-# which of them let a text through that is written byte by byte.
+# Sourced after prelude.sh: installs three engines of constrained generation, and writes engines.py, whose `show`
+# prints which of them let a text through that is written byte by byte.
 install llguidance==1.9.1 xgrammar==0.2.9 outlines-core==0.2.14 jsonschema==4.26.0 torch==2.13.0 numpy==2.4.6
 cat >engines.py <<'PY'
 import json

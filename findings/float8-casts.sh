@@ -2,10 +2,10 @@
 # torch 2.13.0 and ml_dtypes 0.6.0 cast the same float32 numbers to other bytes of float8.
 #
 # Expected: the same bytes, and infinity to something that a check for NaN or infinity finds.
-# Seen, float8_e4m3fn (no infinity in the format): torch gives 448, the largest number, for all that is larger, infinity
-# included, so an overflow leaves no trace; ml_dtypes gives NaN from 465 on. Seen, float8_e8m0fnu (scales of MXFP4 and
-# MXFP8): both round to the nearest power of two, halves up. For zero torch gives byte 0, the smallest scale, and
-# ml_dtypes byte 255, NaN. torch drops the sign of a negative number (-2 becomes 2), ml_dtypes gives NaN.
+# Seen, float8_e4m3fn (no infinity in the format): torch gives 448, the largest number, for all that is larger,
+# infinity included, so an overflow leaves no trace; ml_dtypes gives NaN from 465 on. Seen, float8_e8m0fnu (scales of
+# MXFP4 and MXFP8): both round to the nearest power of two, halves up. For zero torch gives byte 0, the smallest
+# scale, and ml_dtypes byte 255, NaN. torch drops the sign of a negative number (-2 becomes 2), ml_dtypes gives NaN.
 . "$(dirname "$0")/prelude.sh"
 install torch==2.13.0 ml_dtypes==0.6.0 numpy==2.4.6
 cat >case.py <<'PY'

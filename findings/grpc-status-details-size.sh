@@ -2,9 +2,10 @@
 # grpcio 1.80.0: a status with details (trailing metadata) of 8 to 16 KiB arrives by chance.
 #
 # Expected: the status, or always the refusal, by one limit.
-# Seen: below 8 KiB, headers included, each of 200 calls ends with the server's INVALID_ARGUMENT. From there on a share of the calls that
-# grows with the size ends with RESOURCE_EXHAUSTED instead, made by the client; from 16 KiB on all. The same call is final
-# or may be tried again, by chance. Between the limits the counts are random, so only their kind is compared.
+# Seen: below 8 KiB, headers included, each of 200 calls ends with the server's INVALID_ARGUMENT. From there on a
+# share of the calls that grows with the size ends with RESOURCE_EXHAUSTED instead, made by the client; from 16 KiB on
+# all. The same call is final or may be tried again, by chance. Between the limits the counts are random, so only
+# their kind is compared.
 . "$(dirname "$0")/prelude.sh"
 install grpcio==1.80.0
 cat >case.py <<'PY'

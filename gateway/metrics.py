@@ -1,7 +1,7 @@
 """The metrics of the gateway.
 
 What it counts of requests is counted once: a request when its client has all of it, a token when it first comes from a
-scheduler. A request that is submitted again to another scheduler stays one request. A resumed stream is a request of
+scheduler, tokens of candidates that best_of or a beam search dropped when their request completes. A request that is submitted again to another scheduler stays one request. A resumed stream is a request of
 its own in `requests`, and neither its prompt nor tokens that came before count again.
 """
 
@@ -97,8 +97,11 @@ class ReplicaRecord:
         sequences, max_tokens: Parameters of a request.
         preemptions: Of a request.
         finished: Sequences that ended, by reason.
-        num_prompt_tokens, num_cached_tokens, num_preemptions: Sums over the requests.
-        num_generated_tokens: All tokens that came, those of requests that did not complete included.
+        num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the requests: tokens of their prompts, those of
+            them that were cached, and preemptions.
+        num_prompt_tokens: Prompt tokens of all requests that got a token, however they ended.
+        num_generated_tokens: All tokens that came, those of requests that did not complete included, and those of
+            candidates that completed requests dropped.
     """
 
     first_token: Distribution = field(default_factory=_seconds)
@@ -117,6 +120,7 @@ class ReplicaRecord:
     max_tokens: Distribution = field(default_factory=_counts)
     preemptions: Distribution = field(default_factory=partial(Distribution, (0, 1, 2, 5, 10, 20, 50, 100)))
     finished: Tally[FinishReason] = field(default_factory=Tally[FinishReason])
+    num_looked_up_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -146,7 +150,8 @@ class ReplicaRecord:
         self.max_tokens.add(live.request.stopping.max_tokens)
         self.preemptions.add(usage.preemptions)
         self.finished.update(stream.finished.reason for stream in live.sequences if stream.finished is not None)
-        self.num_prompt_tokens += usage.prompt_tokens
+        self.num_generated_tokens += live.num_dropped_tokens
+        self.num_looked_up_tokens += usage.prompt_tokens
         self.num_cached_tokens += usage.cached_tokens
         self.num_preemptions += usage.preemptions
 
@@ -361,7 +366,9 @@ class GatewayMetrics:
                 yield
         finally:
             if live.seconds_to_first_token is not None and live.last_replica is not None:
-                self.records.of(live.last_replica).first_token.add(live.seconds_to_first_token)
+                record = self.records.of(live.last_replica)
+                record.first_token.add(live.seconds_to_first_token)
+                record.num_prompt_tokens += len(live.request.prompt_token_ids)
 
     @contextmanager
     def track_resumed(self, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
@@ -386,11 +393,12 @@ class GatewayMetrics:
             seconds, usage = clock.monotonic() - started_at, live.usage if outcome == "completed" else None
             self.statistics.add(seconds, usage)
             self._resubmissions.inc(max(live.submissions - 1, 0))
-            num_new = live.num_generated_tokens - num_known_tokens
+            num_new = live.num_generated_tokens - (num_known_tokens if is_resumed else live.num_brought_tokens)
             if live.last_replica is not None and (num_new or not is_resumed):
                 self._over(self.records.of(live.last_replica), live, usage, outcome, None if is_resumed else seconds)
             if self._tenants is not None:
-                self._tenants.add(live, outcome, num_new, None if is_resumed else seconds)
+                num_dropped = live.num_dropped_tokens if usage is not None and (num_new or not is_resumed) else 0
+                self._tenants.add(live, outcome, num_new + num_dropped, None if is_resumed else seconds)
 
     def _over(
         self, record: ReplicaRecord, live: LiveRequest, usage: Usage | None, outcome: str, seconds: float | None
@@ -416,7 +424,7 @@ class _Records(Collector):
     def collect(self) -> Iterable[Metric]:
         records = list(self._records)
         generated = sum(record.num_generated_tokens for record in records)
-        yield CounterMetricFamily(f"{_PREFIX}generated_tokens", "Tokens that came from schedulers.", generated)
+        yield CounterMetricFamily(f"{_PREFIX}generated_tokens", "Tokens generated for requests.", generated)
         finished = CounterMetricFamily(
             f"{_PREFIX}finished_sequences", "Sequences of requests that are over, by reason.", labels=["reason"]
         )

@@ -12,11 +12,14 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, cast
 
+import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from quire.common.v1.common_pb2 import Constraint, OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 
+TokenIds = Sequence[int] | NDArray[np.int32]
 MAX_ENTRIES = 1 << 20
 """The maximum length of a list in a message. No limit is above it; a longer list is refused without being copied."""
 

@@ -78,10 +78,13 @@ HISTOGRAMS = (
     _HistogramName("request_num_preemptions", "Preemptions of a request.", lambda record: record.preemptions),
 )
 COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
-    "prompt_tokens": ("Prompt tokens of completed requests.", lambda record: record.num_prompt_tokens),
-    "prompt_tokens_cached": ("Those of them that were cached.", lambda record: record.num_cached_tokens),
+    "prompt_tokens": ("Prompt tokens of requests that got a token.", lambda record: record.num_prompt_tokens),
+    "prompt_tokens_cached": ("Those of completed requests that were cached.", lambda record: record.num_cached_tokens),
     "generation_tokens": ("Generated tokens.", lambda record: record.num_generated_tokens),
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda record: record.num_prompt_tokens),
+    "prefix_cache_queries": (
+        "Prompt tokens of completed requests, looked up in the prefix cache.",
+        lambda record: record.num_looked_up_tokens,
+    ),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda record: record.num_cached_tokens),
     "num_preemptions": ("Preemptions of completed requests.", lambda record: record.num_preemptions),
 }

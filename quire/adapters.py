@@ -105,6 +105,10 @@ class UnusableAdapterError(ConfigurationError):
     """An adapter that cannot be used: one line with the file, the value and what is supported."""
 
 
+class NoAdapterError(UnusableAdapterError):
+    """There is no directory, or no configuration of an adapter in it."""
+
+
 def read_adapter(directory: Path | str) -> Adapter:
     """Reads an adapter's configuration, the shapes of its tensors and its digest.
 
@@ -114,7 +118,7 @@ def read_adapter(directory: Path | str) -> Adapter:
     directory = Path(directory)
     try:
         if not directory.is_dir():
-            raise UnusableAdapterError(
+            raise NoAdapterError(
                 f"{directory!s:.500} is no directory; an adapter is one with {CONFIG_FILE} as PEFT saves it"
             )
         files = _weight_files(directory)
@@ -276,7 +280,8 @@ def _read_config(file: Path) -> bytes:
         with file.open("rb") as opened:
             raw = opened.read(_MAX_CONFIG_BYTES + 1)
     except OSError as error:
-        raise UnusableAdapterError(f"cannot read {file}: {error.strerror}") from error
+        kind = NoAdapterError if isinstance(error, FileNotFoundError) else UnusableAdapterError
+        raise kind(f"cannot read {file}: {error.strerror}") from error
     if len(raw) > _MAX_CONFIG_BYTES:
         raise UnusableAdapterError(f"{file} has more than {_MAX_CONFIG_BYTES:,} bytes")
     return raw

@@ -101,7 +101,7 @@ def _config(fields: GgufFields) -> dict[str, Any]:
     if make is None:
         raise fields.error(
             f"architecture {fields.architecture!r:.80} of GGUF files is not read; read are {', '.join(_CONFIGS)}; "
-            "others are served from a directory as transformers saves it"
+            "docs/models.md says which others are served from a directory as transformers saves it"
         )
     if not fields.header.tensors:
         raise fields.error("it has no tensors, a vocabulary alone")

@@ -52,7 +52,14 @@ from huggingface_hub.utils.logging import set_verbosity_error
 from quire import clock
 from quire.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.gguf_header import part_names
-from quire.model_directory import OLDER_QUANTIZATIONS, HubName, ModelDirectory, shard_names, weight_files
+from quire.model_directory import (
+    EMBEDDING_MODULES,
+    OLDER_QUANTIZATIONS,
+    HubName,
+    ModelDirectory,
+    shard_names,
+    weight_files,
+)
 from quire.progress import DOWNLOADING, LoadProgress, Report, no_report, of_bytes
 from quire.settings import ConfigurationError, TemporaryError
 from quire.version import VERSION
@@ -71,6 +78,7 @@ _SMALL = (
     "chat_template.jinja",
     "chat_template.json",
     *OLDER_QUANTIZATIONS,
+    EMBEDDING_MODULES,
 )
 _FURTHER_TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 # Smaller files are fetched whole, larger ones than the second by `huggingface_hub`: the hub sends them by Xet alone.

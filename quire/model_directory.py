@@ -58,6 +58,13 @@ _OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_
 
 # How transformers names language models; the worker says which of them it can run through transformers' code.
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+# What models with other names do: the first suffix that fits counts.
+_OTHER_TASKS = {
+    "ForMaskedLM": "fills in masked tokens and generates no text",
+    "ForSequenceClassification": "classifies or ranks texts and generates none",
+    "ForTokenClassification": "classifies tokens and generates no text",
+    "Model": "gives embeddings and generates no text",
+}
 EMBEDDED_MODEL = "quire-tiny"
 
 _SINGLE_FILE = "model.safetensors"
@@ -77,8 +84,11 @@ _HUB_NAME = re.compile(
 # How the hub's cache names the folder of a model, before its name with "--" for "/".
 _CACHED = "models--"
 
-OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of older tools, which have what config.json has today as quantization_config, and whose method that is."""
+OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files that have what config.json of other tools has as quantization_config, and whose method that is."""
+
+EMBEDDING_MODULES = "modules.json"
+"""A file that sentence-transformers writes to directories of models that give embeddings."""
 
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
@@ -125,7 +135,9 @@ class ModelDirectory:
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
-        if config.get("quantization_config") is None and (quantization := _older_quantization(path, config)):
+        # MLX writes its own form under both names.
+        is_usual = config.get("quantization_config") not in (None, config.get("quantization"))
+        if not is_usual and (quantization := _older_quantization(path, config)):
             config["quantization_config"] = quantization
         generation_config = _read_json(path / "generation_config.json") or {}
         tokenizer_config = _tokenizer_config(path)
@@ -350,6 +362,8 @@ def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
     for name, method in OLDER_QUANTIZATIONS.items():
         if fields := _read_json(path / name):
             return {"quant_method": method} | fields
+    if isinstance(of_mlx := config.get("quantization"), dict):
+        return {"quant_method": "mlx"} | of_mlx
     return config.get("compression_config")
 
 
@@ -396,11 +410,18 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         raise ConfigurationError(
             f"{path / 'config.json'} names no architecture, and its model_type is {kind:.80}; supported are {supported}"
         )
-    inner = f", whose language model is {kind:.80}," if is_within else ""
+    if config.get("is_encoder_decoder"):
+        reason = "has an encoder"
+    elif config.get("model_type") == _NOT_CAUSAL:
+        reason = "attends to its prompts in both directions"
+    elif is_within:
+        reason = f"has a language model of the type {kind:.80}, which is not supported within another model"
+    else:
+        others = (reason for suffix, reason in _OTHER_TASKS.items() if names[0].endswith(suffix))
+        reason = next(others, "is not supported")
     raise ConfigurationError(
-        f"architecture {names[0]} of {path}{inner} is not supported; supported are {supported}, the language models of "
-        f"these kinds within others (...{_WITH_MORE}), and decoder-only models that transformers implements "
-        "(...ForCausalLM)"
+        f"architecture {names[0]} of {path} {reason}; supported are {supported}, the language models of these kinds "
+        f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"
     )
 
 

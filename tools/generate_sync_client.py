@@ -30,7 +30,7 @@ _REPLACEMENTS = tuple(
         (r"\bawait ", ""),
         (r"\bStopAsyncIteration\b", "StopIteration"),
         (r"\bAsync(Client|Stream|Event|Iterator)\b", r"\1"),
-        (r"\basync_(call|next_response|was_accepted)\b", r"\1"),
+        (r"\basync_(call|canceller|next_response|was_accepted)\b", r"\1"),
         (r"\b__a(enter|exit|iter|next)__\b", r"__\1__"),
     )
 )

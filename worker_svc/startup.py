@@ -22,7 +22,7 @@ from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import ModelDirectory
+from quire.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.model_source import resolve_model
 from quire.processors import available_memory, cores, num_processors
 from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report, shown_bytes
@@ -114,8 +114,7 @@ def build_worker(
     directory = ModelDirectory.open(resolve_model(settings.model, report=report))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
-    if directory.whole is not None:
-        _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
+    log_what_is_not_served(directory)
     if device.type == "cpu":
         check_weights_fit(directory, dtype, settings)
     load = partial(
@@ -149,6 +148,18 @@ def build_worker(
     if device.type == "cpu" and settings.thread_binding == "auto":
         bind_threads(ranks)
     return worker
+
+
+def log_what_is_not_served(directory: ModelDirectory) -> None:
+    """Warns of a model that is made for more than texts, or for something else."""
+    if directory.whole is not None:
+        _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
+    if (directory.path / EMBEDDING_MODULES).is_file():
+        _logger.warning(
+            "%s has %s, as models of embeddings have: Quire generates text with it and gives no embeddings",
+            directory.path,
+            EMBEDDING_MODULES,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,9 @@ HTTP_STATUSES = frozenset(_STATUSES.values()) | {408, 413, 415}
 """HTTP statuses of errors of requests with a body: Quire's errors, and a slow, too large or non-JSON body."""
 _RETRY_AFTER_UNAVAILABLE_S = "1"
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
-# As in OpenAI's API, a model that is not served is 404.
-_STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404}
+# As in OpenAI's API, a model that is not served is 404, and cancelling a batch that is done is 409; as in vLLM, a
+# directory without an adapter is 404.
+_STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404, "BATCH_DONE": 409, "NO_ADAPTER_IN_DIRECTORY": 404}
 _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
 _client_request_id: ContextVar[str | None] = ContextVar("request id of the client", default=None)
@@ -69,7 +70,7 @@ _EVENT_STREAM = {
     "x-accel-buffering": "no",
 }
 _JSON = {"content-type": "application/json"}
-_COMMENT = b": keep-alive\n\n"
+_COMMENT = b": keep-alive\n"
 _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
 # Number of list entries that are written at once.
@@ -444,7 +445,9 @@ class StreamedResponse(WatchedResponse):
 
     The headers are sent with the first event, or some time after the request was submitted to a scheduler. A scheduler
     refuses at once, so a refusal is still an ordinary error response. Later errors are the last event of the stream.
-    Between events, comments keep proxies from cutting the connection.
+    Between events, comments keep proxies from cutting the connection. In a stream whose events have ids, a comment is a
+    line of the next event: clients that remember an id, as OpenAI's for Python, take a block without data for an event
+    with empty data. In other streams it is a block, which clients that know only lines of data skip.
     """
 
     def __init__(
@@ -463,6 +466,7 @@ class StreamedResponse(WatchedResponse):
         self._is_submitted = is_submitted
         self._keep_alive_s = keep_alive_s
         self._has_started = False
+        self._has_ids = False
         self._written_at = 0.0
         # Held during each write.
         self._lock = asyncio.Lock()
@@ -476,6 +480,7 @@ class StreamedResponse(WatchedResponse):
         try:
             async with aclosing(self._make_events()) as events:
                 async for each in events:
+                    self._has_ids = self._has_ids or each.startswith(b"id: ")
                     await self._write(send, each)
             await self._write(send, self._dialect.end_of_stream, is_last=True)
         finally:
@@ -490,9 +495,13 @@ class StreamedResponse(WatchedResponse):
         while self._keep_alive_s:
             silent_s = asyncio.get_running_loop().time() - self._written_at
             if silent_s >= self._keep_alive_s:
-                await self._write(send, _COMMENT)
+                await self._write(send, self._comment)
             else:
                 await asyncio.sleep(self._keep_alive_s - silent_s)
+
+    @property
+    def _comment(self) -> bytes:
+        return _COMMENT if self._has_ids else _COMMENT + b"\n"
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         """Sends `data`, and the headers if they were not sent."""

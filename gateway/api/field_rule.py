@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict
 
+from gateway.api import other_servers
 from gateway.request.violations import Violations
 from gateway.turns import Turns
 
@@ -46,12 +47,27 @@ class Unread:
         refused: They are refused, except with the values listed here.
         ways_out: What the refusal of a field adds.
         harmless: Values with which every refused field has no effect.
+        generates: The object asks for text: fields of other servers that would change the text are refused, too.
     """
 
     silent: frozenset[str] = frozenset()
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     ways_out: Mapping[str, str] = field(default_factory=dict[str, str])
     harmless: tuple[Any, ...] = ()
+    generates: bool = False
+
+    def values_without_effect(self, name: str) -> tuple[Any, ...] | None:
+        """The values with which a field passes that is refused otherwise; None for a field that is not refused."""
+        values = self.refused.get(name)
+        if values is None and self.generates:
+            values = other_servers.UNREAD.get(name)
+        return None if values is None else (*values, *self.harmless)
+
+    def way_out(self, name: str) -> str:
+        """What the refusal of a field adds."""
+        if name in self.ways_out or name in self.refused or name not in other_servers.INSTEAD:
+            return self.ways_out.get(name, "")
+        return f"; use {other_servers.INSTEAD[name]}"
 
     def plus(self, *silent: str, **refused: tuple[Any, ...]) -> "Unread":
         """The same fields and these."""
@@ -84,6 +100,7 @@ _GENERATION = Unread(
         ),
     },
     {"functions": "; use tools", "function_call": "; use tool_choice"},
+    generates=True,
 )
 CHAT = _GENERATION.plus(suffix=("",))
 COMPLETION = _GENERATION.plus(
@@ -112,16 +129,24 @@ STREAM_OPTIONS = Unread(frozenset({"include_obfuscation"}))
 STRUCTURED_OUTPUTS = Unread(
     frozenset({"disable_fallback", "backend"}), {"disable_additional_properties": (False,), "whitespace_pattern": ()}
 )
-# `format` is a newer form of structural tags, `grammar` one of other servers.
-RESPONSE_FORMAT = Unread(refused=_never("format", "grammar"))
+# A newer form of structural tags.
+RESPONSE_FORMAT = Unread(refused=_never("format"))
+# NIM has constraints and a sampler here; Dynamo has limits.
+_OF_NVEXT: dict[str, tuple[Any, ...]] = {
+    **_never("guided_choice", "guided_grammar", "guided_json", "guided_regex", "max_thinking_tokens"),
+    "greed_sampling": (False,),
+    "ignore_eos": (False,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+}
+NVEXT = Unread(refused=_OF_NVEXT, ways_out=dict.fromkeys(_OF_NVEXT, "; set it in the body itself"))
 
 # OpenAI's responses.
 RESPONSE_INPUT = Unread(refused=_never("conversation", "personality"))
 RESPONSE = Unread(
-    # `max_tool_calls` limits tools that run at the server, of which there are none.
-    frozenset({*_LABELS, *_SERVING, "client_metadata", "context_management", "end_turn", "max_tool_calls"})
-    - {"metadata"},
+    frozenset({"prompt_cache_options", "prompt_cache_retention", "client_metadata", "context_management", "end_turn"}),
     {**_never("access_programs", "conversation", "image", "moderation", "prompt")},
+    generates=True,
 )
 RESPONSE_ITEM = Unread(frozenset({*_OF_HISTORY, "status", "phase", "encrypted_content", "end_turn"}))
 RESPONSE_RESULT = RESPONSE_ITEM.plus("name")
@@ -136,6 +161,7 @@ MESSAGES = Unread(
     frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
     # The code of the error for `thread` makes Anthropic's tool runner send all messages itself.
     {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},
+    generates=True,
 )
 BLOCK = Unread(frozenset({"cache_control"}))
 TEXT_BLOCK = BLOCK.plus(citations=([],))
@@ -297,7 +323,7 @@ class _Check:
         for name, value in undeclared.items():
             if value is None or name in unread.silent:
                 continue
-            values = unread.refused.get(name)
+            values = unread.values_without_effect(name)
             if values is None and not self._is_strict:
                 if self.ignored.is_full:
                     self.ignored.count += 1
@@ -307,8 +333,8 @@ class _Check:
                 known = "is not a field that is known here" if path else "is not a field of this request"
                 self._violations.add(_place(path, name), known)
             # `in` alone would take 1 for true.
-            elif not any(type(value) is type(each) and value == each for each in (*values, *unread.harmless)):
-                self._violations.add(_place(path, name), _UNSUPPORTED + unread.ways_out.get(name, ""))
+            elif not any(isinstance(value, bool) is isinstance(each, bool) and value == each for each in values):
+                self._violations.add(_place(path, name), _UNSUPPORTED + unread.way_out(name))
             if self._violations.are_enough:
                 return
 

@@ -54,7 +54,7 @@ PromptLogprobs = list[dict[str, TokenLogprob] | None]
 class CompletionLogprobs(Shape):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -62,14 +62,14 @@ class _Choice(Shape):
     index: int
     finish_reason: str
     stop_reason: str | int | None
-    token_ids: list[int] = []
+    token_ids: list[int] | None
 
 
 class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_token_ids: list[int] = []
-    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class RequestMetrics(Shape):
@@ -78,7 +78,7 @@ class RequestMetrics(Shape):
     time_to_first_token_ms: float | None
     generation_time_ms: float
     queue_time_ms: float
-    mean_itl_ms: float | None
+    mean_itl_ms: float = 0.0
     tokens_per_second: float | None
 
 
@@ -152,8 +152,8 @@ class ChatChoice(_Choice):
 class ChatCompletion(_Completion):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobs = []
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class CancelledRequest(Shape):
@@ -313,6 +313,13 @@ class ResponseObject(_ResponseHead):
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
+    presence_penalty: float
+    frequency_penalty: float
+    max_tool_calls: int | None
+    service_tier: str
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    user: str | None
 
 
 class DeletedResponse(Shape):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.text.formats.output import ToolCallDelta
-from gateway.types import optional
+from gateway.types import TokenIds, optional
 from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import KvSource
@@ -23,8 +23,6 @@ from quire.scheduler.v1 import scheduler_pb2
 
 # Columns become objects in pieces of this many positions.
 _PIECE = 64
-
-TokenIds = Sequence[int] | NDArray[np.int32]
 
 
 class FinishReason(Enum):

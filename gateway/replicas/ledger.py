@@ -108,7 +108,9 @@ class Ledger:
             SequenceStream(
                 index,
                 tokenizer.detokenizer(
-                    include_special_tokens=request.output.include_special_tokens, shown=request.answer_format.tokens
+                    include_special_tokens=request.output.include_special_tokens,
+                    shown=request.answer_format.tokens,
+                    prompt=request.prompt_token_ids,
                 ),
                 stop_strings,
                 ending_token_ids,

@@ -76,6 +76,7 @@ class LiveRequest:
         replica: Address of the scheduler that has the request; None while it waits for one.
         last_replica: Address of the scheduler that has it or had it last; None before the first one.
         num_repeated: How many of the tokens that are still to come were counted before, by another stream.
+        num_brought_tokens: How many tokens its client brought.
         submissions: How often it was sent to a scheduler, except to those that drained.
         is_prepared: Whether it may be submitted; not before all requests of its call are valid.
         moves: How often it left a scheduler that had no worker, since its last token.
@@ -103,6 +104,7 @@ class LiveRequest:
         self.replica: str | None = None
         self.last_replica: str | None = None
         self.num_repeated = 0
+        self.num_brought_tokens = 0
         self.submissions = 0
         self.is_prepared = True
         self.moves = 0
@@ -181,6 +183,13 @@ class LiveRequest:
     def is_behind_client(self) -> bool:
         """Whether its client has tokens that have not come here, so that nobody here knows their model."""
         return any(stream.is_behind_client for stream in self.sequences)
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """The tokens of the candidates that were not returned; 0 before the request is completed."""
+        if self.usage is None or not self.request.chooses:
+            return 0
+        return max(self.usage.generated_tokens - self.num_generated_tokens, 0)
 
     @property
     def num_computed_tokens(self) -> float:

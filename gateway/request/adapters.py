@@ -13,7 +13,7 @@ from gateway.auth.caller import Caller, current_caller
 from gateway.replicas.generation_request import NamedAdapter
 from gateway.replicas.replica_set import adapters_are_off
 from gateway.request.violations import shortened
-from quire.adapters import UnusableAdapterError, check_fits, read_adapter
+from quire.adapters import NoAdapterError, UnusableAdapterError, check_fits, read_adapter
 from quire.model_directory import ModelDirectory
 from quire.rpc.errors import (
     AlreadyExists,
@@ -108,8 +108,13 @@ class Adapters:
         """Those that the caller may use, in the order in which they were loaded."""
         return [each for name, each in self._served.items() if caller.visible(name) is not None]
 
-    async def load(self, name: str, directory: str, *, name_field: str, directory_field: str) -> ServedAdapter:
+    async def load(
+        self, name: str, directory: str, *, replace: bool, name_field: str, directory_field: str
+    ) -> ServedAdapter:
         """Serves an adapter from now on, for an operator. The fields are those of the caller's API.
+
+        With `replace` the name may be that of an adapter, which requests that were admitted before keep: they and the
+        blocks that they cached have its digest.
 
         Raises:
             PermissionDenied: the caller is no operator.
@@ -120,7 +125,7 @@ class Adapters:
         self._check_operator()
         if (slots := self._slots()) and not any(slots):
             raise adapters_are_off()
-        return await self._add(name, directory, name_field, directory_field)
+        return await self._add(name, directory, name_field, directory_field, replace=replace)
 
     def unload(self, name: str, *, name_field: str) -> None:
         """Takes a name away, for an operator; requests that run go on. Raises PermissionDenied, FailedPrecondition or
@@ -135,9 +140,15 @@ class Adapters:
             )
 
     async def _add(
-        self, name: str, directory: str, name_field: str = "name", directory_field: str = "directory"
+        self,
+        name: str,
+        directory: str,
+        name_field: str = "name",
+        directory_field: str = "directory",
+        *,
+        replace: bool = False,
     ) -> ServedAdapter:
-        self._check_name(name, name_field)
+        self._check_name(name, name_field, replace=replace)
         if not Path(directory).is_absolute():
             # Workers may have another working directory.
             raise invalid_field(directory_field, f'is "{shortened(directory)}"; it must be an absolute path')
@@ -146,27 +157,32 @@ class Adapters:
                 adapter = await asyncio.to_thread(read_adapter, directory)
                 check_fits(adapter, (await asyncio.to_thread(ModelDirectory.open, self._directory)).config)
             except UnusableAdapterError as error:
-                violation = FieldViolation(directory_field, str(error))
-                raise InvalidArgument(
-                    f"{directory_field}: {error}", reason="UNUSABLE_ADAPTER", violations=[violation]
-                ) from error
+                message, violations = f"{directory_field}: {error}", [FieldViolation(directory_field, str(error))]
+                if isinstance(error, NoAdapterError):
+                    raise InvalidArgument(message, reason="NO_ADAPTER_IN_DIRECTORY", violations=violations) from error
+                raise InvalidArgument(message, reason="UNUSABLE_ADAPTER", violations=violations) from error
             # Another call may have taken it meanwhile.
-            self._check_name(name, name_field)
+            self._check_name(name, name_field, replace=replace)
             served = ServedAdapter(NamedAdapter(name, adapter.digest, str(adapter.directory)), adapter.rank)
             self._served[name] = served
         return served
 
-    def _check_name(self, name: str, field: str) -> None:
+    def _check_name(self, name: str, field: str, *, replace: bool) -> None:
         if not _NAME.fullmatch(name):
             raise invalid_field(
                 field,
                 f'is "{shortened(name)}"; it must have 1 to 128 letters, digits and ._/:@+-, a letter or digit first',
             )
+        if name in self._served and replace:
+            return
         if name == self.model or name in self.aliases or name in self._served:
             what = (
-                "the name of the model" if name not in self._served else "the name of an adapter that is served already"
+                "the name of the model; choose another name"
+                if name not in self._served
+                else "the name of an adapter that is served already; choose another name, or replace it "
+                "(load_inplace over HTTP, replace over gRPC)"
             )
-            description = f'is "{name}", {what}; choose another name, or unload that one first'
+            description = f'is "{name}", {what}'
             raise AlreadyExists(
                 f"{field} {description}", reason="ADAPTER_EXISTS", violations=[FieldViolation(field, description)]
             )

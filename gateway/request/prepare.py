@@ -513,6 +513,7 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
                 f"string {stream.finished.stop_string!r:.80}",
             )
         stream.drop_skipped()
+    live.num_brought_tokens = live.num_generated_tokens
     live.end_if_complete()
 
 

@@ -321,7 +321,8 @@ class Chat:
         return await self._executor.run(current_tenant(), size, _written, template, prompt, size)
 
     async def encode(self, prompt: ChatPrompt) -> list[int]:
-        """Token ids of the rendered prompt. Its only special tokens are those that the template writes.
+        """Token ids of the rendered prompt. As in transformers, what reads like a special token becomes that token, in
+        the text of a user, too, unless tokenizer_config.json has `split_special_tokens`.
 
         Raises:
             InvalidArgument: as `render` does.

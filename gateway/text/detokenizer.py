@@ -37,21 +37,31 @@ class Detokenizer:
     delivered before that byte stay.
 
     It decodes a window of the last tokens. The first tokens of the window are context (decoders treat the very first
-    token differently), the rest has not been delivered yet. The cost of a token is bounded.
+    token differently, SentencePiece's drop the space before it), the rest has not been delivered yet. The cost of a
+    token is bounded.
 
     DecodeStream of the `tokenizers` library is not used: it raises on an invalid byte after a valid run, and its window
     grows without bound over tokens without text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], silent: Container[int]) -> None:
-        """`decode` returns the text of token ids; `silent` has the ids without text (special, unknown)."""
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        num_incomplete: Callable[[Sequence[int]], int],
+        silent: Container[int],
+        context: Sequence[int] = (),
+    ) -> None:
+        """`decode` returns the text of token ids, `num_incomplete` how many of the last ones are the beginning of a
+        character; `silent` has the ids without text (special, unknown). `context` are the last tokens with text before
+        the sequence, which end with a whole character."""
         self._decode = decode
+        self._num_incomplete = num_incomplete
         self._silent = silent
-        self._window: list[int] = []
+        self._window = list(context)
         # The delivered part of the window's text, which starts with it unless a character is incomplete.
-        self._delivered = ""
+        self._delivered = decode(self._window) if context else ""
         # The last two lengths of the window at which no text was held back.
-        self._boundary = 0
+        self._boundary = len(self._window)
         self._older_boundary = 0
 
     def push(self, token_id: int) -> str:
@@ -63,7 +73,7 @@ class Detokenizer:
             if self._is_incomplete(text):
                 return ""
             text = self._restart()
-        certain = max(_certain_length(text), len(self._delivered))
+        certain = self._certain_length(text)
         piece = text[len(self._delivered) : certain]
         self._delivered = text[:certain]
         self._mark_boundary(text)
@@ -80,6 +90,19 @@ class Detokenizer:
     def _is_incomplete(self, text: str) -> bool:
         """Whether the text differs from what was delivered only because a character at its end is incomplete."""
         return len(self._window) - self._boundary <= _MAX_INCOMPLETE and text.endswith(_REPLACEMENT)
+
+    def _certain_length(self, text: str) -> int:
+        """The length without the replacement characters at the end that more bytes may complete to a character."""
+        if not text.endswith(_REPLACEMENT):
+            return len(text)
+        certain = max(len(text.rstrip(_REPLACEMENT)), len(self._delivered))
+        if len(text) - certain <= _MAX_INCOMPLETE:
+            return certain
+        if not (num_incomplete := self._num_incomplete(self._window)):
+            return len(text)
+        # A byte-fallback decoder writes one of them for each byte of the run, whole characters before it included.
+        whole = self._decode(self._window[:-num_incomplete])
+        return max(len(whole), certain) if text.startswith(whole) else certain
 
     def _restart(self) -> str:
         """Drops the context of the tokens that have no text yet; returns their text."""
@@ -106,14 +129,6 @@ class Detokenizer:
         self._delivered = text[: len(text) - held]
         self._boundary = 0 if held else len(self._window)
         self._older_boundary = 0
-
-
-def _certain_length(text: str) -> int:
-    """The length without the replacement characters at the end that more bytes may complete to a character."""
-    length = len(text)
-    while length and len(text) - length < _MAX_INCOMPLETE and text[length - 1] == _REPLACEMENT:
-        length -= 1
-    return length
 
 
 def cleaned_up(text: str) -> str:

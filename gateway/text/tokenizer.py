@@ -1,8 +1,10 @@
 """Text to token ids and back, as tokenizer.json and tokenizer_config.json of the model directory define it."""
 
+import codecs
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -12,6 +14,7 @@ import tokenizers.models
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
 from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
+from gateway.types import TokenIds
 from quire.constraints.tokens import byte_level_alphabet
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
@@ -32,6 +35,12 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Decoders treat the first token of a text in a special way, so each token is decoded after this one.
 _ANCHOR = "a"
+# A detokenizer starts from this many tokens of the prompt; from more, where these begin inside a character.
+_MIN_CONTEXT, _MAX_CONTEXT = 4, 9
+# At most this many bytes, and tokens, are the beginning of a character.
+_MAX_INCOMPLETE = 3
+# Tokens with text are looked for among this many at the end of a prompt.
+_PROMPT_END = 4096
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -130,11 +139,50 @@ class Tokenizer:
         """The id of a token by its spelling; None if the vocabulary has no such token."""
         return self._tokenizer.token_to_id(spelling)
 
-    def detokenizer(self, *, include_special_tokens: bool, shown: frozenset[str] = frozenset()) -> TextPieces:
-        """A new detokenizer for one sequence. The special tokens in `shown` have text in any case."""
+    def detokenizer(
+        self, *, include_special_tokens: bool, shown: frozenset[str] = frozenset(), prompt: TokenIds = ()
+    ) -> TextPieces:
+        """A new detokenizer for one sequence. The special tokens in `shown` have text in any case.
+
+        Its pieces continue the `prompt_text` of `prompt`: both together are the text of all tokens. As in vLLM, the
+        space before the first token of an answer is kept, and a character that the prompt begins is completed.
+        """
         silent = self._never_text if include_special_tokens else self._silent_without(shown)
-        detokenizer = Detokenizer(self._decode_all, silent)
+        context, incomplete = self._end_of(prompt, silent)
+        detokenizer = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context)
+        for token_id in incomplete:
+            detokenizer.push(token_id)
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer
+
+    async def prompt_text(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
+        """The text of a prompt before an answer, whose text has the character that the prompt ends inside of."""
+        text = await self.decode_any(token_ids, include_special_tokens=include_special_tokens)
+        if not text.endswith(_REPLACEMENT):
+            return text
+        silent = self._never_text if include_special_tokens else self._not_plain_text
+        context, incomplete = self._end_of(token_ids, silent)
+        if not incomplete:
+            return text
+        first = max(len(token_ids) - _PROMPT_END, 0)
+        with_text = [place for place in range(first, len(token_ids)) if token_ids[place] not in silent]
+        start = with_text[-len(incomplete)]
+        text = await self.decode_any(token_ids[:start], include_special_tokens=include_special_tokens)
+        pieces = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context)
+        return text + "".join(map(pieces.push, incomplete))
+
+    def _end_of(self, prompt: TokenIds, silent: "_SilentIds") -> tuple[Sequence[int], Sequence[int]]:
+        """The last tokens of a prompt that have text: a few up to a whole character, and those after it."""
+        ids = (int(token_id) for token_id in islice(reversed(prompt), _PROMPT_END))
+        last = list(islice((each for each in ids if each not in silent), _MAX_CONTEXT + _MAX_INCOMPLETE))[::-1]
+        if _REPLACEMENT not in self._decode_all(last[-_MIN_CONTEXT:]):
+            return last[-_MIN_CONTEXT:], ()
+        end = len(last)
+        # A token may complete a character and begin the next one.
+        while num_incomplete := self.token_texts.num_incomplete(last[:end]):
+            end -= num_incomplete
+        contexts = [last[max(end - size, 0) : end] for size in range(_MIN_CONTEXT, _MAX_CONTEXT + 1)]
+        whole = (each for each in contexts if _REPLACEMENT not in self._decode_all(each))
+        return next(whole, contexts[0]), last[end:]
 
     def _silent_without(self, shown: frozenset[str]) -> "_SilentIds":
         """The ids without text where some special tokens have one; there are a few such sets, one a format."""
@@ -186,6 +234,19 @@ class TokenTexts:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def num_incomplete(self, token_ids: Sequence[int]) -> int:
+        """The number of tokens at the end that hold the beginning of a character and not its end."""
+        data, lengths = b"", [0]
+        for token_id in reversed(token_ids):
+            data = self.bytes_of(token_id) + data
+            lengths.append(len(data))
+            if len(data) >= _MAX_INCOMPLETE:
+                break
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(data)
+        num_bytes = len(decoder.getstate()[0])
+        return next(count for count, length in enumerate(lengths) if length >= num_bytes)
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self._decode_after_anchor(token_id)

@@ -448,8 +448,8 @@ def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(map(_model, message.models))
 
 
-def to_load_adapter_request(name: str, directory: str | Path) -> model_pb2.LoadAdapterRequest:
-    request = model_pb2.LoadAdapterRequest()
+def to_load_adapter_request(name: str, directory: str | Path, *, replace: bool) -> model_pb2.LoadAdapterRequest:
+    request = model_pb2.LoadAdapterRequest(replace=replace)
     _put(request, "name", name)
     _put(request, "directory", str(directory))
     return request

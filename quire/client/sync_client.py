@@ -29,6 +29,7 @@ from quire.client.waiting import (
     Event,
     call,
     cancelled_once,
+    canceller,
     client_closed,
     next_response,
     was_accepted,
@@ -40,7 +41,8 @@ Answer = TypeVar("Answer")
 
 
 class Stream:
-    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left.
+    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left, as
+    does the end of the last reference to it.
 
     A durable stream goes on by itself after a lost connection, through any gateway that answers, and from the tokens
     that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
@@ -59,7 +61,12 @@ class Stream:
         self._is_cut = False
         self._closing = Event()
         self._client_is_closed = client_is_closed
+        self._cancel_forgotten: Callable[[], object] = lambda: None
         self._call = self._make_call()
+
+    def __del__(self) -> None:
+        # Newer versions of gRPC than 1.80 read a call to its end that nothing refers to.
+        self._cancel_forgotten()
 
     def __enter__(self) -> Self:
         return self
@@ -107,7 +114,9 @@ class Stream:
 
     def _make_call(self) -> Any:
         with cancelled_once(self._client_is_closed):
-            return self._recovery.call()
+            made = self._recovery.call()
+        self._cancel_forgotten = canceller(made)
+        return made
 
     @property
     def text(self) -> Iterator[str]:
@@ -300,11 +309,13 @@ class Client:
             self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
         )
 
-    def load_adapter(self, name: str, directory: str | Path, *, timeout_s: float | None = None) -> Adapter:
+    def load_adapter(
+        self, name: str, directory: str | Path, *, replace: bool = False, timeout_s: float | None = None
+    ) -> Adapter:
         """Serves the LoRA adapter in a directory of the server under a name, which `model` of a request then chooses;
-        for the API keys of operators. AlreadyExists when the name is taken, InvalidArgument when the adapter cannot be
-        used."""
-        request = convert.to_load_adapter_request(name, directory)
+        for the API keys of operators. With `replace` it takes the place of an adapter of that name, with which requests
+        of before run on. AlreadyExists when the name is taken, InvalidArgument when the adapter cannot be used."""
+        request = convert.to_load_adapter_request(name, directory, replace=replace)
         method, read = self._stubs.models.LoadAdapter, convert.from_load_adapter_response
         return self._ask(method, request, read, timeout_s, is_idempotent=False)
 

@@ -109,6 +109,25 @@ def was_accepted(streaming: Any) -> bool:
     return any(name == REQUEST_ID_HEADER for name, _ in streaming.initial_metadata() or ())
 
 
+def async_canceller(streaming: Any) -> Callable[[], object]:
+    """A function that cancels the call and may run in any thread, as finalizers do."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return lambda: None  # made before its event loop runs
+
+    def cancel() -> None:
+        with suppress(RuntimeError):  # the event loop is closed, and its calls with it
+            loop.call_soon_threadsafe(streaming.cancel)
+
+    return cancel
+
+
+def canceller(streaming: Any) -> Callable[[], object]:
+    """As `async_canceller`."""
+    return streaming.cancel
+
+
 def _is_task_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -4,6 +4,7 @@ A schema is read without recursion, so a deeply nested one is refused and not a 
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
@@ -16,6 +17,7 @@ from quire.constraints.numbers import (
     can_be_intersected,
     is_exact,
     is_large,
+    move_apart,
     move_bounds,
     numbers_of,
     read_float,
@@ -113,14 +115,15 @@ _NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 _SHOWN_PATH = 120
 
 
-def read_schema(field: str, text: str) -> dict[str, Any]:
+def read_schema(field: str, text: str, *, large_allowed: bool = False) -> dict[str, Any]:
     """The schema in a text, without annotations. Objects whose properties it names have no others, unless it allows
-    them by `additionalProperties`: a model that may invent properties rarely comes to an end.
+    them by `additionalProperties`: a model that may invent properties rarely comes to an end. `large_allowed`: whether
+    constants may be integers beyond 2^53.
 
     Raises:
         ConstraintError: it is not a schema, is nested too deeply, or uses a keyword that is not enforced.
     """
-    return _clean(field, _loaded(field, text))[0]
+    return _clean(field, _loaded(field, text), large_allowed=large_allowed)[0]
 
 
 def enforced_schema(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
@@ -162,11 +165,13 @@ def _options(field: str, subschemas: Sequence[dict[str, Any]], *, no_white_space
 
 def _loaded(field: str, text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text, parse_float=read_float, parse_constant=Decimal)
+        schema = json.loads(text, parse_float=read_float, parse_constant=float)
     except RecursionError as error:
         raise ConstraintError(field, f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
     except ValueError as error:
         raise ConstraintError(field, f"is not valid JSON: {error}") from error
+    if "\\ud" in text.lower() and re.search("[\ud800-\udfff]", json.dumps(schema, ensure_ascii=False, default=str)):
+        raise ConstraintError(field, "has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -213,11 +218,12 @@ def _clean(
             if not (is_exact(number) or (large_allowed and is_large(number))):
                 raise ConstraintError(
                     field,
-                    f"has the constant {number!s:.60}, which is not enforced here, since no double holds it; use "
-                    "integers up to 2^53, other numbers of up to 15 digits, or strings",
+                    f"has the constant {number!s:.60}, which is not enforced exactly; use integers up to 2^53, other "
+                    "numbers of up to 15 digits and below it, or strings",
                 )
     _check_references(field, cleaned["root"], results)
     _check_steps(field, results)
+    move_apart(results)
     _close_objects(results)
     return cleaned["root"], results
 
@@ -392,7 +398,7 @@ def _sound(field: str, path: str, pattern: str) -> str:
 
 def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
     """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
-    for keyword in BOUNDS & schema.keys():
+    for keyword in sorted(BOUNDS & schema.keys()):
         if not isinstance(schema[keyword], int | float | Decimal):
             raise ConstraintError(field, f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")
     try:

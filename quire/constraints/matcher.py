@@ -78,6 +78,7 @@ class Vocabulary:
         special = [*eos, *(each for each in self.special_tokens.values() if each not in eos)]
         self.speller = Speller(self.token_bytes, special, eos, encode)
         self.tokenizer = LLTokenizer(cast(Any, self.speller), eos_token=eos or None, slices=_SLICES)
+        self.speller.greedy = self.tokenizer.greedy_tokenize
         self.num_words = -(-self.tokenizer.vocab_size // 32)
         self.eos = frozenset(eos or self.tokenizer.eos_tokens)
         self._order = sorted(range(len(self.token_bytes)), key=self.token_bytes.__getitem__)

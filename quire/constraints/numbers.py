@@ -5,7 +5,7 @@ the last digit, makes 64-bit integers of bounds, and computes multiples in 32 bi
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from decimal import ROUND_FLOOR, Decimal, InvalidOperation
 from typing import Any
 
@@ -27,7 +27,7 @@ def read_float(text: str) -> Number:
     try:
         exact = Decimal(text)
     except InvalidOperation:  # an exponent of many digits
-        return Decimal("inf") if value else Decimal("nan")
+        return Decimal("1e999" if value else "1e-999")
     # A sum with zero has no sign of zero.
     return value + 0.0 if math.isfinite(value) and Decimal(repr(value)) == exact else exact
 
@@ -74,17 +74,36 @@ def move_bounds(schema: dict[str, Any]) -> None:
         ValueError: no number is left; the text names the bound.
     """
     for names, sign in ((_LOWER, 1), (_UPPER, -1)):
+        inclusive, exclusive = names
+        if isinstance(schema.get(exclusive), bool):
+            # In an early draft, true makes the other bound an exclusive one.
+            is_other = schema.pop(exclusive) and inclusive in schema
+            schema |= {exclusive: schema.pop(inclusive)} if is_other else {}
         for name in names:
             value: Any = schema.get(name)
-            # In an early draft, true makes the other bound an exclusive one.
-            if value is None or isinstance(value, bool) or (abs(value) < 2**53 and _is_held(value)):
+            if value is None or (abs(value) < 2**53 and _is_held(value)):
                 continue
-            least = Decimal(value if isinstance(value, int | Decimal) else repr(value)) * sign
-            if not least < LARGEST_BOUND:
+            if math.isnan(value) or value * sign >= LARGEST_BOUND:
                 raise ValueError(f"{name} {value!s:.40}; numbers are enforced up to {LARGEST_BOUND:,}")
+            least = Decimal(value if isinstance(value, int | Decimal) else repr(value)) * sign
             schema[name] = -LARGEST_BOUND * sign if least <= -LARGEST_BOUND else _larger(least) * sign
         if any(sign * schema.get(name, 0) > _LARGEST_OPEN for name in names):
             schema.setdefault(_UPPER[0] if sign > 0 else _LOWER[0], sign * LARGEST_BOUND)
+
+
+def move_apart(schemas: Iterable[dict[str, Any]]) -> None:
+    """Moves an exclusive bound that is an integer inwards by a unit of the 15th digit where another bound follows by
+    less than 1: of such a range the engine takes the integer for a part."""
+    schemas = list(schemas)
+    bounds = [each[name] for each in schemas for name in BOUNDS & each.keys()]
+    for schema in schemas:
+        for (inclusive, exclusive), sign in ((_LOWER, 1), (_UPPER, -1)):
+            value: Any = schema.get(exclusive)
+            if value is None or value * sign < 0 or value != int(value):
+                continue
+            if any(0 < sign * (other - value) < 1 for other in bounds):
+                moved = _larger(Decimal(schema.pop(exclusive)) * sign)
+                schema[inclusive] = sign * max(moved, sign * schema.get(inclusive, sign * moved))
 
 
 def _larger(value: Decimal) -> int | float:

@@ -79,13 +79,14 @@ def sound_pattern(pattern: str) -> str:
 
 def names_control(pattern: str) -> bool:
     """Whether a pattern has control characters other than in sets of more than they, by range or exclusion."""
-    named = _SET.sub("", pattern).replace(_TAKEN_AWAY[4:], "")
+    named = _SET.sub("", pattern.replace(_TAKEN_AWAY[4:], "]"))
     return CONTROL.search(named) is not None or _CONTROL_CODE.search(named) is not None
 
 
 def _class_at(pattern: str, place: int, opened: str) -> tuple[str, int]:
     """The class whose content begins at `place`, and the place after it."""
-    parts, is_simple = [opened.replace("]", "\\]")], opened[1:] in ("", "]")
+    parts, is_simple = [opened.replace("]", "\\]")], "^" not in opened
+    has_marks = False
     while place < len(pattern):
         found = _IN_CLASS.match(pattern, place)
         assert found is not None
@@ -95,9 +96,10 @@ def _class_at(pattern: str, place: int, opened: str) -> tuple[str, int]:
             raise ValueError(f"{part} in a class is not enforced; write \\{part}, or the characters that are meant")
         if found["end"]:
             inner = "".join(parts)[1:]
-            return (f"[{inner}]" if is_simple else _TAKEN_AWAY.format(inner)), place
+            return (f"[{inner}]" if is_simple or has_marks else _TAKEN_AWAY.format(inner)), place
         if found["escape"]:
             is_simple &= part[1] in _SHORT_ESCAPES or not part[1].isalnum()
+            has_marks |= "^" not in opened and part[1] in "DSW"
         else:
             is_simple &= part >= " "
             # In the engine these begin a class within the class, and operations of classes.

@@ -4,7 +4,6 @@ A free state ends when one of its markers is complete; a part ends when its gram
 grammar, and grammars are independent of the text around them.
 """
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -126,7 +125,7 @@ def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constra
     named = Constraint()
     named.CopyFrom(constraint)
     for each in (named, *named.structural_tags.tags):
-        if each.HasField("lark"):
+        if each.HasField("lark") and _GBNF_RULE.search(each.lark) is None:
             each.lark = _NAME_IN_LARK.sub(with_id, each.lark)
     return named
 
@@ -199,10 +198,11 @@ def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> st
     parts: list[str] = []
     place = 0
     for found in _SCHEMA_OF_LARK.finditer(lark):
-        with contextlib.suppress(ValueError, RecursionError):  # which the engine reports
+        try:
             schema, end = json.JSONDecoder().raw_decode(lark, found.end())
-            if found.start() < place or "x-guidance" in schema:
-                continue
+        except (ValueError, RecursionError):
+            continue  # The engine reports it.
+        if found.start() >= place and "x-guidance" not in schema:
             read = enforced_schema(field, lark[found.end() : end], no_white_space=no_white_space)
             parts += lark[place : found.end()], json.dumps(read, ensure_ascii=False)
             place = end

@@ -12,8 +12,9 @@ Gateway and worker derive both from tokenizer.json and tokenizer_config.json her
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Self
 
 import tokenizers
@@ -21,8 +22,10 @@ from tokenizers import normalizers, pre_tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "▁"
-_LONGEST_ENCODED = 4096
-"""Characters of a forced text that are spelled at once. The next ones follow when these tokens are there."""
+_MAX_TOKENS = 1 << 22
+"""Several times the vocabulary of any model. It bounds the memory that a damaged file makes us take."""
+_SPELLED_AT_ONCE = 1024
+"""Characters of a forced text that are spelled before the first of their tokens is there, which takes 0.3 ms."""
 _KEPT_SPELLINGS = 1024
 _LAST_OF_UTF_8 = 0xF4
 
@@ -51,7 +54,10 @@ class TokenTable:
         vocab: Any = tokenizer["model"]["vocab"]
         ids = vocab if isinstance(vocab, Mapping) else {piece: number for number, (piece, _) in enumerate(vocab)}
         added = _added_tokens(tokenizer, config, ids)
-        texts = [""] * (max(*ids.values(), *(each["id"] for each in added), -1) + 1)
+        size = max(*ids.values(), *(each["id"] for each in added), -1) + 1
+        if size > _MAX_TOKENS:
+            raise ValueError(f"it has the token id {size - 1}; at most {_MAX_TOKENS - 1} are possible")
+        texts = [""] * size
         for text, token_id in ids.items():
             texts[token_id] = text
         for each in added:
@@ -178,6 +184,7 @@ class Speller:
 
     Attributes:
         has_all_bytes: Whether the vocabulary can write every text.
+        greedy: Spells a text in the longest tokens; for the engine to set.
     """
 
     is_tokenizer_wrapper = True
@@ -194,46 +201,36 @@ class Speller:
         self._special = frozenset(special_token_ids)
         self._encode = encode
         self._spelled = lru_cache(_KEPT_SPELLINGS)(self._spell)
-        # Here and not when they are needed: a process that forks for each constraint has them for all.
-        self._ids = {text: token_id for token_id, text in enumerate(tokens) if token_id not in self._special}
-        self._longest_token = max(map(len, self._ids), default=0)
-        self.has_all_bytes = all(bytes([byte]) in self._ids for byte in range(_LAST_OF_UTF_8 + 1))
+        self.greedy: Encode | None = None
+        single = {each[0] for each in tokens if len(each) == 1}
+        self.has_all_bytes = single.issuperset(range(_LAST_OF_UTF_8 + 1))
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of the beginning of a text; none if no tokens have its bytes."""
-        return self._spelled(text[:_LONGEST_ENCODED])
+        return self._spelled(text[:_SPELLED_AT_ONCE])
 
     def unspelled(self, text: str) -> str | None:
         """A character because of which no tokens can write this text; None if some can."""
         missing = [each for each in sorted(set(text)) if not self(each)]
-        if not missing or self._longest(text.encode()):
+        if not missing or self._fewest(text.encode()):
             return None
         known = b"\0".join(self._ids)
         return next((each for each in missing if each.encode() not in known), missing[0])
 
     def _spell(self, text: str) -> list[int]:
         data = text.encode()
-        if self._encode is not None and self._has_bytes(made := list(self._encode(text)), data):
-            return made
-        return self._longest(data)
-
-    def _has_bytes(self, token_ids: Sequence[int], data: bytes) -> bool:
-        return self._special.isdisjoint(token_ids) and b"".join(map(self.tokens.__getitem__, token_ids)) == data
-
-    def _longest(self, data: bytes) -> list[int]:
-        """The longest tokens; the fewest ones if the longest lead to a rest that no token begins."""
-        longest, made, place = self._longest_token, list[int](), 0
-        while place < len(data):
-            ends = range(min(len(data), place + longest), place, -1)
-            token_id = next((found for end in ends if (found := self._ids.get(data[place:end])) is not None), None)
-            if token_id is None:
-                return self._fewest(data)
-            made.append(token_id)
-            place += len(self.tokens[token_id])
-        return made
+        for encode in (self._encode, self.greedy):
+            # The library raises bare Exception, for example where a text has a character without a token.
+            with suppress(Exception):
+                made = [] if encode is None else list(encode(text))
+                if self._special.isdisjoint(made) and b"".join(map(self.tokens.__getitem__, made)) == data:
+                    return made
+        return self._fewest(data)
 
     def _fewest(self, data: bytes) -> list[int]:
-        # By place, the fewest tokens of the rest from there, and the first one of them.
+        """The fewest tokens with these bytes; empty if no tokens have them. The longest ones may lead to a rest that no
+        token begins, in a vocabulary without tokens for bytes."""
+        # By place, the number of tokens of the rest from there, and the first one of them.
         rest: list[tuple[int, int] | None] = [None] * len(data) + [(0, -1)]
         for place in reversed(range(len(data))):
             for end in range(place + 1, min(len(data), place + self._longest_token) + 1):
@@ -244,4 +241,12 @@ class Speller:
         while place < len(data) and (first := rest[place]) is not None:
             made.append(first[1])
             place += len(self.tokens[first[1]])
-        return made if place == len(data) else []
+        return made
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {text: token_id for token_id, text in enumerate(self.tokens) if token_id not in self._special}
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._ids), default=0)

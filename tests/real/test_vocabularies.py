@@ -4,8 +4,9 @@ import json
 import random
 import re
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import httpx
 import numpy as np
 import pytest
 import tokenizers
@@ -18,6 +19,7 @@ from quire.constraints.check_process import check
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.tokens import Encode, tokenizer_encode
 from quire.model_directory import ModelDirectory
+from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.real.models import NAMES, real_model
 from tests.support.constraints import mask_of, write
 
@@ -120,3 +122,29 @@ def test_lark_names_the_tokens_of_marks(real) -> None:
     if mark is not None:
         matcher = Template.of(Constraint(lark=f"start: {mark}"), real.held).matcher(tuple(real.held.eos))
         assert np.flatnonzero(mask_of(matcher, real.held)).tolist() == [tokens[mark]]
+
+
+async def test_a_server_writes_calls_and_texts_with_added_tokens_of_qwen3(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    schema = {"type": "object", "properties": {"zone": {"enum": ["<b>", "</tool_call>"]}}, "required": ["zone"]}
+    tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "the time <think>"}],
+        "tools": [tool],
+        "tool_choice": {"type": "function", "function": {"name": "now"}},
+        "max_tokens": 60,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    settings = ServeSettings(model=str(real_model("qwen3")), grpc_port=0, http_port=0, dtype="float32")
+    async with LocalServer(settings) as server:
+        await server.wait_ready()
+        async with httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=120) as client:
+            answer = (await client.post("/v1/chat/completions", json=chat)).json()
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["zone"] in ("<b>", "</tool_call>")
+            for text in ("word <think> end", "a<|im_end|>b", "a▁b"):
+                body = {"prompt": "x", "structured_outputs": {"choice": [text]}, "max_tokens": 60}
+                answer = (await client.post("/v1/completions", json=body)).json()
+                assert answer["choices"][0]["text"] == text
+    # The worker and the gateway's check share it.
+    assert len(list((tmp_path / "quire" / "vocabularies").iterdir())) == 1

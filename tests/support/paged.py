@@ -45,6 +45,10 @@ class PagedRunner:
         shape = (2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
         self.pools = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.num_layers)]
 
+    def share_blocks(self, source: int, target: int, *, num_blocks: int) -> None:
+        """The sequence `target` begins with the first blocks of `source`, as from a prefix cache."""
+        self._tables[target, :num_blocks] = self._tables[source, :num_blocks]
+
     @torch.inference_mode()
     def step(self, *spans: Span) -> torch.Tensor:
         """Logits of all tokens of all spans, [T, vocab_size]."""

@@ -1,6 +1,6 @@
 """The input of a batch: a file with one request in each line, as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,14 @@ from pydantic_core import from_json, to_json
 from gateway.api.batches.store import Line
 from gateway.request.counting import EntryLimits, check_values
 from quire.progress import shown_bytes
-from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable
 
+WrongModel = Callable[[str], FieldViolation | None]
+"""What is wrong with the name of a model; None for one that the caller of the batch may use."""
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 50
+_PARAMETERS = ("custom_id", "method", "url", "body")
+_NOT_IN_BATCHES = {"stream": "streaming_unsupported", "background": "invalid_body", "durable": "invalid_body"}
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -42,9 +46,11 @@ class LineError:
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
-def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Line], list[LineError]]:
-    """The requests of a file, and what is wrong with it; its bodies are not looked into. Blank lines are passed over.
-    Takes long for large files: it is for a thread. Raises as `opened` does."""
+def read_lines(
+    path: Path, endpoint: str, limits: BatchLimits, wrong_model: WrongModel = lambda _: None
+) -> tuple[list[Line], list[LineError]]:
+    """The requests of a file, and what is wrong with it; of its bodies only the model is looked at, and fields that no
+    batch has. Blank lines are passed over. Takes long for large files: it is for a thread. Raises as `opened` does."""
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: dict[str, int] = {}
@@ -66,7 +72,7 @@ def read_lines(path: Path, endpoint: str, limits: BatchLimits) -> tuple[list[Lin
                 message = f"the file has more than {limits.max_requests:,} requests (--max-batch-requests)"
                 errors.append(LineError(number, "too_many_requests", message))
                 break
-            found = _read(number, data, endpoint, limits.entries)
+            found = _read(number, data, endpoint, limits.entries, wrong_model)
             if isinstance(found, LineError):
                 errors.append(found)
             elif found in seen:
@@ -117,7 +123,7 @@ def _pieces(file: BinaryIO, max_bytes: int) -> Any:
         first += size
 
 
-def _read(number: int, data: bytes, endpoint: str, limits: EntryLimits) -> str | LineError:
+def _read(number: int, data: bytes, endpoint: str, limits: EntryLimits, wrong_model: WrongModel) -> str | LineError:
     """The custom_id of a line, or what is wrong with it."""
 
     def wrong(code: str, message: str, param: str | None = None) -> LineError:
@@ -132,17 +138,22 @@ def _read(number: int, data: bytes, endpoint: str, limits: EntryLimits) -> str |
         return wrong("invalid_json_line", f"the line is not valid JSON: {error!s:.200}")
     if not isinstance(fields, dict):
         return wrong("invalid_json_line", "the line is not an object")
-    custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
-    body = fields.get("body")
+    custom_id, method, url, body = (fields.get(name) for name in _PARAMETERS)
+    for name in _PARAMETERS:
+        if fields.get(name) is None:
+            return wrong("missing_required_parameter", f"{name} is missing", name)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
         return wrong("invalid_custom_id", f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
     if method != "POST":
         return wrong("invalid_method", f"method is {method!r:.40}; it must be POST", "method")
     if url != endpoint:
-        return wrong("mismatched_url", f"url is {url!r:.80}; the batch is for {endpoint}", "url")
+        return wrong("invalid_url", f"url is {url!r:.80}; the batch is for {endpoint}", "url")
     if not isinstance(body, dict):
         return wrong("invalid_body", "body must be an object", "body")
-    for name in ("stream", "background", "durable"):
+    for name, code in _NOT_IN_BATCHES.items():
         if body.get(name):
-            return wrong("invalid_body", f"body.{name} is set; answers of a batch are whole", f"body.{name}")
+            return wrong(code, f"body.{name} is set; answers of a batch are whole", f"body.{name}")
+    model = body.get("model")
+    if isinstance(model, str) and model and (violation := wrong_model(model)) is not None:
+        return wrong("model_not_found", f"body.model {violation.description}", "body.model")
     return custom_id

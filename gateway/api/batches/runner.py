@@ -30,6 +30,7 @@ from gateway.auth.caller import LOWEST_PRIORITY, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.generator import Generator
+from gateway.request.validation import wrong_model
 from quire import clock, entropy
 from quire.rpc.errors import NotFound, QuireError
 
@@ -170,7 +171,11 @@ class Batches:
         if row.status == VALIDATING:
             path = store.path_of(row.input_file)
             try:
-                lines, errors = await asyncio.to_thread(read_lines, path, row.endpoint, self.limits)
+                lines, errors = await asyncio.to_thread(
+                    read_lines,
+                    *(path, row.endpoint, self.limits),
+                    lambda model: wrong_model(model, self._generator.adapters.visible(caller, model)),
+                )
             except NotFound as error:
                 lines, errors = [], [LineError(None, error.reason.lower(), error.message)]
             if errors:

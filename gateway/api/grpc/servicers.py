@@ -186,7 +186,11 @@ class ModelServicer:
 
     async def LoadAdapter(self, request: LoadAdapterRequest, context: Context) -> LoadAdapterResponse:
         served = await self._adapters.load(
-            request.name, request.directory, name_field="name", directory_field="directory"
+            request.name,
+            request.directory,
+            replace=request.replace,
+            name_field="name",
+            directory_field="directory",
         )
         return LoadAdapterResponse(adapter=self._adapter(served))
 

@@ -8,7 +8,13 @@ from typing import Self
 from gateway.api.answers import OPENAI, client_request_id
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
-from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
+from gateway.api.openai.read import (
+    chat_options,
+    completion_options,
+    completion_prompts,
+    is_echo_alone,
+    param_name,
+)
 from gateway.api.openai.schemas import UNION_TYPES, ChatBody, CompletionBody, GenerationBody
 from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
 from gateway.replicas.live import LiveRequest
@@ -141,9 +147,7 @@ class CompletionCall(_Call):
         tokenizer = generator.model.tokenizer
         echoes: list[str] = []
         for prompt, each in zip(self._prompts, live, strict=True):
-            is_truncated = self._body.truncate_prompt_tokens is not None
-            echo = await _echo_text(prompt, each, tokenizer, is_truncated=is_truncated) if self._body.echo else ""
-            echoes.append(echo)
+            echoes.append(await _echo_text(self._body, prompt, each, tokenizer) if self._body.echo else "")
         return CompletionShaper(self._head, self._body, self._prompts, echoes, live, tokenizer)
 
 
@@ -159,12 +163,13 @@ def _with_suffix(prompt: Prompt, suffix: str | None, generator: Generator) -> Pr
     return dataclasses.replace(prompt, text=text)
 
 
-async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer, *, is_truncated: bool) -> str:
-    if isinstance(prompt, TextPrompt) and not is_truncated:
+async def _echo_text(body: CompletionBody, prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, TextPrompt) and body.truncate_prompt_tokens is None:
         return prompt.text
-    request = live.request
-    return await tokenizer.decode_any(
-        request.prompt_token_ids.tolist(), include_special_tokens=request.output.include_special_tokens
+    decode = tokenizer.decode_any if is_echo_alone(body) else tokenizer.prompt_text
+    return await decode(
+        live.request.prompt_token_ids.tolist(),
+        include_special_tokens=live.request.output.include_special_tokens,
     )
 
 

@@ -1,4 +1,5 @@
-"""Constraints of an answer: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields.
+"""Constraints of an answer: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields,
+SGLang's `regex`, `ebnf` and `json_schema`, and llama.cpp's `grammar` and `json_schema`.
 
 Each of them becomes a quire.common.v1.Constraint. It is enforced with and without `strict`.
 """
@@ -40,7 +41,8 @@ class TagStructure(Part):
 
 class ResponseFormat(Part):
     """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after one of the `triggers` the text
-    continues with one of the `structures` that begin with it."""
+    continues with one of the `structures` that begin with it. The others are of llama.cpp, Together (`schema`, regex
+    with its `pattern`), Fireworks (`schema`, grammar) and TGI (json and regex with a `value`)."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_FORMAT
 
@@ -48,6 +50,22 @@ class ResponseFormat(Part):
     json_schema: JsonSchemaFormat | None = None
     structures: Annotated[list[TagStructure] | None, Field(fail_fast=True)] = None
     triggers: Texts | None = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    pattern: str | None = None
+    grammar: str | None = None
+    value: JsonSchema | str | None = None
+
+
+# Which fields each type has. The first one that is set constrains the answer.
+_FIELDS_OF_FORMATS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema", "value"),
+    "json_schema": ("json_schema", "schema"),
+    "structural_tag": ("structures", "triggers"),
+    "regex": ("pattern", "value"),
+    "grammar": ("grammar",),
+    "json": ("value",),
+}
 
 
 def _parsed(value: Any) -> Any:
@@ -91,6 +109,10 @@ class ConstraintFields(BaseModel):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     structural_tag: TagsInText | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: JsonSchema | str | None = None
     guided_decoding_disable_any_whitespace: bool | None = None
     # Selects a library in vLLM. Quire has only one.
     guided_decoding_backend: str | None = None
@@ -141,7 +163,7 @@ def _no_white_space_path(body: ConstraintFields) -> str | None:
 
 
 def _is_of_json(path: str) -> bool:
-    return not path.endswith(("regex", "choice", "grammar"))
+    return not path.endswith(("regex", "choice", "grammar", "ebnf", "pattern"))
 
 
 def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constraint]]]:
@@ -150,8 +172,18 @@ def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constrain
     match body.response_format:
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema_=schema)) if schema is not None:
             yield "response_format.json_schema.schema", partial(_of_schema, schema)
+        case ResponseFormat(type="json_schema" | "json_object", schema_=schema) if schema:
+            yield "response_format.schema", partial(_of_schema, schema)
+        case ResponseFormat(type="json_object" | "json", value=schema) if schema:
+            yield "response_format.value", partial(_of_schema, schema)
         case ResponseFormat(type="json_object"):
             yield "response_format", _of_object
+        case ResponseFormat(type="regex", pattern=str(regex)):
+            yield "response_format.pattern", partial(_of_regex, regex)
+        case ResponseFormat(type="regex", value=str(regex)):
+            yield "response_format.value", partial(_of_regex, regex)
+        case ResponseFormat(type="grammar", grammar=str(grammar)):
+            yield "response_format.grammar", partial(_of_grammar, grammar)
         case ResponseFormat(type="structural_tag") as format:
             yield "response_format", partial(of_tags, format)
     outputs = body.structured_outputs or StructuredOutputs()
@@ -168,6 +200,11 @@ def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constrain
         ("guided_choice", body.guided_choice, _of_choice),
         ("guided_grammar", body.guided_grammar, _of_grammar),
         ("structural_tag", body.structural_tag, of_tags),
+        # Clients of these servers send empty ones for none.
+        ("regex", body.regex or None, _of_regex),
+        ("ebnf", body.ebnf or None, _of_grammar),
+        ("grammar", body.grammar or None, _of_grammar),
+        ("json_schema", body.json_schema or None, _of_schema),
     ):
         if value is not None:
             yield path, partial(make, value)
@@ -209,11 +246,22 @@ def _tag(structure: TagStructure, triggers: Sequence[str], *, no_white_space: bo
 
 
 def _check_format(violations: Violations, path: str, format: ResponseFormat, *, tags_only: bool) -> None:
-    known = ("structural_tag",) if tags_only else ("text", "json_object", "json_schema", "structural_tag")
+    known = ("structural_tag",) if tags_only else tuple(_FIELDS_OF_FORMATS)
     if format.type not in known:
         violations.add(f"{path}.type", f'is "{shortened(format.type)}"; it must be {" or ".join(known)}')
-    if format.type == "json_schema" and (format.json_schema is None or format.json_schema.schema_ is None):
-        violations.add(f"{path}.json_schema.schema", "is missing")
+        return
+    own = _FIELDS_OF_FORMATS[format.type]
+    for name, field in ResponseFormat.model_fields.items():
+        shown = field.alias or name
+        if shown not in ("type", *own) and getattr(format, name) is not None:
+            violations.add(f"{path}.{shown}", f'is set, and the type "{format.type}" does not have it')
+    if format.type == "json_schema" and format.schema_ is None:
+        if format.json_schema is None or format.json_schema.schema_ is None:
+            violations.add(f"{path}.json_schema.schema", "is missing")
+    elif format.type in ("regex", "grammar", "json") and not any(getattr(format, name) for name in own):
+        violations.add(f"{path}.{own[0]}", "is missing")
+    if format.type == "regex" and isinstance(format.value, dict):
+        violations.add(f"{path}.value", "must be a string")
     if format.type == "structural_tag":
         if not format.structures:
             violations.add(f"{path}.structures", "is missing or empty")

@@ -212,7 +212,7 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
         """Serves a LoRA adapter under a name, for operators."""
         body = await read_model(LoadAdapterBody, request, body_limits, {})
         fields = {"name_field": "lora_name", "directory_field": "lora_path"}
-        await adapters.load(body.lora_name, body.lora_path, **fields)
+        await adapters.load(body.lora_name, body.lora_path, replace=bool(body.load_inplace), **fields)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:

@@ -74,6 +74,8 @@ class CacheControl(Part):
 class Nvext(Part):
     """Dynamo's extensions. What they ask for are hints: those that are not read are ignored, and counted."""
 
+    unread: ClassVar[Unread] = field_rule.NVEXT
+
     agent_hints: AgentHints | None = None
     cache_control: CacheControl | None = None
 
@@ -183,6 +185,7 @@ class LoadAdapterBody(Part):
 
     lora_name: str
     lora_path: str
+    load_inplace: bool | None = None
 
 
 class UnloadAdapterBody(Part):
@@ -225,11 +228,13 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
             violations.add("length_penalty", "has a meaning only where use_beam_search is true")
         if body.early_stopping not in (None, False):
             violations.add("early_stopping", "has a meaning only where use_beam_search is true")
-    # Checked here, because the validator's error would show the opposite sign.
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        violations.add("stream_options", "is set; it has a meaning only where stream is true")
     if body.durable and not body.stream:
         violations.add("durable", ONLY_STREAMS)
     if body.logprob_token_ids and isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0:
         violations.add("logprob_token_ids", "is set where max_tokens is 0; it is for generated tokens alone")
+    # Checked here, because the validator's error would show the opposite sign.
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     check_prediction(violations, body.prediction)
     if isinstance(body, ChatBody):
@@ -248,7 +253,4 @@ def check_prediction(violations: Violations, prediction: Prediction | None) -> N
 def _check_chat(violations: Violations, body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
         violations.add("top_logprobs", "is set; it has a meaning only where logprobs is true")
-    both = (body.max_tokens, body.max_completion_tokens)
-    if None not in both and both[0] != both[1]:
-        violations.add("max_tokens", f"is {both[0]} and max_completion_tokens is {both[1]}; set one of them")
     check_tool_choice(violations, body.tool_choice)

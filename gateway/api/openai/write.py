@@ -22,14 +22,13 @@ from gateway.replicas.events import (
     GeneratedSequence,
     Logprob,
     PositionLogprobs,
-    TokenIds,
     Usage,
 )
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
 from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer, TokenTexts
-from gateway.types import Prompt, TextPrompt
+from gateway.types import Prompt, TextPrompt, TokenIds
 from quire.common.v1.common_pb2 import StoppingParameters
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.version import VERSION
@@ -38,6 +37,9 @@ SYSTEM_FINGERPRINT = f"quire-{VERSION}"
 # Stands for -infinity, the log probability of excluded tokens, which JSON does not have. Clients know this value.
 LOWEST = -9999.0
 _ROLE = {"role": "assistant"}
+# Fields of whole answers that were not asked for. Streams leave them out.
+_NO_TOKEN_IDS: dict[str, None] = {"token_ids": None}
+_NOTHING_OF_PROMPT: dict[str, None] = {"prompt_logprobs": None, "prompt_token_ids": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def request_metrics(body: GenerationBody, live: Sequence[LiveRequest], usages: S
         "time_to_first_token_ms": None if first_s is None else first_s * 1000,
         "generation_time_ms": generation_ms,
         "queue_time_ms": usage.queue_ms,
-        "mean_itl_ms": later_ms / num_later if num_later > 0 else None,
+        # Absent for a single token, as in vLLM.
+        **({"mean_itl_ms": later_ms / num_later} if num_later > 0 else {}),
         "tokens_per_second": usage.generated_tokens * 1000 / generation_ms if generation_ms else None,
     }
     return {"metrics": {name: None if value is None else round(value, 3) for name, value in metrics.items()}}
@@ -174,7 +177,7 @@ class CompletionLogprobs:
         return {
             "tokens": LazyList(lambda: (self._texts.key_of(int(token_id)) for token_id in token_ids)),
             "token_logprobs": LazyList(lambda: (entry and _finite(entry.chosen.logprob) for entry in logprobs)),
-            "top_logprobs": LazyList(lambda: map(self._top, logprobs)) if self._num_top else None,
+            "top_logprobs": LazyList(lambda: map(self._top, logprobs)),
             "text_offset": LazyList(lambda: self._offsets(token_ids)),
         }
 
@@ -191,10 +194,17 @@ class CompletionLogprobs:
         return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
 
 
-def chat_logprobs(texts: TokenTexts | NamedByIds, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any]:
+def chat_logprobs(
+    texts: TokenTexts | NamedByIds, logprobs: Iterable[PositionLogprobs], *, shows_chosen: bool = False
+) -> dict[str, Any]:
+    """With `shows_chosen` the chosen token is one of the `top_logprobs`, also where it is none of the most likely."""
+
     def entries() -> Iterator[dict[str, Any]]:
         for entry in logprobs:
-            yield _chat_entry(texts, entry.chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in entry.top]}
+            chosen, top = entry.chosen, entry.top
+            if shows_chosen and all(each.token_id != chosen.token_id for each in top):
+                top = (chosen, *top)
+            yield _chat_entry(texts, chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in top]}
 
     return {"content": LazyList(entries), "refusal": None}
 
@@ -276,11 +286,12 @@ class ChatShaper:
                 "logprobs": self._logprobs(sequence.logprobs),
             }
             | self._finish(sequence.finished)
+            | _NO_TOKEN_IDS
             | token_ids(self._body, sequence.token_ids)
             for sequence in sequences
         ]
         answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
-        return answer | self._of_prompt() | request_metrics(self._body, [self._live], [usage])
+        return answer | _NOTHING_OF_PROMPT | self._of_prompt() | request_metrics(self._body, [self._live], [usage])
 
     def _of_prompt(self) -> dict[str, Any]:
         """What is told of the prompt, once."""
@@ -298,7 +309,7 @@ class ChatShaper:
             case Finished(sequence_index=index):
                 deltas, logprobs, finish = [*self._rests(index), {}], None, self._finish(event)
         usage = self._usage_so_far.after(event)
-        ids = token_ids(self._body, event.token_ids) if isinstance(event, Chunk) else {}
+        ids = token_ids(self._body, event.token_ids if isinstance(event, Chunk) else ())
         if not deltas and (logprobs or ids):
             # Nothing of the tokens is shown, such as reasoning that is left out.
             deltas = [{}]
@@ -382,7 +393,9 @@ class ChatShaper:
         return _ROLE
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(self._shown_texts, logprobs) if self._body.logprobs else None
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._shown_texts, logprobs, shows_chosen=bool(self._body.logprob_token_ids))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head.fields("chat.completion.chunk") | {"choices": choices}
@@ -434,8 +447,9 @@ class CompletionShaper:
         for position, (sequences, _) in enumerate(results):
             for sequence in sequences:
                 shown = self._shown(as_chunk(sequence))
-                choice, ids = self._choice(position, shown), token_ids(self._body, shown.token_ids)
-                yield choice | self._finish(position, sequence.finished) | ids | self._of_prompt(position)
+                choice = self._choice(position, shown) | self._finish(position, sequence.finished)
+                ids = _NO_TOKEN_IDS | token_ids(self._body, shown.token_ids)
+                yield choice | ids | _NOTHING_OF_PROMPT | self._of_prompt(position)
 
     def _of_prompt(self, position: int) -> dict[str, Any]:
         """What each choice of a prompt tells of it, once."""
@@ -453,6 +467,7 @@ class CompletionShaper:
                 choice = self._choice(position, event) | NOT_FINISHED | token_ids(self._body, event.token_ids)
             case Finished(sequence_index=index):
                 choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
+                choice |= token_ids(self._body, ())
         if (position, event.sequence_index) not in self._begun:
             self._begun.add((position, event.sequence_index))
             choice |= self._of_prompt(position)
@@ -487,14 +502,24 @@ class CompletionShaper:
         shapers = [
             CompletionLogprobs(
                 NamedByIds(self._texts) if self._body.return_tokens_as_token_ids else self._texts,
-                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens),
+                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens, prompt=before),
                 num_top,
                 text_offset=text_offset,
             )
             # A prompt that came as text is echoed unchanged, without the special tokens that precede it.
-            for with_special_tokens, text_offset, num_top in (
-                (request.output.include_special_tokens and not isinstance(prompt, TextPrompt), 0, self._body.logprobs),
-                (request.output.include_special_tokens, len(echo), request.logprobs or 0),
+            for with_special_tokens, before, text_offset, num_top in (
+                (
+                    request.output.include_special_tokens and not isinstance(prompt, TextPrompt),
+                    (),
+                    0,
+                    self._body.logprobs,
+                ),
+                (
+                    request.output.include_special_tokens,
+                    request.prompt_token_ids,
+                    len(echo),
+                    request.logprobs or 0,
+                ),
             )
         ]
         return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])

@@ -328,6 +328,12 @@ class ResponseBody(InputBody):
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
     cache_salt: Salt | None = None
     background: bool | None = None
+    # Labels and hints, which every state of the response says again.
+    max_tool_calls: int | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
     # Quire's: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 

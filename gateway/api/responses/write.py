@@ -294,6 +294,10 @@ class ResponseShaper:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "temperature": sampling.temperature if body.temperature is None else body.temperature,
+            "presence_penalty": sampling.presence_penalty if body.presence_penalty is None else body.presence_penalty,
+            "frequency_penalty": (
+                sampling.frequency_penalty if body.frequency_penalty is None else body.frequency_penalty
+            ),
             "text": {"format": shown_format},
             "tool_choice": _tool_choice(body),
             "tools": [
@@ -302,6 +306,12 @@ class ResponseShaper:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
+            "max_tool_calls": body.max_tool_calls,
+            # There is one tier, which the callers of every tier get.
+            "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "user": body.user,
         }
 
 

@@ -20,7 +20,7 @@ from quire.settings import ConfigurationError
 from tests.support.adapter_files import write_adapter
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.fronts import FRONTS, Front
-from tests.support.gateway_process import error_of, running_gateway, stream_request
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.keys import KeysFile
 from tests.support.rig import Rig, running_rig
 
@@ -70,7 +70,7 @@ async def test_adapters_are_models_with_a_parent(rig: Rig) -> None:
     assert (await rig.http.get("/v2/models/two")).json()["name"] == "two"
 
 
-async def test_operators_load_and_unload_by_vllms_paths(rig: Rig, files: Path) -> None:
+async def test_operators_load_and_unload_by_vllms_paths(rig: Rig, files: Path, tmp_path: Path) -> None:
     async def post(path: str, **body: str) -> tuple[int, str]:
         answer = await rig.http.post(f"/v1/{path}_lora_adapter", json=body)
         if answer.status_code == 200:
@@ -84,7 +84,12 @@ async def test_operators_load_and_unload_by_vllms_paths(rig: Rig, files: Path) -
     assert await post("load", **(three | {"lora_name": "quire-tiny"})) == (409, "lora_name: adapter_exists")
     assert await post("load", **(three | {"lora_name": "a b"})) == (400, "lora_name: invalid_argument")
     assert await post("load", lora_name="x", lora_path="relative") == (400, "lora_path: invalid_argument")
-    assert await post("load", lora_name="x", lora_path=str(files / "none")) == (400, "lora_path: unusable_adapter")
+    nothing, damaged = str(files / "none"), tmp_path / "damaged"
+    assert await post("load", lora_name="x", lora_path=nothing) == (404, "lora_path: no_adapter_in_directory")
+    assert await post("load", lora_name="x", lora_path=str(files)) == (404, "lora_path: no_adapter_in_directory")
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_text("{")
+    assert await post("load", lora_name="x", lora_path=str(damaged)) == (400, "lora_path: unusable_adapter")
     assert await post("load", lora_name="x") == (400, "lora_path: invalid_argument")
     assert (await rig.http.post("/v1/completions", json={"model": "three", "prompt": "hello"})).status_code == 200
     assert await post("unload", lora_name="three") == (200, "Success: LoRA adapter 'three' removed successfully.")
@@ -100,8 +105,12 @@ async def test_the_client_loads_lists_and_unloads(rig: Rig, files: Path) -> None
         assert [each.name for each in await client.list_adapters()] == ["one", "two", "three"]
         assert [(each.name, each.parent) for each in await client.list_models()][-1] == ("three", "quire-tiny")
         assert (await client.get_model("three")).parent == "quire-tiny"
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(AlreadyExists, match="replace"):
             await client.load_adapter("three", files / "one")
+        replaced = await client.load_adapter("three", files / "one", replace=True)
+        assert replaced.digest == read_adapter(files / "one").digest.hex()
+        with pytest.raises(AlreadyExists):
+            await client.load_adapter("quire-tiny", files / "one", replace=True)
         await client.unload_adapter("three")
         with pytest.raises(NotFound):
             await client.unload_adapter("three")
@@ -124,6 +133,30 @@ async def test_unloading_and_changed_files_leave_requests_that_run_as_they_are(r
         pass
     assert await call.code() is grpc.StatusCode.OK
     assert [submit.adapter.digest for submit in rig.scheduler.submits] == [digest, digest]
+
+
+async def test_an_adapter_that_is_loaded_in_place_is_that_of_later_requests(rig: Rig, tmp_path: Path) -> None:
+    """The earlier one, from which running requests have their tokens and blocks, has another digest."""
+
+    async def load(**more: bool) -> tuple[int, bytes]:
+        body = {"lora_name": "mine", "lora_path": str(tmp_path / "mine")} | more
+        answer = await rig.http.post("/v1/load_lora_adapter", json=body)
+        return answer.status_code, read_adapter(tmp_path / "mine").digest
+
+    write_adapter(tmp_path / "mine", MODULES)
+    assert (first := await load(load_inplace=True))[0] == 200
+    with rig.scheduler.standing_still():
+        call = rig.gateway.generation.GenerateStream(stream_request(model="mine"))
+        await rig.scheduler.until(lambda: rig.scheduler.live)
+        shutil.rmtree(tmp_path / "mine")
+        write_adapter(tmp_path / "mine", MODULES, lora_alpha=7)
+        assert (await load())[0] == (await load(load_inplace=False))[0] == 409
+        assert (second := await load(load_inplace=True))[0] == 200
+    assert (await collect(call)).token_ids
+    assert (await rig.http.post("/v1/completions", json={"model": "mine", "prompt": "hello"})).status_code == 200
+    assert [submit.adapter.digest for submit in rig.scheduler.submits] == [first[1], second[1]]
+    assert not rig.scheduler.aborted
+    assert [each["id"] for each in (await rig.http.get("/v1/models")).json()["data"]].count("mine") == 1
 
 
 async def test_pins_are_of_an_adapter(rig: Rig, files: Path) -> None:

@@ -133,9 +133,15 @@ MORE = pytest.mark.extended
         pytest.param(line(""), "invalid_custom_id", 1, marks=MORE),
         pytest.param(line("x" * 513), "invalid_custom_id", 1, marks=MORE),
         (line("a", method="GET"), "invalid_method", 1),
-        (line("a", COMPLETION), "mismatched_url", 1),
+        (line("a", COMPLETION), "invalid_url", 1),
         pytest.param(line("a", body=[]), "invalid_body", 1, marks=MORE),
-        (line("a", body=BODIES[CHAT] | {"stream": True}), "invalid_body", 1),
+        (line("a", body=BODIES[CHAT] | {"stream": True}), "streaming_unsupported", 1),
+        pytest.param(line("a", body=BODIES[CHAT] | {"durable": True}), "invalid_body", 1, marks=MORE),
+        (line("a") + line("b", body=BODIES[CHAT] | {"model": "other"}), "model_not_found", 2),
+        (line(None), "missing_required_parameter", 1),
+        pytest.param(line("a", method=None), "missing_required_parameter", 1, marks=MORE),
+        pytest.param(line("a").replace(b'"url"', b'"x"'), "missing_required_parameter", 1, marks=MORE),
+        pytest.param(line("a").replace(b'"body"', b'"x"'), "missing_required_parameter", 1, marks=MORE),
         (line("a") + b"x" * (5 << 20), "line_too_long", 2),
         (line("a", body={"prompt": [[]] * 150_000}), "too_many_values", 1),
     ],
@@ -218,6 +224,10 @@ async def test_a_batch_is_cancelled_with_what_was_answered(client, rig):
         return len(rig.scheduler.live) == 2
 
     await until(runs)
+    with pytest.raises(APIStatusError) as refused:
+        await client.batches.cancel((await until_ended(client, (await begin(client, b"")).id)).id)
+    assert (refused.value.status_code, refused.value.code) == (409, "batch_done")
+    assert refused.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(BadRequestError) as refused:
         await client.files.delete(batch.input_file_id)
     assert refused.value.code == "file_in_use"

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
+from gateway.api.answers import StreamedResponse
 from tests.support.gateway_process import collect, running_gateway, stream_request
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -86,3 +89,60 @@ async def test_headers_of_grpc_streams_come_before_their_first_token_or_request(
     of_kserve = gateway.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
     assert await asyncio.wait_for(of_kserve.initial_metadata(), 30) is not None
     of_kserve.cancel()
+
+
+@pytest.fixture
+def comments(monkeypatch) -> list[bytes]:
+    """The comments of streams, one after each piece of a stream: wherever a silence may be too long."""
+    sent: list[bytes] = []
+    write = StreamedResponse._write
+
+    async def write_comment_too(self, send, data, *, is_last=False):
+        await write(self, send, data, is_last=is_last)
+        if data and not is_last:
+            sent.append(self._comment)
+            await write(self, send, self._comment)
+
+    monkeypatch.setattr(StreamedResponse, "_write", write_comment_too)
+    return sent
+
+
+async def _completion(client, more):
+    stream = await client.completions.create(model="", prompt="hello", max_tokens=4, stream=True, extra_body=more)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def _chat(client, more):
+    stream = await client.chat.completions.create(model="", messages=USER, max_tokens=4, stream=True, extra_body=more)
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+async def _response(client, more):
+    stream = await client.responses.create(model="", input="hello", max_output_tokens=16, stream=True, extra_body=more)
+    return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+
+
+async def _message(client, more):
+    asked = {"model": "quire-tiny", "messages": USER, "max_tokens": 4}
+    stream = await client.messages.create(**asked, stream=True, extra_body=more)
+    return "".join([event.delta.text async for event in stream if event.type == "content_block_delta"])
+
+
+ALL = (_completion, _chat, _response, _message)
+
+
+@pytest.mark.parametrize(
+    ("read", "more"),
+    [*((read, more) for read in ALL for more in ({}, {"durable": True})), (_response, {"background": True})],
+)
+async def test_clients_read_over_comments_wherever_they_are(comments, gateway, read, more):
+    """OpenAI's client never forgets an id, and takes a block without data for an event with empty data."""
+    options = {"api_key": "none", "max_retries": 0}
+    if read is _message:
+        client = AsyncAnthropic(base_url=gateway.http_url, **options)
+    else:
+        client = AsyncOpenAI(base_url=f"{gateway.http_url}/v1", **options)
+    async with client:
+        assert len(await read(client, more)) > 3
+    assert len(comments) > 3
+    assert {each.count(b"\n") for each in comments} == {1 if more else 2}

@@ -12,6 +12,7 @@ from gateway.api.anthropic import read as anthropic
 from gateway.api.field_rule import CHAT, CHAT_MESSAGE, COMPLETION, RESPONSE
 from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.other_servers import UNREAD
 from gateway.api.responses.read import InputBody, ResponseBody
 from tests.support.documents import explained_names
 
@@ -33,6 +34,7 @@ def fields_of(document: str, *sections: str) -> set[str]:
         ("openai.md", CHATS, ChatBody.model_fields.keys() - GenerationBody.model_fields),
         ("openai.md", "Tools", ["type", *(f"function.{name}" for name in FunctionDefinition.model_fields)]),
         ("openai.md", "Refused", {**CHAT.refused, **COMPLETION.refused}),
+        ("openai.md", "Fields of other servers", UNREAD),
         ("openai.md", "Accepted without effect", CHAT.silent | COMPLETION.silent),
         ("openai.md", OF_RESPONSES[0], ResponseBody.model_fields),
         ("openai.md", OF_RESPONSES[1], RESPONSE.refused),

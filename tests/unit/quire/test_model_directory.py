@@ -1,6 +1,7 @@
 """Reading model directories without torch."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,21 @@ def test_what_is_said_of_the_whole_model_counts_for_its_language_model(make: Mak
 
 
 @pytest.mark.parametrize(
-    "fields", [{"model_type": "paligemma"}, {"is_encoder_decoder": True}, {"text_config": {"model_type": "mllama"}}]
+    ("fields", "reason"),
+    [
+        ({"model_type": "paligemma"}, "attends to its prompts in both directions"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"text_config": {"model_type": "mllama"}}, "has a language model of the type mllama, which is not supported"),
+        ({"architectures": ["XModel"], "text_config": None}, "gives embeddings and generates no text"),
+        ({"architectures": ["XForSequenceClassification"], "text_config": None}, "classifies or ranks texts and"),
+    ],
 )
-def test_language_models_within_others_that_are_not_served_are_refused(make: Make, fields: dict[str, Any]) -> None:
-    config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}}
-    message = error_of(make(config | fields))
-    assert message.startswith("architecture XForConditionalGeneration of ")
+def test_models_that_are_not_served_are_refused_with_the_reason(
+    make: Make, fields: dict[str, Any], reason: str
+) -> None:
+    config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}} | fields
+    message = error_of(make(config))
+    assert re.match(rf"architecture {config['architectures'][0]} of \S+ {reason}", message)
     assert "the language models of these kinds within others (...ForConditionalGeneration)" in message
 
 

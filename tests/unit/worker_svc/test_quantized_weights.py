@@ -241,6 +241,24 @@ def test_what_older_tools_wrote_elsewhere_is_the_quantization_config(tmp_path: P
     assert_served_as(tmp_path, expected)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "method"),
+    [
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "NVFP4"}}, "modelopt"),
+        ("config.json", {"quantization": {"bits": 4}}, "mlx"),
+        ("config.json", {"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, "mlx"),
+    ],
+)
+def test_tools_that_do_not_name_their_method_in_config_json_are_refused_by_name(
+    tmp_path: Path, file: str, content: dict[str, Any], method: str
+) -> None:
+    make_model(tmp_path, LLAMA)
+    known = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    (tmp_path / file).write_text(json.dumps(known | content))
+    with pytest.raises(ConfigurationError, match=rf"quant_method is '{method}'; supported: awq, gptq"):
+        load_model(tmp_path, device=CPU, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_fp8_of_autofp8_has_one_scale_by_another_name(tmp_path: Path, shape: tuple[int, ...]) -> None:
     def quantize(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:

@@ -26,6 +26,7 @@ from worker_svc.startup import (
     choose_device,
     is_lost,
     kv_namespace,
+    log_what_is_not_served,
     make_worker,
     model_geometry,
     requested_pool_dtype,
@@ -107,6 +108,18 @@ def test_a_gpu_is_used_only_where_it_is_asked_for(
     assert [choose_device(name) for name in ("auto", "cpu")] == [torch.device("cpu")] * 2
     assert [record.getMessage() for record in caplog.records] == [
         "--device auto runs on the CPU; torch finds a GPU, NVIDIA H200, which --device cuda uses"
+    ]
+
+
+def test_a_model_of_embeddings_is_served_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    directory = ModelDirectory.open(tmp_path)
+    log_what_is_not_served(directory)
+    (tmp_path / "modules.json").write_text("[]")
+    log_what_is_not_served(directory)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} has modules.json, as models of embeddings have: Quire generates text with it and gives no "
+        "embeddings"
     ]
 
 

@@ -4,7 +4,9 @@ Configuration and weights are read as transformers reads them, but from local fi
 """
 
 import contextlib
+import copy
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
@@ -42,6 +44,9 @@ from worker_svc.models.transformers.probe import (
     PROBED,
     ProbedModel,
     Recorder,
+    check_calls,
+    check_kinds_of_layers,
+    is_close,
     max_model_len_of,
     one_line,
     probe,
@@ -49,6 +54,8 @@ from worker_svc.models.transformers.probe import (
 )
 from worker_svc.quantized_weights import with_quantized_weights
 from worker_svc.weights import Checkpoint, Placement, Progress, StoredTensor
+
+_logger = logging.getLogger(__name__)
 
 
 def load_transformers_model(
@@ -60,8 +67,11 @@ def load_transformers_model(
         ConfigurationError: it cannot be served, or the directory is damaged.
     """
     config = read_config(described)
+    with refusals(described), _quiet(), torch.inference_mode():
+        check_kinds_of_layers(config)
+        _check_without_weights(config, described.architecture)
     whole = load_pretrained(described, config, placement, progress)
-    with refusals(described), torch.inference_mode():
+    with refusals(described), _quiet(), torch.inference_mode():
         adapt(whole, described.architecture)
         model = SplitModel(whole)
         probed = _probe(model, placement.device)
@@ -121,15 +131,16 @@ class SplitModel(nn.Module):
         base = _base_of(whole)
         self.base = base
         self.whole = whole
-        self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         self._given = _GivenStates()
         name = next(name for name, module in whole.named_modules() if module is base)
         whole.set_submodule(name, self._given)
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """token_ids and positions [T] -> hidden states after the base model, [T, hidden]."""
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """token_ids and positions [T], or None for those that it makes -> hidden states after the base model,
+        [T, hidden]."""
         # Models without positions, or with ALiBi, take none. Probing refuses others that go by a token's index.
-        given = {"position_ids": positions[None]} if self._takes_positions else {}
+        given = {"position_ids": positions[None]} if self.takes_positions and positions is not None else {}
         output = self.base(input_ids=token_ids[None], use_cache=False, **given)
         self._given.output_class = type(output)
         return output.last_hidden_state[0]
@@ -165,7 +176,37 @@ def _max_model_len(config: PreTrainedConfig, probed: ProbedModel) -> int:
     return named if remembered is None else min(named, remembered)
 
 
+def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
+    """Raises UnsupportedModelError for what the calls of attention show before any weight is read."""
+    model_class = _model_class(config)
+    assert model_class is not None, "checked by read_config"
+    device = torch.device("meta")
+    try:
+        with device:
+            whole = model_class(copy.deepcopy(config)).eval().to(torch.bfloat16)
+        adapt(whole, architecture)
+        model = SplitModel(whole)
+        with _recorder_of(model) as (recorder, num_layers):
+            check_calls(model.hidden, recorder, num_layers, device)
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Some models compute with values, which these tensors do not have. The run with weights says what is wrong.
+        _logger.debug("%s does not run without weights: %s", architecture, one_line(error))
+
+
 def _probe(model: SplitModel, device: torch.device) -> ProbedModel:
+    with _recorder_of(model) as (recorder, num_layers):
+        vocab_size = model.whole.config.get_text_config().vocab_size
+        probed = probe(model.hidden, recorder, num_layers, vocab_size, device)
+        if model.takes_positions and not is_close(model.hidden(probed.token_ids, None), probed.hidden):
+            raise UnsupportedModelError("it does not count positions from 0")
+        return probed
+
+
+@contextlib.contextmanager
+def _recorder_of(model: SplitModel) -> Iterator[tuple[Recorder, int]]:
+    """The hook of all modules, and the number of layers."""
     text = model.whole.config.get_text_config()
     if not hasattr(text, "num_hidden_layers"):
         raise UnsupportedModelError("its configuration does not say how many layers it has")
@@ -175,7 +216,7 @@ def _probe(model: SplitModel, device: torch.device) -> ProbedModel:
     for module in modules:
         set_hook(module, recorder)
     try:
-        return probe(model.hidden, recorder, text.num_hidden_layers, text.vocab_size, device)
+        yield recorder, text.num_hidden_layers
     finally:
         for module in modules:
             clear_hook(module)
@@ -344,13 +385,15 @@ def _place(model: PreTrainedModel, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses what transformers prints about the weights: it is raised as an error, or does not matter."""
-    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Suppresses what transformers prints about the weights, which is raised as an error or does not matter, and its
+    advice to install packages, none of which Quire would use."""
+    verbosity = transformers_logging.get_verbosity()
+    has_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if has_bar:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from quire.settings import ConfigurationError
@@ -43,6 +44,20 @@ _HARMLESS = {
     "use_cache",
 }
 
+# Kinds of layers in `layer_types` of transformers' configurations that keep something else than the keys and values of
+# all tokens.
+_KINDS_WITH_STATE = {
+    "compressed_sparse_attention",
+    "conv",
+    "heavily_compressed_attention",
+    "hybrid",
+    "hybrid_sliding",
+    "linear_attention",
+    "mamba",
+    "recurrent",
+    "reference_sliding_attention",
+}
+
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(token ids [T], positions [T]) -> hidden states [T, hidden]."""
 
@@ -53,6 +68,8 @@ class ProbedModel:
 
     modules: tuple[nn.Module, ...]
     shapes: tuple[LayerShape, ...]
+    token_ids: torch.Tensor
+    """[NUM_TOKENS], at the positions from 0 on."""
     hidden: torch.Tensor
     """[NUM_TOKENS, hidden], the input of the head."""
 
@@ -69,6 +86,42 @@ class Recorder:
         return own.repeat_interleave(call.query.shape[1] // own.shape[2], dim=2)
 
 
+def check_kinds_of_layers(config: PreTrainedConfig) -> None:
+    """Raises UnsupportedModelError if the configuration says that layers keep a state of their own."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    if found := [kind for kind in kinds if kind in _KINDS_WITH_STATE]:
+        raise UnsupportedModelError(
+            f"{len(found)} of its {len(kinds)} layers ({', '.join(sorted(set(found)))}) keep something else than keys "
+            "and values, which Quire does not store"
+        )
+
+
+def check_calls(forward: Forward, recorder: Recorder, num_layers: int, device: torch.device) -> None:
+    """Raises UnsupportedModelError for calls of attention that cannot be served, as `probe` does; any other error if
+    the model does not run without values."""
+    with _WithoutValues():
+        run = _run(forward, recorder, *_first_tokens(NUM_TOKENS + 1, device))
+    _shapes_of(run, num_layers)
+
+
+class _WithoutValues(TorchDispatchMode):
+    """Tensors of the device "meta" give 1, or true, for a number; some times only: a loop may wait for another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_left = 1000
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if operation.overloadpacket in (aten.item, aten.is_nonzero, aten._local_scalar_dense) and args[0].is_meta:
+            self._num_left -= 1
+            if self._num_left >= 0:
+                return torch.ones((), dtype=args[0].dtype).item()
+        return operation(*args, **(kwargs or {}))
+
+
 def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int, device: torch.device) -> ProbedModel:
     """Runs the model three times.
 
@@ -79,14 +132,9 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
     Raises:
         UnsupportedModelError: it cannot be served.
     """
-    tokens = torch.arange(1, NUM_TOKENS + 1, device=device) % vocab_size
-    positions = torch.arange(NUM_TOKENS, device=device)
+    tokens, positions = _first_tokens(vocab_size, device)
     first = _first_run(forward, recorder, tokens, positions)
-    if not first.calls or len(first.calls) % num_layers:
-        raise UnsupportedModelError(
-            f"{len(first.calls)} of its {num_layers} layers attend through transformers' attention interface"
-        )
-    shapes = tuple(_shape_of(call) for call in first.calls)
+    shapes = _shapes_of(first, num_layers)
     other_start = tokens.clone()
     other_start[0] = (tokens[0] + NUM_TOKENS) % vocab_size
     rest = torch.arange(1, NUM_TOKENS, device=device)
@@ -99,7 +147,20 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
         raise UnsupportedModelError("it ignores the positions that it is given")
     if started.sinks != first.sinks or reordered.sinks != first.sinks:
         raise UnsupportedModelError("its attention sinks (s_aux) are not the same at each call")
-    return ProbedModel(tuple(call.module for call in first.calls), shapes, first.hidden)
+    return ProbedModel(tuple(call.module for call in first.calls), shapes, tokens, first.hidden)
+
+
+def _first_tokens(vocab_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions."""
+    return torch.arange(1, NUM_TOKENS + 1, device=device) % vocab_size, torch.arange(NUM_TOKENS, device=device)
+
+
+def _shapes_of(run: "_Run", num_layers: int) -> tuple[LayerShape, ...]:
+    if not run.calls or len(run.calls) % num_layers:
+        raise UnsupportedModelError(
+            f"{len(run.calls)} of its {num_layers} layers attend through transformers' attention interface"
+        )
+    return tuple(map(_shape_of, run.calls))
 
 
 def _first_run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
@@ -147,10 +208,10 @@ class _Run:
 
 
 def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+    return len(ours) == len(theirs) and all(map(is_close, ours, theirs))
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal up to rounding: the sums of a product may depend on the values of other rows."""
     if a.shape != b.shape:
         return False

@@ -97,6 +97,23 @@ async def test_leaving_a_stream_early_cancels_the_call(client: EitherClient, gen
     assert await client.read(stream) == []
 
 
+@pytest.mark.parametrize("how", ["events", "text", "never read"])
+async def test_a_stream_that_is_forgotten_without_being_closed_cancels_its_call(
+    client: EitherClient, generation: FakeGeneration, how: str
+) -> None:
+    """grpc.aio 1.80 does that by itself, 1.83 and later do not."""
+
+    async def forget() -> None:
+        stream = client.client.generate_stream("endless")
+        if how == "never read":
+            await asyncio.wait_for(generation.called.wait(), 30)
+        else:
+            await client.next(stream if how == "events" else stream.text)
+
+    await forget()
+    await asyncio.wait_for(generation.left.wait(), 30)
+
+
 async def test_a_task_that_is_cancelled_as_the_headers_come_cancels_the_call(
     address: str, generation: FakeGeneration
 ) -> None:

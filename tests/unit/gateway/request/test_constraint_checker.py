@@ -216,6 +216,39 @@ async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path
     checker.close()
 
 
+async def test_a_process_that_was_started_before_answers_the_first_constraint_and_is_replaced_once_it_ended(
+    tmp_path,
+) -> None:
+    trial = TrialProcess(write_model_directory(tmp_path / "m", byte_level()))
+    trial.start()
+    first = trial._process
+    checker = ConstraintChecker(trial)
+    await checker.check(Constraint(regex="a"), "a")
+    assert trial._process is first is not None
+    first.kill()
+    first.wait()
+    await until_true(lambda: trial._writer is None or trial._reading is None)
+    await checker.check(Constraint(regex="b"), "a")
+    assert trial._process is not first
+    checker.close()
+
+
+async def test_a_process_that_cannot_be_started_before_is_started_by_the_first_constraint(
+    tmp_path, monkeypatch
+) -> None:
+    trial = TrialProcess(write_model_directory(tmp_path / "m", byte_level()))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused_process)
+        trial.start()
+    checker = ConstraintChecker(trial)
+    await checker.check(Constraint(regex="a"), "a")
+    checker.close()
+
+
+def refused_process(*_: object, **__: object) -> None:
+    raise OSError(errno.EAGAIN, "no more processes")
+
+
 async def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_path, monkeypatch) -> None:
     for name in ("resource.py", "quire.py"):
         (tmp_path / name).write_text("raise SystemExit('a file of the user')")

@@ -1,12 +1,17 @@
-"""The pieces of a detokenizer add up to the decoding of all tokens, cleaned up if so configured; no half characters."""
+"""The pieces of a detokenizer add up to the decoding of all tokens, those of the prompt included, cleaned up if so
+configured; no half characters."""
 
 from collections.abc import Iterator
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
+from gateway.offload import FairExecutor
 from gateway.text.detokenizer import CleanedUp, cleaned_up
+from gateway.text.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -14,8 +19,8 @@ BYTE_LEVEL = wrapped(byte_level())
 BYTE_FALLBACK = wrapped(byte_fallback())
 
 
-def pieces_of(tokenizer, token_ids, *, include_special_tokens=False):
-    detokenizer = tokenizer.detokenizer(include_special_tokens=include_special_tokens)
+def pieces_of(tokenizer, token_ids, *, include_special_tokens=False, prompt=()):
+    detokenizer = tokenizer.detokenizer(include_special_tokens=include_special_tokens, prompt=prompt)
     return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
 
 
@@ -46,6 +51,49 @@ def test_byte_fallback_takes_any_tokens(token_ids):
     if REPLACEMENT not in whole:
         assert text == whole
     assert text.replace(REPLACEMENT, "").startswith(whole.split(REPLACEMENT)[0][:1])
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, BYTE_LEVEL.size + 3), max_size=40), special=st.booleans(), data=st.data())
+async def test_pieces_continue_the_text_of_a_prompt_that_ends_anywhere(token_ids, special, data):
+    prompt = token_ids[: data.draw(st.integers(0, len(token_ids)))]
+    shown = await BYTE_LEVEL.prompt_text(prompt, include_special_tokens=special)
+    pieces = pieces_of(BYTE_LEVEL, token_ids[len(prompt) :], include_special_tokens=special, prompt=prompt)
+    assert shown + "".join(pieces) == BYTE_LEVEL.decode(token_ids, include_special_tokens=special)
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="the cat 😀你\N{REPLACEMENT CHARACTER}", max_size=30), data=st.data())
+async def test_so_do_those_of_a_decoder_that_drops_the_first_space(text, data):
+    token_ids = [1, *encode(BYTE_FALLBACK, text)]
+    prompt = token_ids[: data.draw(st.integers(0, len(token_ids)))]
+    shown = await BYTE_FALLBACK.prompt_text(prompt, include_special_tokens=False)
+    pieces = pieces_of(BYTE_FALLBACK, token_ids[len(prompt) :], prompt=prompt)
+    assert shown + "".join(pieces) == BYTE_FALLBACK.decode(token_ids, include_special_tokens=False)
+    assert REPLACEMENT in text or not any(REPLACEMENT in each for each in (shown, *pieces[:-1]))
+
+
+@pytest.mark.parametrize("num_silent", [0, 1, 40])
+def test_special_tokens_at_the_end_of_a_prompt_are_no_text_before_the_answer(num_silent):
+    the = encode(BYTE_FALLBACK, "the")
+    assert "".join(pieces_of(BYTE_FALLBACK, the, prompt=[*the, *[2] * num_silent])) == " the"
+    assert "".join(pieces_of(BYTE_FALLBACK, the, prompt=[2] * num_silent)) == "the"
+
+
+async def test_a_token_of_a_prompt_may_complete_a_character_and_begin_the_next_one():
+    spelled = ["\xe4\xb8", "\u0132\xd7", "\u0131"]  # bytes as byte-level vocabularies write them
+    level = tokenizers.Tokenizer(models.BPE({each: number for number, each in enumerate(spelled)}, []))
+    level.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(level, FairExecutor(1))
+    assert await tokenizer.prompt_text([0, 1], include_special_tokens=False) == "丐"
+    assert "".join(pieces_of(tokenizer, [2], prompt=[0, 1])) == b"\xd7\x8f".decode()
+
+
+def test_punctuation_of_an_answer_is_cleaned_up_behind_the_prompt():
+    words = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "cat": 2, ".": 3}))
+    words.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = Tokenizer(words, FairExecutor(1), {"clean_up_tokenization_spaces": True})
+    assert "".join(pieces_of(tokenizer, [3, 1], prompt=[1, 2])) == ". the"
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,8 @@ def test_alternatives_that_may_match_together_are_refused_in_other_notations():
         with pytest.raises(ConstraintError, match='uses "oneOf"'):
             check_arguments(name, json.dumps({"type": "object", "properties": {"a": both}}))
         check_arguments(name, json.dumps({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "null"}]}}}))
+        listed = {"type": "array", "items": [{"type": "integer"}]}
         with pytest.raises(ConstraintError, match="a list of items"):
-            listed = {"type": "array", "items": [{"type": "integer"}]}
             check_arguments(name, json.dumps({"type": "object", "properties": {"a": listed}}))
 
 

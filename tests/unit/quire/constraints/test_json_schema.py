@@ -1,7 +1,9 @@
 """Each keyword of JSON schema is enforced, an annotation, or refused by name; instances as in the official suite."""
 
+import contextlib
 import json
 import tracemalloc
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -17,7 +19,8 @@ from quire.constraints.json_schema import (
     ConstraintError,
     read_schema,
 )
-from tests.support.constraints import accepts, make_template
+from tests.support.constraints import accepts, accepts_text, make_template
+from tests.support.drawn_schemas import SchemaDrawer, faults
 
 OBJECT = {"type": "object", "additionalProperties": False}
 TWO = {"a": {"type": "integer"}, "b": {"type": "boolean"}}
@@ -99,6 +102,111 @@ def test_an_enforced_keyword_admits_valid_instances_alone(keyword, schema, valid
         validator = jsonschema.Draft202012Validator(schema)
         assert all(map(validator.is_valid, valid))
         assert not any(map(validator.is_valid, invalid))
+
+
+OPEN = {"type": "object", "properties": {'a"b': {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+IDS = (1234567890123456789, 987654321098765432, -(2**63))
+# Schemas with what the engine by itself would weaken: texts that are valid, and texts that are not.
+EXACT: list[tuple[Any, list[str], list[str]]] = [
+    # Sets of characters, some of which have all control characters and not the two that JSON escapes.
+    ({"type": "string", "pattern": r"^[^\\]{3}$"}, ['"abc"', r'"a\"\n"'], [r'"\\\\\\"', r'"ab\\"']),
+    ({"type": "string", "pattern": '^[^"]$'}, ['"a"', r'"\\"', r'"\u001f"'], [r'"\""', r'"\u0022"']),
+    ({"type": "string", "pattern": r'^[^"\\]+$'}, ['"ab"', r'"\n"'], [r'"\\"', r'"a\""']),
+    ({"type": "string", "pattern": r'^[^<>:"/\\|?*]{3}$'}, ['"abc"'], [r'"ab\\"', r'"ab\""', '"ab/"']),
+    ({"type": "string", "pattern": r'^([^"\n]|\n|\p{Cc})$'}, ['"a"', r'"\n"'], [r'"\""']),
+    ({"type": "string", "pattern": r"^\P{Po}$"}, ['"a"'], [r'"\""', r'"\\"']),
+    ({"type": "string", "pattern": r"^[\s\S][.]$"}, [r'"\"."', r'"\u0000."'], ['"a"']),
+    ({"type": "string", "pattern": r'^[^\S"]$'}, ['" "', r'"\n"'], ['"a"', r'"\""']),
+    ({"type": "string", "pattern": "^[[a&&b~~]$"}, ['"["', '"&"', '"~"'], ['"c"', '"]"']),
+    ({"type": "string", "pattern": r"^(?P<stop>a)b$"}, ['"ab"'], ['"a"']),
+    ({"patternProperties": {'^[^"]$': {"type": "null"}}, **OBJECT}, ['{"a": null}'], [r'{"\"": null}']),
+    # Names in another spelling.
+    (OPEN, [r'{"a\"b": 1}', '{"ab": "x"}'], [r'{"a\u0022b": "x"}', r'{"\u0061\"b": "x"}', r'{"a\"b": "x"}']),
+    ({**OPEN, "properties": {"a": {}}}, ['{"a": 1}', '{"é": "x"}'], [r'{"\u0061": 1}', '{"b": 1}']),
+    ({"properties": {"a\nb": {"type": "null"}}}, [r'{"a\nb": null}'], [r'{"a\u000ab": 1}']),
+    ({**OPEN, "properties": {"é/": {}}}, ['{"é/": 1}'], [r'{"\u00e9/": 1}', r'{"é\/": 1}']),
+    # Numbers that a double does not hold.
+    ({"enum": list(IDS)}, [str(each) for each in IDS], ["1234567890123456768", "1234567890123456800", "1", '"a"']),
+    (
+        {"type": "object", "properties": {"a": {"type": ["integer", "null"], "enum": [IDS[0], None, "x"]}, "b": {}}},
+        [f'{{"a": {IDS[0]}, "b": []}}', '{"a": null}', '{"b": 1}', "{}", f'{{"a":{IDS[0]}}}'],
+        ['{"a": 1234567890123456788}', '{"a": "x"}', f'{{"b": 1, "a": {IDS[0]}}}'],
+    ),
+    (
+        {"type": "array", "items": {"anyOf": [{"const": IDS[1]}, {"type": "null"}]}, "minItems": 2, "maxItems": 3},
+        [f"[{IDS[1]}, null]", f"[null,null,{IDS[1]}]"],
+        ["[]", f"[{IDS[1]}]", "[null, null, null, null]", "[null, 987654321098765433]"],
+    ),
+    ({"type": "integer", "minimum": 1234567890123456789}, ["1234567890123470000"], ["1234567890123456788", "-5"]),
+    ({"type": "number", "maximum": -(2**53) - 1}, ["-9007199254741000"], ["-9007199254740992", "0"]),
+    ({"type": "integer", "exclusiveMinimum": 2**53}, ["9007199254741000"], ["9007199254740992"]),
+    ({"type": "integer", "maximum": 2**64 - 1}, ["9000000000000000000", "-1"], ["18446744073709551616"]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0", "0.6"]),
+    ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, ["-0.1"], ["0", "-0", "-0.0"]),
+    ({"const": -0.0}, ["0"], ["1"]),
+    # Keywords of several drafts.
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, ["5"], ["6"]),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"const": 1}]}, ["[1]"], ['["a"]']),
+    ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, ["6"], ["5"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), EXACT)
+def test_what_the_engine_would_weaken_is_enforced(schema, valid, invalid) -> None:
+    template = make_template(Constraint(json_schema=json.dumps(schema)))
+    assert [text for text in valid if not accepts_text(template, text)] == []
+    assert [text for text in invalid if accepts_text(template, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ('{"const": 1e400}', "has 1E+400 as const at #, which no double holds exactly"),
+        ('{"enum": [0.12345678901234567890]}', "the constant 0.12345678901234567890"),
+        ('{"const": 1e25}', "the constant 1e+25"),
+        ('{"allOf": [{"const": 1234567890123456789}]}', "an integer beyond 2^53 where it is not enforced"),
+        ('{"enum": [[1234567890123456789]]}', "an integer beyond 2^53"),
+        ('{"type": "integer", "minimum": 1e19}', "has at # minimum 1e+19; numbers are enforced up to 9,223,"),
+        ('{"minimum": NaN}', "minimum nan"),
+        ('{"minimum": "1"}', 'has "1" as minimum at #; it must be a number'),
+        ('{"multipleOf": 4000000007}', "multipleOf 4000000007 at #"),
+        ('{"multipleOf": 0.7000000001}', "multipleOf 0.7000000001"),
+        ('{"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}', "too many digits together"),
+        ('{"minLength": 2.00000000000000000001}', "2.00000000000000000001 as minLength"),
+        ('{"enum": ["\\ud800"]}', "half of a surrogate pair"),
+        ('{"pattern": "[[:alpha:]]"}', "[: in a class is not enforced"),
+        ('{"pattern": "[a--b]"}', "-- in a class"),
+        ('{"pattern": "a++"}', "the repetition ++"),
+        ('{"pattern": "(?x)a b"}', "the flag x"),
+        ('{"pattern": "[a"}', "a class does not end"),
+        (r'{"pattern": "\\x00|\\x01"}', "both U+0000 and U+0001"),
+        ('{"prefixItems": [{}], "additionalItems": false}', "prefixItems with the keywords of earlier drafts"),
+        ('{"properties": {"a": {}}, "$ref": "#/properties"}', '$ref "#/properties", where no schema is'),
+        (r'{"required": ["a"], "properties": {"a": {"const": "\u001b[0m"}}, "additionalProperties": true}', "control"),
+        (r'{"properties": {"a": {"pattern": "\\x1b"}}, "additionalProperties": true}', "control characters"),
+    ],
+)
+def test_what_the_engine_would_weaken_and_cannot_enforce_is_refused_by_name(schema, problem) -> None:
+    with pytest.raises(ConstraintError) as refused:
+        make_template(Constraint(json_schema=schema))
+    assert problem in refused.value.description
+
+
+def test_a_schema_within_lark_is_read_as_one_by_itself() -> None:
+    pattern = {"type": "string", "pattern": '^[^"]$'}
+    constraint = Constraint(lark=f"start: /a/ b\nb: %json {json.dumps(pattern)}\n")
+    assert accepts(constraint, 'a"b"')
+    assert not accepts(constraint, r'a"\""')
+    with pytest.raises(ConstraintError, match='uses "not" at #, which is not enforced') as refused:
+        make_template(Constraint(lark='start: %json {"not": {}}'))
+    assert refused.value.field == "lark"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_schemas_are_enforced_as_jsonschema_reads_them(seed) -> None:
+    drawer = SchemaDrawer(Random(seed))
+    with contextlib.suppress(ConstraintError):
+        assert faults(drawer, drawer.schema(), num_values=4) == []
 
 
 @pytest.mark.parametrize(

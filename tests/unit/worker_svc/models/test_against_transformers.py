@@ -42,6 +42,7 @@ from tests.support.models import (
 )
 from tests.support.models import make_model_with_images as make_with_images
 from tests.support.paged import PagedRunner, Span
+from tests.support.parity import assert_serves_like, expected_logits, make_sequences
 from tests.support.tiers import parametrize_once
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
@@ -58,7 +59,6 @@ from worker_svc.weights import Placement
 
 Made = Callable[[str], tuple[Path, PreTrainedModel]]
 CPU = torch.device("cpu")
-TOLERANCE = 1e-4
 HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32", "mistral-sliding", "qwen2-tied", "qwen3"),
     *("gemma", "gemma2-capped-alternating", "gemma3-alternating", "phi3-partial", "stablelm", "falcon-new"),
@@ -69,33 +69,6 @@ HALVED = (
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
     return load_model(directory, device=CPU, dtype=dtype, model_impl=model_impl)
-
-
-def make_sequences(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-
-
-@torch.inference_mode()
-def expected_logits(reference: PreTrainedModel, sequence: list[int]) -> torch.Tensor:
-    return reference(torch.tensor([sequence])).logits[0].float()
-
-
-def assert_serves_like(reference: PreTrainedModel, model: CausalLM) -> None:
-    """Longer than all sliding windows, in chunks, beside others, token by token, in blocks of two sizes."""
-    sequences = make_sequences(60, 1, 17)
-    expected = [expected_logits(reference, sequence) for sequence in sequences]
-    small, large = (PagedRunner(model, sequences, block_size=size, seed=size) for size in (5, 16))
-    for runner, *spans in (
-        (small, Span(0, 0, 30), Span(1, 0, 1), Span(2, 0, 16)),
-        (small, Span(2, 16, 17), Span(0, 30, 59)),
-        (small, Span(0, 59, 60)),
-        *((large, Span(0, start, end)) for start, end in ((0, 1), (1, 8), (8, 33), (33, 34), (34, 40))),
-        (large, Span(2, 0, 9), Span(0, 40, 41), Span(1, 0, 1)),
-    ):
-        actual, wanted = runner.step(*spans), torch.cat([expected[each.row][each.start : each.end] for each in spans])
-        torch.testing.assert_close(actual, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-        assert torch.equal(actual.argmax(-1), wanted.argmax(-1))
 
 
 @pytest.fixture(scope="module")

@@ -174,8 +174,9 @@ def test_the_rules_of_a_model_are_the_processors_of_transformers() -> None:
         logits = make_logits(len(rows), seed=num_output)
         found = ruled_logits(rows, logits)
         for row, line, ours in zip(rows, logits, found, strict=True):
-            ids = torch.tensor([row.tokens])
-            expected = transformers_processors(len(row.prompt))(ids, line[None].clone())  # pyright: ignore[reportArgumentType]
+            ids: Any = torch.tensor([row.tokens])
+            scores: Any = line[None].clone()
+            expected = transformers_processors(len(row.prompt))(ids, scores)
             np.testing.assert_allclose(ours, expected[0].numpy(), rtol=1e-5, atol=1e-5)
 
 

@@ -53,6 +53,39 @@ CASES: list[tuple[dict[str, Any], Constraint, str]] = [
     ({"guided_choice": ["a"]}, Constraint(choice=Choice(texts=["a"])), "guided_choice"),
     ({"guided_grammar": "start: /a/"}, Constraint(lark="start: /a/"), "guided_grammar"),
     ({"structural_tag": json.dumps(TAGS)}, TAGGED, "structural_tag"),
+    # SGLang's and llama.cpp's, whose clients send empty ones for none.
+    ({"regex": "a+", "ebnf": ""}, Constraint(regex="a+"), "regex"),
+    ({"ebnf": 'root ::= "a"'}, Constraint(lark='root ::= "a"'), "ebnf"),
+    ({"grammar": 'root ::= "a"', "regex": "", "json_schema": ""}, Constraint(lark='root ::= "a"'), "grammar"),
+    ({"json_schema": SCHEMA, "grammar": ""}, Constraint(json_schema=TEXT), "json_schema"),
+    ({"json_schema": TEXT}, Constraint(json_schema=TEXT), "json_schema"),
+    # Formats of llama.cpp and Together, Together, Fireworks, and TGI.
+    *(
+        (
+            {"response_format": {"type": "json_object", name: SCHEMA}},
+            Constraint(json_schema=TEXT),
+            f"response_format.{name}",
+        )
+        for name in ("schema", "value")
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        Constraint(json_object=AnyJsonObject()),
+        "response_format",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        Constraint(json_schema=TEXT),
+        "response_format.schema",
+    ),
+    ({"response_format": {"type": "regex", "pattern": "a+"}}, Constraint(regex="a+"), "response_format.pattern"),
+    ({"response_format": {"type": "regex", "value": "a+"}}, Constraint(regex="a+"), "response_format.value"),
+    ({"response_format": {"type": "json", "value": SCHEMA}}, Constraint(json_schema=TEXT), "response_format.value"),
+    (
+        {"response_format": {"type": "grammar", "grammar": "start: /a/"}},
+        Constraint(lark="start: /a/"),
+        "response_format.grammar",
+    ),
     (
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
         Constraint(json_schema=TEXT, no_white_space=True),
@@ -94,6 +127,19 @@ def test_text_is_no_constraint():
         ({"response_format": {"type": "structural_tag", "triggers": ["<"]}}, "response_format.structures"),
         ({"response_format": TAGS | {"triggers": ["{"]}}, "response_format.structures[0].begin"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "schema": {"type": "object"}}}, "response_format.schema"),
+        ({"response_format": {"type": "regex"}}, "response_format.pattern"),
+        ({"response_format": {"type": "regex", "value": {}}}, "response_format.pattern"),
+        ({"response_format": {"type": "regex", "value": {"a": 1}}}, "response_format.value"),
+        ({"response_format": {"type": "json"}}, "response_format.value"),
+        ({"response_format": {"type": "grammar"}}, "response_format.grammar"),
+        ({"grammar": {"type": "regex", "value": "a"}}, "grammar"),
+        ({"regex": "a", "json_schema": {"type": "object"}}, "json_schema"),
+        (
+            {"ebnf": 'root ::= "a"', "guided_decoding_disable_any_whitespace": True},
+            "guided_decoding_disable_any_whitespace",
+        ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": 7}}, "structured_outputs.json"),
         ({"structured_outputs": {"structural_tag": '{"type": "text"}'}}, "structured_outputs.structural_tag.type"),

@@ -142,6 +142,7 @@ async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_promp
 def test_either_name_of_the_length_works():
     assert chat_options(chat(max_tokens=5), "id").stopping.max_tokens == 5
     assert chat_options(chat(max_completion_tokens=5), "id").stopping.max_tokens == 5
+    assert chat_options(chat(max_completion_tokens=5, max_tokens=7), "id").stopping.max_tokens == 5
 
 
 def test_a_negative_seed_is_the_number_that_has_the_same_bits():

@@ -128,7 +128,15 @@ def test_more_top_tokens_than_wanted_are_cut(texts):
     (a, b, c) = (byte_level_bytes()[byte] for byte in b"abc")
     shaped = completion(texts, 1).shape([a], [entry(a, -1.0, (a, -1.0), (b, -2.0), (c, -3.0))])
     assert shaped["top_logprobs"] == [{"a": -1.0}]
-    assert completion(texts, 0).shape([a], [entry(a)])["top_logprobs"] is None
+    # As in vLLM: the generated token is there, also if no likely ones are asked for.
+    assert completion(texts, 0).shape([a], [entry(a, -1.0)])["top_logprobs"] == [{"a": -1.0}]
+
+
+def test_the_generated_token_is_among_those_that_a_chat_names(texts):
+    (a, b) = (byte_level_bytes()[byte] for byte in b"ab")
+    shown = [entry(a, -1.0, (b, -2.0)), entry(a, -1.0, (a, -1.0))]
+    tops = [each["top_logprobs"] for each in written(chat_logprobs(texts, shown, shows_chosen=True))["content"]]
+    assert [[top["token"] for top in each] for each in tops] == [["a", "b"], ["a"]]
 
 
 def test_a_token_without_log_probability_has_null(texts):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.settings import ConfigurationError
-from tests.support.models import Family, edit_config, edit_tensors, make_model
+from tests.support.models import FEW_EXPERTS, Family, edit_config, edit_tensors, make_model
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 
@@ -35,16 +35,17 @@ def directory(tmp_path: Path) -> Path:
 
 
 REFUSED = {
-    "a state beside attention": (Family("FalconH1"), "tokens reach each other in it by more than attention"),
-    "biases of its own": (
-        Family("Inkling", {"n_routed_experts": 4, "num_experts_per_tok": 2}, "InklingTextConfig"),
-        "its attention takes position_bias, which paged attention does not have",
+    "a state beside attention": (Family("FalconH1"), "2 of its 2 layers (hybrid) keep something else than keys and"),
+    "attention to chosen blocks": (
+        Family("MiniMaxM3VL", {**FEW_EXPERTS, "layer_types": 2 * ["minimax_m3_sparse"]}, "MiniMaxM3VLTextConfig"),
+        "its attention takes block_indices, which paged attention does not have",
     ),
     "attention of its own": (Family("RoFormer", {"is_decoder": True}), "0 of its 2 layers attend through"),
     "positions of its own": (
         Family("Bart", {"is_decoder": True, "is_encoder_decoder": False}),
         "it ignores the positions that it is given",
     ),
+    "positions from 2 on": (Family("Roberta", {"is_decoder": True}), "it does not count positions from 0"),
     "a mask of its own": (Family("Doge"), "it makes an attention mask of its own"),
     "both directions": (
         Family("Gemma3", {"head_dim": 32, "use_bidirectional_attention": True}, "Gemma3TextConfig"),
@@ -54,10 +55,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_cannot_be_served_is_refused_at_load(case: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_is_refused_at_load(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before weights are read, if that takes no numbers, and without transformers' advice to install packages."""
     family, reason = REFUSED[case]
     make_model(tmp_path, family)
+    if "positions" not in case:
+        (tmp_path / "model.safetensors").unlink()
+    capfd.readouterr()
     message = refusal_of(tmp_path, "transformers")
+    assert capfd.readouterr().err == ""
     assert f"{family.name}ForCausalLM of {tmp_path} cannot be served through transformers: " in message
     assert reason in message
 
