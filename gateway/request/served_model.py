@@ -8,7 +8,7 @@ from typing import Any, Self
 from gateway.offload import FairExecutor
 from gateway.request.constraint_checker import ConstraintChecker, TrialProcess
 from gateway.request.generation_config import ModelDefaults, model_defaults
-from gateway.text.chat import Chat, ChatTemplate, special_token_texts
+from gateway.text.chat import Chat, model_template, special_token_texts
 from gateway.text.request_template import TemplateProcess
 from gateway.text.tokenizer import Tokenizer
 from quire.compatibility import ModelFingerprint
@@ -56,7 +56,7 @@ class ServedModel:
         tokenizer = Tokenizer.open(directory, executor)
         texts = special_token_texts(directory.tokenizer_config)
         template, tool_template = (
-            None if source is None else ChatTemplate(source, texts)
+            None if source is None else model_template(source, texts)
             for source in (directory.chat_template, directory.tool_chat_template)
         )
         return cls(

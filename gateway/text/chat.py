@@ -14,11 +14,13 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 from google.protobuf import json_format
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
+from gateway.text.bounded import MAX_MEMORY_BYTES, MAX_PROCESSOR_S, TookTooLong, bounded
 from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
@@ -36,6 +38,7 @@ from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
 from quire import clock
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
+from quire.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
 from quire.settings import ConfigurationError
 
@@ -44,6 +47,7 @@ _INLINE_CHARACTERS = 4096
 _CHARACTERS_OF_A_MESSAGE = 32
 # A prompt has at most so many characters of the template itself, and so many for each character of its conversation.
 _OF_TEMPLATE, _TIMES_WRITTEN = 1 << 18, 5
+_MAX_BITS = 1 << 16
 _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
 _PROBES = ("a", "\n7")
@@ -110,7 +114,9 @@ class ChatTemplate:
             self._takes_parts = True
             self._takes_parts = self._shows_text()
         self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
-        self.tool_format = tool_format_of(self.calls, self._told() if self.calls is None else "")
+        self.tool_format = tool_format_of(
+            self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
+        )
         own = None if self.calls is None else self.calls.shape
         self._call_shape = own or SHAPES.get(self.tool_format or JSON_LIST, SHAPES[JSON_LIST])
 
@@ -407,10 +413,36 @@ def _continuations(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
     return [list(messages), *answered]
 
 
+def model_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The chat template of a model's files, which may be a program that does harm.
+
+    Raises:
+        ConfigurationError: it is not valid Jinja, or takes too much time or memory.
+    """
+    try:
+        with bounded():
+            return ChatTemplate(source, special_tokens)
+    except (TookTooLong, MemoryError, OverflowError) as error:
+        raise ConfigurationError(f"the model's chat template takes {_excess(error)} to render a short chat") from error
+
+
+def _excess(error: BaseException) -> str:
+    if isinstance(error, TookTooLong):
+        return f"more than {MAX_PROCESSOR_S} s of processor time"
+    return f"more than {shown_bytes(MAX_MEMORY_BYTES)} of memory"
+
+
 def _written(template: ChatTemplate, prompt: ChatPrompt, size: int) -> str:
     """The prompt of a conversation of `size`. Raises InvalidArgument as `ChatTemplate.render`, and where it is much
     longer than what it is made of: the tokenizer takes more than a hundred bytes for each character."""
-    text = template.render(prompt)
+    try:
+        with bounded():
+            text = template.render(prompt)
+    except (TookTooLong, MemoryError, OverflowError) as error:
+        description = f"the model's chat template takes {_excess(error)} to render the conversation; make it simpler"
+        raise InvalidArgument(
+            description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
+        ) from error
     if len(text) > _OF_TEMPLATE + _TIMES_WRITTEN * size:
         description = (
             f"becomes {len(text):,} characters by the model's chat template, which indents JSON by its depth; make the "
@@ -554,8 +586,21 @@ class _GenerationTag(jinja2.ext.Extension):
 _GenerationTag.tags = {"generation"}
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox of transformers; integers have no more digits than a computation ends at once with."""
+
+    intercepted_binops = frozenset(("**", "*"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            size = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if size > _MAX_BITS:
+                raise OverflowError(f"an integer of {size:,} bits")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from gateway.text.formats.notations import BracedNotation, PythonNotation, Rules, json_rule, tagged_arguments
 from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot
-from gateway.text.formats.scanning import SPACE
+from gateway.text.formats.scanning import MARK, SPACE
 from gateway.text.formats.shapes import HARMONY, JSON_LIST, SHAPES
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import BY_NAME, ConstraintError
@@ -124,7 +124,7 @@ class _CallRules:
             self._cores.append(_core(shape, call, rules))
             self._lines += rules.lines
         opening = f"{shape.section_open}{shape.call_open}"
-        found = _MARK.search(opening)
+        found = MARK.search(opening)
         # Spaces and brackets often share a token with what follows.
         marker = opening[: found.end()] if found is not None else opening.rstrip(SPACE + '[{"')
         self.marker = marker if any(each.isalpha() for each in marker) else None
@@ -207,7 +207,6 @@ def _harmony(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralT
 
 # Layouts in which not all schemas can be enforced.
 _NOTATIONS = frozenset((Layout.PYTHON, Layout.BRACED))
-_MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 _PLACES = {ID: "/[A-Za-z0-9_.-]{1,64}/", INDEX: "/[0-9]{1,3}/"}
 _NAME_FIRST = [Slot.NAME, Slot.ARGUMENTS]
 # Models put white space after their reasoning, and some before a call.

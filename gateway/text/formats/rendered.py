@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
-from gateway.text.formats.scanning import SPACE
+from gateway.text.formats.scanning import MARK, SPACE
 
 ID, INDEX = "\ue000", "\ue001"
 """In a text of a shape: the place of a call's id, and of its position among the calls."""
@@ -42,7 +42,7 @@ _TYPES: tuple[dict[str, Any], ...] = (
     {"type": "string"},
 )
 # Marks are compared whole: <a_begin> and <a_end> have no common beginning.
-_ATOM = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|.", re.DOTALL)
+_ATOM = re.compile(f"{MARK.pattern}|.", re.DOTALL)
 # The marks of reasoning without text, which some templates write before calls.
 _NO_REASONING = re.compile(r"(\s*<[^<>\s]*think[^<>\s]*>){1,2}", re.IGNORECASE)
 _MARK = re.compile(r"<[^<>\s]{1,64}>")

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 SPACE = " \t\r\n"
 MAX_SPACE = 256
 """Longer runs of spaces are text; this bounds the cost of a search."""
+MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
+"""A mark of a format, as most are spelled."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,65}")
 _MAX_NAME = 64
 _KEY = re.compile(r"[^<>\n]{1,129}")

@@ -25,7 +25,7 @@ def _templates_are_compiled_once() -> Iterator[None]:
         return compiled[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served_model, "ChatTemplate", compile_once)
+        patch.setattr(served_model, "model_template", compile_once)
         yield
 
 

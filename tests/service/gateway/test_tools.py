@@ -31,14 +31,14 @@ async def test_tools_constrain_the_answer(rig):
     chat, submits = rig.gateway.generation.Chat, rig.scheduler.submits
     await chat(request())
     begun = constraint_of(submits[-1]).structural_tags
-    assert (begun.required, begun.tags[0].begin) == (False, "<tool_call>\n")
+    assert (begun.required, begun.tags[0].begin) == (False, "<tool_call>")
     await chat(request(tool_choice=REQUIRED, parallel_tool_calls=False))
     forced = constraint_of(submits[-1])
-    assert (forced.structural_tags.required, forced.structural_tags.single) == (True, True)
+    assert "<tool_call>" in forced.lark
     assert forced.begins_after == "</think>"
     assert prompt_text_of(submits[-1]).endswith("<|assistant|><think>\n")
     await chat(request(tool_choice=pb.ToolChoice(name="get_weather")))
-    assert constraint_of(submits[-1]).structural_tags.single
+    assert "get_weather" in constraint_of(submits[-1]).lark
     wanted = common_pb2.Constraint(json_schema=json.dumps(WEATHER_SCHEMA))
     await chat(request(response_format=wanted))
     assert "get_weather" in constraint_of(submits[-1]).lark
@@ -57,7 +57,8 @@ async def test_arguments_are_an_object_where_the_schema_does_not_say_so_or_canno
     tool = pb.Tool(name="f", parameters=parameters)
     await rig.gateway.generation.Chat(request(tools=[tool]))
     (tag,) = constraint_of(rig.scheduler.submits[-1]).structural_tags.tags
-    arguments = json.loads(tag.json_schema)["properties"]["arguments"]
+    envelope, _ = json.JSONDecoder().raw_decode(tag.lark.partition("%json ")[2])
+    arguments = envelope["properties"]["arguments"]
     assert arguments["type"] == "object"
     if "pattern" in parameters:
         assert arguments == {"type": "object"}
@@ -99,7 +100,6 @@ BAD = [
     (calls({"id": ""}), "messages[0].tool_calls[0].id", "is empty"),
     (calls({"id": "x" * 129}), "messages[0].tool_calls[0].id", "the max is 128"),
     (calls({"name": "?"}), "messages[0].tool_calls[0].name", '"?"'),
-    (calls({"arguments": "1"}), "messages[0].tool_calls[0].arguments", "JSON object"),
     (calls({}, {}), "messages[0].tool_calls", "must be unique"),
     (message(role="tool", tool_call_id="b"), "messages[0].tool_call_id", "no message before it"),
     ({"template_options": {"continue_final_message": True, "add_generation_prompt": True}},
