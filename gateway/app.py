@@ -72,6 +72,9 @@ _HAND_OVER_S = 1.0
 _SHARED_CONNECTION_AGE_S = 10.0
 # A scrape takes the numbers of schedulers that have answered by then.
 _SCRAPE_TIMEOUT_S = 2.0
+# Where all else is ready, so long a gateway waits for the tables by which it checks constraints: a gateway that starts
+# again is missed more than the first constraint is delayed.
+_TABLES_TIMEOUT_S = 0.2
 # Files that are open besides the connections of clients: libraries, stores, schedulers, batches.
 _OTHER_FILES = 512
 _ADAPTERS_FIXED = (
@@ -282,7 +285,15 @@ class Gateway:
 
     async def _report_readiness(self) -> None:
         """Reports in gRPC health whether a replica is ready."""
-        replicas = self._generator.replicas
+        replicas, constraints = self._generator.replicas, self._generator.model.constraints
+        if constraints.is_starting:
+            starting = asyncio.create_task(constraints.wait_until_started(), name="tables of the vocabulary")
+            try:
+                await replicas.wait_until_ready()
+                await asyncio.wait([starting], timeout=_TABLES_TIMEOUT_S)
+            finally:
+                starting.cancel()
+                constraints.is_starting = False
         while True:
             await replicas.wait_until_ready()
             self._rpc.set_serving(self._generator.is_ready)

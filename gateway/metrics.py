@@ -1,8 +1,9 @@
 """The metrics of the gateway.
 
 What it counts of requests is counted once: a request when its client has all of it, a token when it first comes from a
-scheduler, tokens of candidates that best_of or a beam search dropped when their request completes. A request that is submitted again to another scheduler stays one request. A resumed stream is a request of
-its own in `requests`, and neither its prompt nor tokens that came before count again.
+scheduler, and the tokens of candidates that best_of or a beam search dropped when their request completes. A request
+that is submitted again to another scheduler stays one request. A resumed stream is a request of its own in `requests`,
+and neither its prompt nor tokens that came before count again.
 """
 
 from collections import Counter as Tally
@@ -97,8 +98,8 @@ class ReplicaRecord:
         sequences, max_tokens: Parameters of a request.
         preemptions: Of a request.
         finished: Sequences that ended, by reason.
-        num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the requests: tokens of their prompts, those of
-            them that were cached, and preemptions.
+        num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the requests: tokens of their prompts, those
+            of them that were cached, and preemptions.
         num_prompt_tokens: Prompt tokens of all requests that got a token, however they ended.
         num_generated_tokens: All tokens that came, those of requests that did not complete included, and those of
             candidates that completed requests dropped.

@@ -55,6 +55,7 @@ def pytest_collection() -> Generator[None, object, object]:
 _IN_PARTS = (
     *("test_worlds.py::", "test_moves.py::", "test_known_faults.py::test_a_world"),
     *("gateway/test_sweep.py::", "test_compilation.py::"),
+    *("real/test_families.py::", "real/test_templates.py::", "real/test_tokenizers.py::"),
 )
 
 

@@ -44,15 +44,26 @@ class Trial(Protocol):
 
 class ConstraintChecker:
     """Checks whether constraints can be enforced. Verdicts are cached by content; a tenant's verdicts never evict those
-    of a tenant that has fewer."""
+    of a tenant that has fewer.
 
-    def __init__(self, trial: Trial) -> None:
+    Attributes:
+        is_starting: The trial was started before its first use, and its tables are not made yet.
+    """
+
+    def __init__(self, trial: Trial, *, is_starting: bool = False) -> None:
         """`trial` compiles constraints, and is closed with this."""
         self._trial = trial
+        self.is_starting = is_starting
         self._kept: dict[str, OrderedDict[bytes, Verdict]] = {}
         self._num_kept = 0
         self._turns = FairTurns(MAX_RUNNING, MAX_WAITING, MAX_WAITING_OF_TENANT)
         self._underway: dict[bytes, asyncio.Task[Verdict]] = {}
+
+    async def wait_until_started(self) -> None:
+        """Waits for the tables of a trial that was started before; not for a trial that cannot be used."""
+        with contextlib.suppress(Unavailable):
+            # A constraint of no kind, on which the verdict comes at once when they are made.
+            await self._trial.verdict(b"")
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         """Checks one constraint.

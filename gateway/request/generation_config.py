@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -35,46 +35,36 @@ class Use(Enum):
     NO_EFFECT = "without effect on the text"
 
 
-_IGNORED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "length_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("num_beam_groups", "num_beams", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),
-    **dict.fromkeys(("min_length", "penalty_alpha"), (0,)),
-    **dict.fromkeys(("early_stopping", "token_healing"), (False,)),
-    **dict.fromkeys(("constraints", "dola_layers", "exponential_decay_length_penalty", "force_words_ids"), ()),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_new_tokens", "max_time", "top_h"), ()),
-    # 20 is what transformers 4 has where a model says nothing.
-    "max_length": (20,),
-    "watermarking_config": (),
+_KEYS = {
+    Use.DEFAULT: "do_sample min_new_tokens min_p repetition_penalty stop_strings temperature top_k top_p",
+    Use.APPLIED: "bad_words_ids begin_suppress_tokens eos_token_id no_repeat_ngram_size sequence_bias suppress_tokens",
+    Use.IGNORED: """
+        constraints diversity_penalty dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty
+        epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id
+        forced_eos_token_id guidance_scale length_penalty max_length max_new_tokens max_time min_length num_beam_groups
+        num_beams num_return_sequences penalty_alpha token_healing top_h typical_p watermarking_config
+    """,
+    # Ids that a prompt has already, how the file came about, and how `generate` computes, drafts and returns.
+    Use.NO_EFFECT: """
+        _from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+        assistant_lookbehind bos_token_id cache_config cache_implementation compile_config continuous_batching_config
+        decoder_start_token_id disable_compile is_assistant low_memory max_cache_len max_matching_ngram_size
+        num_assistant_tokens num_assistant_tokens_schedule output_attentions output_hidden_states output_logits
+        output_scores pad_token_id prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits
+        return_dict_in_generate speculation_type target_lookbehind transformers_version use_cache use_mtp
+    """,
 }
-"""Keys that change what transformers generates, with the values that do not, which need no line in the log."""
-
-KEYS: Mapping[str, Use] = {
-    **dict.fromkeys((*_NUMBERS, "do_sample", "min_new_tokens", "stop_strings"), Use.DEFAULT),
-    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "eos_token_id", "no_repeat_ngram_size"), Use.APPLIED),
-    **dict.fromkeys(("sequence_bias", "suppress_tokens"), Use.APPLIED),
-    **dict.fromkeys(_IGNORED, Use.IGNORED),
-    **dict.fromkeys(
-        (
-            # Ids that a request's prompt has or that only batches with padding and encoders need.
-            *("bos_token_id", "decoder_start_token_id", "pad_token_id"),
-            # How the file came about.
-            *("_from_model_config", "transformers_version"),
-            # How `generate` computes and what it returns.
-            *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config"),
-            *("disable_compile", "low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),
-            *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
-            *("remove_invalid_values", "renormalize_logits", "return_dict_in_generate"),
-            # How it drafts.
-            *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"),
-            *("assistant_lookbehind", "is_assistant", "max_matching_ngram_size", "num_assistant_tokens"),
-            *("num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind"),
-            "use_mtp",
-        ),
-        Use.NO_EFFECT,
-    ),
-}
+KEYS: Mapping[str, Use] = {key: use for use, keys in _KEYS.items() for key in keys.split()}
 """Each key of GenerationConfig; docs/models.md shows this table."""
+_NEUTRAL: Mapping[str, object] = {
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "length_penalty", "typical_p"), 1),
+    **dict.fromkeys(("num_beam_groups", "num_beams", "num_return_sequences"), 1),
+    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("early_stopping", "min_length", "penalty_alpha", "token_healing"), 0),
+    # What transformers 4 has where a model says nothing.
+    "max_length": 20,
+}
+"""Values of ignored keys that change nothing in transformers either, and need no line in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +115,36 @@ def model_defaults(directory: ModelDirectory) -> ModelDefaults:
     given, file = directory.generation_defaults, directory.path
     file = file / "generation_config.json" if file.is_dir() else file
     _log_ignored(given, file)
-    reader = _Reader(given, file)
+
+    def read(key: str, absent: Any, fits: Callable[[Any], bool], expected: str) -> Any:
+        value = _as_list(key, given.get(key, absent))
+        if not fits(value):
+            raise ConfigurationError(f"{key} in {file} is {value!r:.80}, not {expected}")
+        return value
+
+    def read_count(key: str) -> int:
+        return read(key, 0, _is_id, "a whole number of at least 0")
+
+    def read_ids(key: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(read(key, [], _are_ids, "a list of token ids")))
+
+    bad: list[list[int]] = read("bad_words_ids", [], _are_sequences, "a list of lists of token ids")
+    biases: list[tuple[list[int], float]] = read(
+        "sequence_bias", [], _are_biases, "a list of pairs of a list of token ids and a number"
+    )
+    stop = read("stop_strings", [], _are_texts, f"a text or a list of up to {_MAX_STOP_STRINGS} texts")
+    # As in transformers, no bad word is the eos token.
     eos = {(token_id,) for token_id in directory.eos_token_ids}
-    # As transformers, which takes the eos token out of them.
-    bad = [ids for ids in reader.sequences("bad_words_ids") if ids not in eos]
     return ModelDefaults(
         sampling=_sampling(given, file),
-        stopping=StoppingParameters(
-            stop=reader.texts("stop_strings"), min_tokens=reader.count("min_new_tokens") or None
+        stopping=StoppingParameters(stop=stop, min_tokens=read_count("min_new_tokens") or None),
+        suppressed=read_ids("suppress_tokens"),
+        suppressed_first=read_ids("begin_suppress_tokens"),
+        biases=(
+            *((ids, -math.inf) for ids in dict.fromkeys(map(tuple, bad)) if ids not in eos),
+            *{tuple(ids): float(bias) for ids, bias in biases}.items(),
         ),
-        suppressed=reader.token_ids("suppress_tokens"),
-        suppressed_first=reader.token_ids("begin_suppress_tokens"),
-        biases=(*((ids, -math.inf) for ids in bad), *reader.biases("sequence_bias").items()),
-        no_repeat_ngram_size=reader.count("no_repeat_ngram_size"),
+        no_repeat_ngram_size=read_count("no_repeat_ngram_size"),
     )
 
 
@@ -145,7 +152,7 @@ def _log_ignored(given: Mapping[str, Any], file: Path) -> None:
     ignored = [
         f"{key} ({value!r:.80})"
         for key, value in given.items()
-        if KEYS.get(key, Use.IGNORED) is Use.IGNORED and value not in _IGNORED.get(key, ())
+        if KEYS.get(key, Use.IGNORED) is Use.IGNORED and value != _NEUTRAL.get(key)
     ]
     if ignored:
         _logger.warning("%s: these keys are ignored: %s", file, ", ".join(ignored))
@@ -173,41 +180,13 @@ def _sampling(given: Mapping[str, Any], file: Path) -> SamplingParameters:
     return defaults
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads values by key; an absent one is empty. Raises ConfigurationError for a value of another type."""
-
-    given: Mapping[str, Any]
-    file: Path
-
-    def count(self, key: str) -> int:
-        return self._checked(key, self.given.get(key, 0), _is_id, "a whole number of at least 0")
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self._checked(key, self.given.get(key, []), _are_ids, "a list of token ids")))
-
-    def sequences(self, key: str) -> Iterable[tuple[int, ...]]:
-        value = self.given.get(key, [])
-        return dict.fromkeys(map(tuple, self._checked(key, value, _are_sequences, "a list of lists of token ids")))
-
-    def biases(self, key: str) -> Mapping[tuple[int, ...], float]:
-        value = self.given.get(key, [])
-        if isinstance(value, dict):
-            # As transformers saves an object whose keys are tuples: "(45, 7)".
-            named = cast(dict[str, Any], value).items()
-            value = [[list(map(int, _NUMBER.findall(name))), bias] for name, bias in named]
-        expected = "a list of pairs of a list of token ids and a number"
-        return {tuple(ids): float(bias) for ids, bias in self._checked(key, value, _are_biases, expected)}
-
-    def texts(self, key: str) -> list[str]:
-        value = self.given.get(key, [])
-        value = [value] if isinstance(value, str) else value
-        return self._checked(key, value, _are_texts, f"a text or a list of up to {_MAX_STOP_STRINGS} texts")
-
-    def _checked(self, key: str, value: Any, fits: Callable[[Any], bool], expected: str) -> Any:
-        if not fits(value):
-            raise ConfigurationError(f"{key} in {self.file} is {value!r:.80}, not {expected}")
-        return value
+def _as_list(key: str, value: Any) -> Any:
+    """The other form of two keys: a single text; an object whose keys transformers saves as texts, "(45, 7)"."""
+    if key == "stop_strings" and isinstance(value, str):
+        return [value]
+    if key == "sequence_bias" and isinstance(value, dict):
+        return [[list(map(int, _NUMBER.findall(name))), bias] for name, bias in cast(dict[str, Any], value).items()]
+    return value
 
 
 def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:

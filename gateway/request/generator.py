@@ -124,7 +124,7 @@ class Generator:
     @property
     def is_ready(self) -> bool:
         """Whether a request would run at once, as far as the gateway knows."""
-        return self.replicas.is_ready and not self.is_draining
+        return self.replicas.is_ready and not self.is_draining and not self.model.constraints.is_starting
 
     @property
     def num_live(self) -> int:

@@ -81,7 +81,7 @@ class CallParameters:
         await turns.pause()
         predicted: Sequence[int] = ()
         if options.output.prediction:
-            encoded = await model.tokenizer.encode(options.output.prediction, add_special_tokens=False)
+            encoded = await _encoded_answer(model.tokenizer, options.output.prediction)
             predicted = tuple(each for each in encoded[: limits.max_model_len] if each < limits.vocab_size)
         thinking = await thinking_limit(options.sampling, model, limits.vocab_size)
         rules = model.defaults.rules(limits.vocab_size)
@@ -322,6 +322,17 @@ def resolve(
 def drawn_seed(sampling: SamplingParameters) -> int:
     """The seed of a request: its own, or a new random one."""
     return sampling.seed if sampling.HasField("seed") else entropy.random_bits(64)
+
+
+async def _encoded_answer(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens that a model has for a text behind a prompt."""
+    token_ids = await tokenizer.encode(text, add_special_tokens=False)
+    if text.startswith(" "):
+        # SentencePiece's tokenizers add a space to the beginning of a text, which then has one too many.
+        rest = await tokenizer.encode(text[1:], add_special_tokens=False)
+        if rest == token_ids[1:] and rest and tokenizer.token_texts.text_of(rest[0]).startswith(" "):
+            return rest
+    return token_ids
 
 
 def _num_candidates(sampling: SamplingParameters) -> int:

@@ -50,8 +50,8 @@ class ServedModel:
         """
         directory = ModelDirectory.open(path)
         name = name or directory.name
-        trial = TrialProcess(directory.path)
-        if has_large_tables(directory):
+        trial, is_early = TrialProcess(directory.path), has_large_tables(directory)
+        if is_early:
             trial.start()
         tokenizer = Tokenizer.open(directory, executor)
         texts = special_token_texts(directory.tokenizer_config)
@@ -77,6 +77,6 @@ class ServedModel:
                 own_templates=TemplateProcess(texts) if takes_templates else None,
             ),
             tokenizer_config=directory.tokenizer_config,
-            constraints=ConstraintChecker(trial),
+            constraints=ConstraintChecker(trial, is_starting=is_early),
             executor=executor,
         )

@@ -506,6 +506,8 @@ def _check_values(request: Request, name: str, known: Set[str], why: str) -> Non
 def _reason_not_ready(generator: Generator) -> str:
     if generator.is_draining:
         return "draining"
+    if generator.replicas.is_ready:
+        return "the tables by which constraints are checked are not made yet"
     if generator.replicas.num_connected:
         loading = [
             f"{address}: {link.loading}"

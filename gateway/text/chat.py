@@ -131,9 +131,9 @@ class ChatTemplate:
         try:
             return self._render(prompt, self._calls_as)
         except _REFUSALS as error:
-            if any(map(_has_cut_calls, prompt.messages)):
-                # It takes no text for an object.
-                messages = [self._written(each) if _has_cut_calls(each) else each for each in prompt.messages]
+            # Some take no text for an object, and some no result without the name of its tool.
+            messages = [self._written(each) if _has_cut_calls(each) else each for each in prompt.messages]
+            if (messages := _with_names(messages)) != prompt.messages:
                 with contextlib.suppress(*_REFUSALS):
                     return self._render(replace(prompt, messages=messages), self._calls_as)
             description = f"the model's chat template refuses the conversation: {error!s:.1000}"
@@ -496,6 +496,15 @@ def _object_of(arguments: str) -> dict[str, Any] | None:
 
 def _has_cut_calls(message: ChatMessage) -> bool:
     return any(_object_of(call.arguments) is None for call in message.tool_calls)
+
+
+def _with_names(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the names of their tools in the results."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    return [
+        replace(each, name=names[each.tool_call_id]) if each.name is None and each.tool_call_id in names else each
+        for each in messages
+    ]
 
 
 def _with_one_call_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

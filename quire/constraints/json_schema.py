@@ -353,11 +353,13 @@ def _place(path: str, *steps: str) -> str:
 
 def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
     reference = schema.get("$ref")
-    if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
+    if "$ref" in schema and not (isinstance(reference, str) and reference.startswith("#")):
         raise ConstraintError(
             field,
             f"has $ref {_shown(reference)} at {path}; only references within the schema (#/...) are followed",
         )
+    if not isinstance(schema.get("enum", []), list):
+        raise ConstraintError(field, f"has {_shown(schema['enum'])} as enum at {path}; it must be a list")
     types = schema.get("type", "string")
     for each in types if isinstance(types, list) else (types,):
         if not isinstance(each, str) or each not in _TYPES:
@@ -398,8 +400,11 @@ def _sound(field: str, path: str, pattern: str) -> str:
 
 def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
     """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
-    for keyword in sorted(BOUNDS & schema.keys()):
-        if not isinstance(schema[keyword], int | float | Decimal):
+    for keyword in sorted((BOUNDS | {"multipleOf"}) & schema.keys()):
+        value = schema[keyword]
+        # In draft 4 exclusive bounds are true or false.
+        is_number = not isinstance(value, bool) or keyword.startswith("exclusive")
+        if not (is_number and isinstance(value, int | float | Decimal)):
             raise ConstraintError(field, f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")
     try:
         move_bounds(schema)

@@ -39,14 +39,16 @@ class LargeIntegers:
         return f"r_{len(self._lines) - 1}"
 
     def _expression(self, schema: Any) -> str:
-        keys = schema.keys() - self._shared.keys() if isinstance(schema, dict) else set[str]()
+        keys = schema.keys() - self._shared.keys() - {"$id", "$anchor"} if isinstance(schema, dict) else set[str]()
         kind = schema.get("type") if keys else None
         if keys - {"type"} in ({"const"}, {"enum"}):
             return self._constants(schema.get("enum", [schema.get("const")]), schema.get("type", list(_TYPES)))
         if keys == {"anyOf"}:
             return " | ".join(map(self._rule, schema["anyOf"]))
         if kind == "array" and keys <= {"type", "items", "minItems", "maxItems"} and schema.get("items") is not False:
-            return self._list(schema.get("items", True), schema.get("minItems", 0), schema.get("maxItems"))
+            least, most = schema.get("minItems", 0), schema.get("maxItems")
+            if isinstance(least, int) and (most is None or isinstance(most, int)):
+                return self._list(schema.get("items", True), least, most)
         if kind == "object" and keys <= {"type", "properties", "required", "additionalProperties"}:
             names, required = schema.get("properties", {}), schema.get("required", ())
             if (

@@ -388,6 +388,10 @@ class MaskMaker:
         masks = np.zeros((len(matchers), self._vocabulary.num_words), np.int32)
         grammars = [(each, i) for i, matcher in enumerate(matchers) if (each := matcher.needs_grammar) is not None]
         if grammars:
+            for grammar, _ in grammars:
+                # What must follow is spelled here and kept for the mask: in the executor's threads each spelling would
+                # wait for the interpreter, up to 5 ms beside a thread that holds it.
+                grammar.compute_ff_tokens()
             self._executor.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, masks.shape[1] * 4, len(masks))
         for matcher, mask, delays in zip(matchers, masks, delays_end, strict=True):
             matcher.finish(mask, delays)

@@ -79,7 +79,7 @@ def sound_pattern(pattern: str) -> str:
 
 def names_control(pattern: str) -> bool:
     """Whether a pattern has control characters other than in sets of more than they, by range or exclusion."""
-    named = _SET.sub("", pattern.replace(_TAKEN_AWAY[4:], "]"))
+    named = _SET.sub("", pattern.replace(_TAKEN_AWAY[4:], "]")).replace("\\\\", "")
     return CONTROL.search(named) is not None or _CONTROL_CODE.search(named) is not None
 
 

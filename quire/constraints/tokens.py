@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any, Self
 
 import tokenizers
@@ -183,7 +183,7 @@ class Speller:
     else in the longest tokens. Tokenizers write some characters as others, such as "▁" as a space.
 
     Attributes:
-        has_all_bytes: Whether the vocabulary can write every text.
+        has_all_bytes: Whether the vocabulary can write every text, because each byte has a token.
         greedy: Spells a text in the longest tokens; for the engine to set.
     """
 
@@ -210,12 +210,8 @@ class Speller:
         return self._spelled(text[:_SPELLED_AT_ONCE])
 
     def unspelled(self, text: str) -> str | None:
-        """A character because of which no tokens can write this text; None if some can."""
-        missing = [each for each in sorted(set(text)) if not self(each)]
-        if not missing or self._fewest(text.encode()):
-            return None
-        known = b"\0".join(self._ids)
-        return next((each for each in missing if each.encode() not in known), missing[0])
+        """A character of a text that no tokens can write; None if there is none."""
+        return next((each for each in text if not self(each)), None)
 
     def _spell(self, text: str) -> list[int]:
         data = text.encode()
@@ -225,28 +221,4 @@ class Speller:
                 made = [] if encode is None else list(encode(text))
                 if self._special.isdisjoint(made) and b"".join(map(self.tokens.__getitem__, made)) == data:
                     return made
-        return self._fewest(data)
-
-    def _fewest(self, data: bytes) -> list[int]:
-        """The fewest tokens with these bytes; empty if no tokens have them. The longest ones may lead to a rest that no
-        token begins, in a vocabulary without tokens for bytes."""
-        # By place, the number of tokens of the rest from there, and the first one of them.
-        rest: list[tuple[int, int] | None] = [None] * len(data) + [(0, -1)]
-        for place in reversed(range(len(data))):
-            for end in range(place + 1, min(len(data), place + self._longest_token) + 1):
-                token_id, after = self._ids.get(data[place:end]), rest[end]
-                if token_id is not None and after is not None and ((held := rest[place]) is None or after[0] < held[0]):
-                    rest[place] = after[0] + 1, token_id
-        made, place = list[int](), 0
-        while place < len(data) and (first := rest[place]) is not None:
-            made.append(first[1])
-            place += len(self.tokens[first[1]])
-        return made
-
-    @cached_property
-    def _ids(self) -> dict[bytes, int]:
-        return {text: token_id for token_id, text in enumerate(self.tokens) if token_id not in self._special}
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self._ids), default=0)
+        return []

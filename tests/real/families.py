@@ -1,9 +1,11 @@
 """Tiny models of every causal type of transformers, made from the defaults of its configuration."""
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -228,7 +230,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "its configuration does not say how many layers it has": ("blt",),
     "its layers have keys of 2 and of 4 heads, for 2 heads of queries": ("dots3_note_text",),
 }
-"""Types that are not served, by a part of the line that refuses them. Whoever builds one of them takes it out."""
+"""Types that are not served, by a part of the line that refuses them. A type that becomes served is taken out."""
 
 NOT_TRIED = {
     "dots3_note": "its text model is tried as dots3_note_text",
@@ -238,3 +240,34 @@ NOT_TRIED = {
     "musicgen_melody": "generates sound",
 }
 """Types that the mapping has although they write no texts, or not by themselves."""
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+_BEGIN, _END = "<!-- Made by `python -m tests.real.families`: begin -->\n", "<!-- end -->\n"
+
+
+def documented(text: str) -> str:
+    """docs/models.md with the table of families as it is here."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    refused = {model_type for types in REFUSED.values() for model_type in types}
+    equal = [f"`{name}`" for name in sorted(TYPES.keys() - refused - NOT_TRIED.keys())]
+    rows: list[tuple[str, Sequence[str]]] = [(f"...{line}", types) for line, types in REFUSED.items()]
+    for reason in dict.fromkeys(NOT_TRIED.values()):
+        rows.append((f"not tried: {reason}", [name for name in NOT_TRIED if NOT_TRIED[name] == reason]))
+    lines = [
+        f"{len(equal)} of the {len(TYPES)} causal types of transformers {transformers.__version__} are equal:",
+        "",
+        *textwrap.wrap(", ".join(equal) + ".", 120, break_on_hyphens=False, break_long_words=False),
+        "",
+        "The others are refused, by a line with this part. A type that is published with further parts, for images or",
+        "sound, is tried with them; its language model may be equal when it is saved on its own.",
+        "",
+        "| line | types |",
+        "|---|---|",
+        *(f"| {line} | {', '.join(f'`{name}`' for name in names)} |" for line, names in rows),
+    ]
+    return before + _BEGIN + "\n" + "\n".join(lines) + "\n\n" + _END + after
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

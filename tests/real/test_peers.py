@@ -70,13 +70,18 @@ def outcomes_of(peer: str, files: list[str], url: str, model: Path, report: Path
     return found
 
 
+def is_listed(name: str, listed: str) -> bool:
+    """Whether an entry is about a test: it is the name of a function, or the beginning of an id with parameters."""
+    return name.startswith(listed) if "[" in listed else name.partition("[")[0] == listed
+
+
 def problems_of(outcomes: dict[str, str], differs: dict[str, str]) -> Iterator[str]:
     """What the table does not say: a test that fails without a reason, and a reason for what passes or is not there."""
     for name, outcome in outcomes.items():
-        if outcome != "passed" and name not in differs and name.partition("[")[0] not in differs:
+        if outcome != "passed" and not any(is_listed(name, each) for each in differs):
             yield f"{name}: {outcome}"
     for listed in differs:
-        ended = [outcome for name, outcome in outcomes.items() if listed in (name, name.partition("[")[0])]
+        ended = [outcome for name, outcome in outcomes.items() if is_listed(name, listed)]
         if not ended or "passed" in ended:
             yield f"{listed} is listed as a difference, and ended as {ended}"
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -107,7 +107,7 @@ def rendered_by_transformers(source: str, prompt: ChatPrompt, in_parts: bool) ->
     for in_texts in (False, True):
         messages = [_message(message, source, in_parts, in_texts) for message in prompt.messages]
         try:
-            rendered: Any = render_jinja_template(
+            rendered: Any = cast(Any, render_jinja_template)(
                 [messages],
                 tools or None,
                 chat_template=source,

@@ -29,7 +29,7 @@ TEXTS = (
     " leading, trailing \n",
     "it's 1234567 o'clock ... isn't it?\tyes\r\n\n\n  no",
     "naïve café e\u0301 ﬁ ½ Ω \u00a0\u200b\u2028",
-    "你好世界，こんにちは 안녕하세요 שלום مرحبا नमस्ते",
+    "你好世界、こんにちは 안녕하세요 שלום مرحبا नमस्ते",
     "😀👩‍👩‍👧🏽🇨🇭 \U0010ffff \ue000",
     "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": None}  # ok\n",
     "<s>[INST] a [/INST]</s><|im_start|>user\nb<|im_end|><|eot_id|><bos><think>c</think>",
@@ -95,7 +95,7 @@ async def test_a_server_writes_what_the_tokenizer_reads_and_ends_as_it_is_told(n
         assert len(whole.token_ids) == 24
         stream = client.generate_stream(prompt, free)
         async with stream:
-            assert "".join([piece async for piece in stream.text()]) == whole.text
+            assert "".join([piece async for piece in stream.text]) == whole.text
 
         stop = whole.text[len(whole.text) // 2 :][:3]
         (stopped,) = (await client.generate(prompt, replace(free, stop=[stop]))).sequences

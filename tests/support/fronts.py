@@ -326,7 +326,9 @@ class _OfHttp(Front):
     async def _ask(
         self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
     ) -> None:
-        body = self._body(text, fields) | ({"stream": True} if streams else {})
+        body = self._body(text, fields) | {"stream": streams}
+        if not streams:
+            body.pop("stream_options", None)
         async with self._gateway.http.stream("POST", self.path, json=body, headers=headers) as response:
             if response.status_code == 200 and streams:
                 async for line in response.aiter_lines():

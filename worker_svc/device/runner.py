@@ -248,7 +248,7 @@ class LaunchedStep:
             columns.refuse(
                 excluded,
                 "sampling.constraint or sampling.thinking_token_budget: no token may follow that allowed_token_ids and "
-                "bad_words leave, too",
+                "bad_words leave, or the model's generation_config.json excludes it",
             )
 
 

@@ -83,8 +83,11 @@ class LlamaConfig:
 
     def rotation_for(self, max_positions: int | None) -> RotationByLength | None:
         """The rotation of a server whose sequences have this length, see `served_len`."""
-        found = (rope.rotation_for(self.served_len(max_positions), self.max_model_len) for rope in self._ropes)
-        return next((rotation for rotation in found if rotation is not None), None)
+        length = self.served_len(max_positions)
+        found = [each for rope in self._ropes if (each := rope.rotation_for(length, self.max_model_len)) is not None]
+        if not found:
+            return None
+        return replace(min(found, key=lambda each: each.original), name=", ".join(each.name for each in found))
 
     def served_len(self, max_positions: int | None) -> int:
         """The length of the longest sequence: as it is asked for, else up to where a rotation would change."""

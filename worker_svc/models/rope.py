@@ -92,7 +92,7 @@ class RopeConfig:
     def rotation_for(self, length: int, longest: int) -> RotationByLength | None:
         """The rotation of sequences of up to `length` tokens; None if all lengths have the same."""
         original = self.changes_beyond
-        if original is None:
+        if original is None or original >= longest:
             return None
         extended = "extended" if self.rope_type == "longrope" else f"for {length}"
         return RotationByLength(extended if length > original else "original", original, longest, length)

@@ -52,13 +52,17 @@ def text_parameters(schema: str) -> frozenset[str]:
         return frozenset()
     if not isinstance(properties, dict):
         return frozenset()
-    return frozenset(name for name, value in cast(dict[str, Any], properties).items() if _is_text(value))
+    return frozenset(name for name, value in cast(dict[str, Any], properties).items() if _is_text(root, value))
 
 
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
+def _is_text(root: Any, schema: Any) -> bool:
+    try:
+        meant = _followed(root, schema)
+    except ConstraintError:
         return False
-    fields = cast(dict[str, Any], schema)
+    if not isinstance(meant, dict):
+        return False
+    fields = cast(dict[str, Any], meant)
     if "type" in fields:
         return fields["type"] == "string"
     values: Any = fields.get("enum", [fields["const"]] if "const" in fields else None)
@@ -135,9 +139,9 @@ class Rules:
 
 def tagged_arguments(schema: str, rules: Rules, tags: TagShape) -> str:
     """The expression of arguments between tags, in the order of the schema."""
-    root = read_schema("", schema)
-    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    root = _followed(root, root)
+    whole = read_schema("", schema)
+    shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+    root = _followed(whole, whole)
     _check_names(root)
     _refuse(root.keys() - _KEYWORDS["object"] - _NEUTRAL - {"description"})
     if isinstance(root.get("additionalProperties"), dict):
@@ -154,6 +158,9 @@ def tagged_arguments(schema: str, rules: Rules, tags: TagShape) -> str:
     closed = literals(end, rules.special_tokens)
     arguments: list[str] = []
     for name, value in root.get("properties", {}).items():
+        if name in texts:
+            _refuse(value.keys() - {"$ref"} - _NEUTRAL - {"description", "default"} if "$ref" in value else ())
+            value = _followed(whole, value)
         choices = _listed(value) if name in texts else None
         if choices is not None:
             inner = f"({' | '.join(filter(None, (quoted(choice) for choice in choices)))}) {closed}"

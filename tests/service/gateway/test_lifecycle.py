@@ -3,16 +3,20 @@
 import asyncio
 import resource
 import socket
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from gateway import app
 from gateway.app import Gateway, allow_open_files, serve
+from gateway.request import served_model
+from gateway.request.constraint_checker import TrialProcess
 from gateway.settings import GatewaySettings
 from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError, load_settings
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, write_model_directory
 
 
@@ -39,6 +43,34 @@ async def test_drain_waits_for_a_request_whose_text_is_being_tokenized(scheduler
         scheduler.emits.set()
         assert len((await early).token_ids) == 30
         await stopping
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_gateway_is_ready_with_the_tables_of_its_vocabulary_or_a_moment_later(scheduler, monkeypatch, ends):
+    may_end, asked = asyncio.Event(), asyncio.Event()
+
+    async def verdict(trial: TrialProcess, content: bytes) -> None:
+        asked.set()
+        await may_end.wait()
+
+    monkeypatch.setattr(served_model, "has_large_tables", lambda _: True)
+    monkeypatch.setattr(TrialProcess, "verdict", verdict)
+    if ends:
+        monkeypatch.setattr(app, "_TABLES_TIMEOUT_S", 300.0)
+    async with running_gateway(scheduler) as gateway:
+        constraints = gateway.gateway._generator.model.constraints
+        process = cast(TrialProcess, constraints._trial)._process
+        assert process is not None
+        assert process.poll() is None
+        await asyncio.wait_for(asked.wait(), 30)
+        if ends:
+            answer = await gateway.http.get("/ready")
+            assert answer.status_code == 503
+            assert answer.json()["reason"] == "the tables by which constraints are checked are not made yet"
+            may_end.set()
+        await until_true(lambda: not constraints.is_starting)
+        assert (await gateway.http.get("/ready")).status_code == 200
+    assert process.poll() is not None
 
 
 async def test_drain_that_takes_too_long_aborts_the_rest(scheduler):

@@ -260,6 +260,20 @@ async def test_tokens_and_times_are_shown_where_they_are_asked_for(client, path,
     assert len(prompt) == len(logprobs)
     (metrics,) = [answer["metrics"] for answer in answers if "metrics" in answer]
     assert metrics["time_to_first_token_ms"] > 0
+    assert "mean_itl_ms" in metrics
+    assert not stream or all("token_ids" in choice for choice in choices)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})])
+async def test_what_is_not_asked_for_is_null_in_whole_answers_and_absent_in_streams(client, path, body):
+    """As in vLLM; a single token has no time between tokens."""
+    names = ("token_ids", "prompt_token_ids", "prompt_logprobs")
+    answer = (await client.post(path, json=body | {"max_tokens": 1, "include_metrics": True})).json()
+    assert "mean_itl_ms" not in answer["metrics"]
+    parts = answer["choices"][0] | answer
+    assert {name: parts[name] for name in names} == dict.fromkeys(names)
+    streamed = (await client.post(path, json=body | {"max_tokens": 1, "stream": True})).text
+    assert not any(name in streamed for name in names)
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-request-id": "mine"}])

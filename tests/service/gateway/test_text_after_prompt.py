@@ -53,6 +53,13 @@ async def test_completions_begin_with_the_space_of_their_first_token(gateway):
     assert await texts_of(gateway, prompt=[1]) == [ANSWER.lstrip()]
 
 
+@pytest.mark.parametrize("prediction", [ANSWER, ANSWER[1:]], ids=["with its space", "without it"])
+async def test_an_answer_that_is_sent_back_as_a_prediction_is_right(gateway, prediction):
+    body = {"prompt": "hello", "max_tokens": 4, "prediction": {"type": "content", "content": prediction}}
+    usage = (await gateway.http.post(COMPLETIONS, json=body)).json()["usage"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 4
+
+
 async def test_log_probabilities_are_where_their_tokens_are_in_the_text(gateway):
     body = {"prompt": "hello", "max_tokens": 2, "logprobs": 1, "echo": True}
     (choice,) = (await gateway.http.post(COMPLETIONS, json=body)).json()["choices"]

@@ -222,7 +222,8 @@ async def test_a_process_that_was_started_before_answers_the_first_constraint_an
     trial = TrialProcess(write_model_directory(tmp_path / "m", byte_level()))
     trial.start()
     first = trial._process
-    checker = ConstraintChecker(trial)
+    checker = ConstraintChecker(trial, is_starting=True)
+    await checker.wait_until_started()
     await checker.check(Constraint(regex="a"), "a")
     assert trial._process is first is not None
     first.kill()
@@ -240,7 +241,8 @@ async def test_a_process_that_cannot_be_started_before_is_started_by_the_first_c
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refused_process)
         trial.start()
-    checker = ConstraintChecker(trial)
+        checker = ConstraintChecker(trial, is_starting=True)
+        await checker.wait_until_started()
     await checker.check(Constraint(regex="a"), "a")
     checker.close()
 

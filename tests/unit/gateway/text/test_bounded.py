@@ -20,7 +20,7 @@ HOSTILE = {
     "memory": ("{{ 'a' * 10 ** 10 }}", "512.0 MiB of memory"),
     "doubled": (
         "{% set n = namespace(t='aa') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-        "memory",
+        "memory|time",
     ),
     "power": ("{{ 10 ** (10 ** 10) }}", "an integer of"),
     "recursion": ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "recursion"),

@@ -318,6 +318,15 @@ def test_arguments_that_were_cut_go_to_the_template_as_text():
     assert '{"b": "P' in ChatTemplate(only_objects, {}).render(ChatPrompt(messages))
 
 
+def test_a_template_that_takes_no_result_without_the_name_of_its_tool_gets_it():
+    source = _LINES.replace(
+        "CALLS",
+        f"{{% if m.tool_calls %}}{_CALLS}{{% endif %}}{{% if m.role == 'tool' %}}"
+        "{{ m.name or raise_exception('no name') }}{% endif %}",
+    )
+    assert ChatTemplate(source, {}).render(ChatPrompt(TWO_CALLED)).splitlines()[-2:] == ["tool:3f", "tool:4g"]
+
+
 def test_whole_numbers_among_the_arguments_of_a_template_are_integers():
     options = TemplateOptions()
     options.arguments.update({"budget": 5, "share": 0.5, "list": [1]})

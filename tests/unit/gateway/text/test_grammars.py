@@ -135,6 +135,59 @@ def test_forced_calls_are_read_and_fit(name, shape, held):
     assert num_complete
 
 
+@each_vocabulary
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"json_list"}))
+@pytest.mark.parametrize("is_forced", [True, False], ids=["forced", "auto"])
+def test_several_calls_are_accepted_as_they_are_written_and_read_back(name, is_forced, held):
+    weather = {"city": "Oslo", "unit": "C", "days": 3}
+    written = [
+        ("get_weather", json.dumps(weather), "a1"),
+        ("now", "{}", "a2"),
+        ("get_weather", json.dumps(weather), "a3"),
+    ]
+    text = written_calls(SHAPES[name], written[: 3 if SHAPES[name].is_parallel else 1])
+    output = read(name, text)
+    assert [(each.name, json.loads(each.arguments)) for each in output.tool_calls] == [
+        (called, json.loads(arguments)) for called, arguments, _ in written[: len(output.tool_calls)]
+    ]
+    assert (output.text.strip(), len(output.tool_calls)) == ("", 3 if SHAPES[name].is_parallel else 1)
+    if is_forced and format_of_forced_calls(name) == "json_list":
+        return
+    model = ModelText(None, held.special_tokens)
+    constraint = constrained_calls(name, CALLS, model, is_forced=is_forced, is_single=False)
+    assert constraint is not None
+    matcher = Template.of(constraint, held).matcher(tuple(held.eos))
+    for token_id in spelled(text, held):
+        matcher.consume(token_id)
+    assert (matcher.error, matcher.may_end) == (None, True)
+
+
+def test_constants_are_accepted_as_the_template_writes_them():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"anyOf": [{"type": "null"}, {"enum": [1]}]}},
+    }
+    calls = [CallGrammar("now", json.dumps(schema))]
+    tags = replace(SHAPES["glm45"].tags, constants=("True", "None"))
+    for shape, spellings in (
+        (SHAPES["glm45"], {"true": True}),
+        (replace(SHAPES["glm45"], tags=tags), {"True": True, "true": True}),
+    ):
+        held = vocabulary("byte level")
+        constraint = constrained_calls(
+            "glm45", calls, ModelText(shape, held.special_tokens), is_forced=True, is_single=True
+        )
+        assert constraint is not None
+        for spelling in ("true", "True"):
+            text = f"<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>{spelling}</arg_value>\n</tool_call>"
+            matcher = Template.of(constraint, held).matcher(tuple(held.eos))
+            for token_id in spelled(text, held):
+                matcher.consume(token_id)
+            assert (matcher.error is None and matcher.may_end) == (spelling in spellings)
+            (call,) = read("glm45", text).tool_calls
+            assert json.loads(call.arguments) == {"a": True}
+
+
 # How the header of a call of the tool begins, as far as it is free.
 BEGINNINGS = {
     "hermes": "I look. <tool_call>\n",

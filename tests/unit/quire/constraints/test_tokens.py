@@ -149,15 +149,6 @@ def test_a_character_that_no_tokens_can_write_is_refused_by_name(constraint, fie
     assert check(vocabulary("byte fallback"), constraint.SerializeToString()) is None
 
 
-def test_longest_tokens_that_lead_nowhere_give_way_to_others() -> None:
-    table = TokenTable([b"ab", b"a", b"bc", b"d", b"</s>"], {"</s>": 4}, {})
-    held = Vocabulary(table, None, [4])
-    assert held.speller("abcd") == [1, 2, 3]
-    assert held.speller("abab") == [0, 0]
-    assert held.speller("abx") == held.speller("c") == []
-    assert [held.speller.unspelled(text) for text in ("abc", "abcx", "ad")] == [None, "x", None]
-
-
 def test_a_token_that_ends_texts_is_no_part_of_a_text_whatever_its_flag() -> None:
     content = json.loads(byte_level().to_str())
     content["added_tokens"] = [each | {"special": False} for each in content["added_tokens"]]

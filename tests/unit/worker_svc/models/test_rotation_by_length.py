@@ -114,3 +114,11 @@ def test_the_rotation_of_layers_with_windows_counts_too() -> None:
     rotation = config.rotation_for(77)
     assert rotation is not None
     assert (rotation.name, rotation.original, rotation.longest) == ("extended", ORIGINAL, LONGEST)
+    other = ConfigFields({**fields.values, "rope_parameters": {**rope, "original_max_position_embeddings": 64}})
+    both = replace(config, rope=RopeConfig.read(other, 128))
+    names = [both.rotation_for(length) for length in (None, 33, 65)]
+    assert [(each.name, each.original) for each in names if each is not None] == [
+        ("original, original", ORIGINAL),
+        ("original, extended", ORIGINAL),
+        ("extended, extended", ORIGINAL),
+    ]
