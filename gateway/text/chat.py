@@ -21,7 +21,7 @@ from google.protobuf import json_format
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
 from gateway.text.bounded import MAX_MEMORY_BYTES, MAX_PROCESSOR_S, TookTooLong, bounded
-from gateway.text.formats.answer import JSON_LIST, SHAPES, THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
 from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
     PROBE_TOOLS,
@@ -31,6 +31,7 @@ from gateway.text.formats.rendered import (
     rendered_calls,
     written_calls,
 )
+from gateway.text.formats.shapes import JSON_LIST, SHAPES
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import LONG_BYTES
@@ -98,8 +99,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:
-            self._template = environment.from_string(source)
             tree = environment.parse(source)
+            self._template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             problem = " ".join(str(error).split())
             raise ConfigurationError(f"the model's chat template is invalid: {problem:.300}") from error
@@ -117,7 +118,7 @@ class ChatTemplate:
             self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
         )
         own = None if self.calls is None else self.calls.shape
-        self._call_shape = own or SHAPES[self.tool_format or JSON_LIST]
+        self._call_shape = own or SHAPES.get(self.tool_format or JSON_LIST, SHAPES[JSON_LIST])
 
     def render(self, prompt: ChatPrompt) -> str:
         """Renders a conversation as a prompt.
@@ -187,21 +188,26 @@ class ChatTemplate:
         """The form in which the template takes past calls, and what it renders for them.
 
         Most templates write the arguments as JSON themselves; some take them as text. Some show calls only of messages
-        whose content is null. The first form counts whose calls can be read.
+        whose content is null, or of messages that are not the last one. The first form counts whose calls can be read.
         """
         shown: list[tuple[_CallsAs, RenderedCalls]] = []
         for form in _FORMS:
-            if (calls := rendered_calls(self._probe(form))) is not None:
+            calls = rendered_calls(self._probe(form)) or rendered_calls(self._probe(form, has_results=True))
+            if calls is not None:
                 if tool_format_of(calls) is not None:
                     return form, calls
                 shown.append((form, calls))
         return shown[0] if shown else (_CallsAs(), None)
 
-    def _probe(self, form: "_CallsAs") -> Render:
+    def _probe(self, form: "_CallsAs", *, has_results: bool = False) -> Render:
         def render(content: str, calls: Sequence[ProbeCall] = ()) -> str | None:
             made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
             messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
-            return self._tried(ChatPrompt(messages, _PROBED, template_options=_UNANSWERED), form)
+            if has_results:
+                messages += [ChatMessage("tool", _RESULT, call.name, tool_call_id=call.id) for call in calls]
+            options = None if has_results else _UNANSWERED
+            text = self._tried(ChatPrompt(messages, _PROBED, template_options=options), form)
+            return text and text.partition(_RESULT)[0]
 
         return Render(lambda calls: render("", calls), render)
 
@@ -574,6 +580,7 @@ def _refusal(field: str, description: str, *, reason: str) -> InvalidArgument:
 _NO_OPTIONS = TemplateOptions()
 _TEXT = ChatPrompt([ChatMessage("user", "aQ7")])
 _PROBED = [Tool(name=name, description="d", parameters=json.dumps(PROBE_SCHEMA)) for name in PROBE_TOOLS]
+_RESULT = "Quire result"
 _UNANSWERED = TemplateOptions(add_generation_prompt=False)
 
 

@@ -8,12 +8,13 @@ import pytest
 import tokenizers
 
 from gateway.text.chat import ChatTemplate
-from gateway.text.formats.answer import JSON_LIST, AnswerFormat
+from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.grammars import CallGrammar, ModelText, constrained_calls, format_of_forced_calls
 from gateway.text.formats.output import Output, joined
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.rendered import PROBE_SCHEMA, PROBE_TEXTS, PROBE_TOOLS
 from gateway.text.formats.scanning import MARK
+from gateway.text.formats.shapes import JSON_LIST
 from gateway.types import ChatMessage, ChatPrompt
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import Template, Vocabulary
@@ -28,12 +29,20 @@ _SCHEMA = PROBE_SCHEMA | {"additionalProperties": False}
 _SCHEMA["properties"] = PROBE_SCHEMA["properties"] | {
     "quire_d": {"type": ["string", "null"]},
     "quire_e": {"type": "array"},
+    "quire_f": {"type": "object"},
 }
 _GRAMMARS = [CallGrammar(name, json.dumps(_SCHEMA)) for name in PROBE_TOOLS]
 _OFFERED = tuple(OfferedTool(name, PROBE_TEXTS) for name in PROBE_TOOLS)
 _TOOLS = [Tool(name=name, description="d", parameters=json.dumps(PROBE_SCHEMA)) for name in PROBE_TOOLS]
-# It writes lists as Python does, which JSON is not; its models are held to JSON.
-_NOT_ACCEPTED = frozenset({"microsoft-FrogBoss-32B-2510"})
+# They write lists as Python does, which JSON is not, or have optional marks around texts; their models are held to JSON
+# and to texts without marks.
+_NOT_ACCEPTED = {"microsoft-FrogBoss-32B-2510", "ByteDance-Seed-OSS", "ai9stars-G9v3-3B"}
+_NOT_UNDER_AUTO = {
+    # They write line breaks in strings as they are.
+    *("LFM2.5-8B-A1B", "LiquidAI-LFM2.5-VL-450M"),
+    # No grammar: tags in tags; calls that begin like any JSON, and have ids after the arguments.
+    *("MiniMaxAI-MiniMax-M3-MXFP8", "sophosympatheia-StrawberryLemonade-L3-70B-v1.0"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +96,8 @@ def vocabularies_of(text: str) -> Iterator[Vocabulary]:
 
 def problem_of(constraint: Constraint | None, text: str, held: Vocabulary) -> str | None:
     """The reason why a text is not accepted."""
-    assert constraint is not None
+    if constraint is None:
+        return "there is no grammar"
     matcher = Template.of(constraint, held).matcher(tuple(held.eos))
     for token_id in spelled(text, held):
         matcher.consume(token_id)
@@ -109,7 +119,7 @@ def test_rendered_calls_are_accepted_by_their_grammar(templates, is_forced):
             )
             if (problem := problem_of(constraint, text, held)) is not None:
                 problems[name] = problem
-    assert problems.keys() == _NOT_ACCEPTED
+    assert problems.keys() == (_NOT_ACCEPTED if is_forced else _NOT_ACCEPTED | _NOT_UNDER_AUTO)
 
 
 def test_calls_that_were_read_render_as_they_were_written(templates):

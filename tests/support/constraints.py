@@ -63,15 +63,19 @@ def allowed_texts(matcher: Matcher, kind: str = "byte level") -> set[bytes]:
     return {held.token_bytes[token_id] for token_id in np.flatnonzero(mask_of(matcher, held))}
 
 
+def _tokens(held: Vocabulary, text: str) -> list[int]:
+    # llguidance 1.9 drops what is behind 1,024 bytes.
+    pieces = re.findall(r".{1,250}", text, re.DOTALL)
+    return [token_id for piece in pieces for token_id in held.tokenizer.tokenize_str(piece)]
+
+
 def spelled(text: str, held: Vocabulary | None = None) -> list[int]:
     """Tokens of a text, special ones where it names them."""
     held = held or vocabulary("byte level")
     if not held.special_tokens:
-        return held.tokenizer.tokenize_str(text)
+        return _tokens(held, text)
     parts = re.split(f"({'|'.join(map(re.escape, held.special_tokens))})", text)
-    made = (
-        [held.special_tokens[part]] if at % 2 else held.tokenizer.tokenize_str(part) for at, part in enumerate(parts)
-    )
+    made = ([held.special_tokens[part]] if at % 2 else _tokens(held, part) for at, part in enumerate(parts))
     return [token_id for token_ids in made for token_id in token_ids]
 
 

@@ -1,12 +1,13 @@
 """The known formats, their detection in a chat template, and the parser of one answer."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
 from gateway.text.formats.json_calls import (
+    JSON_CALLS,
     DeepSeekV3Parser,
     DeepSeekV31Parser,
     GraniteParser,
@@ -18,32 +19,31 @@ from gateway.text.formats.json_calls import (
     Phi4MiniParser,
 )
 from gateway.text.formats.other_calls import (
+    TAGGED_CALLS,
     FunctionGemmaParser,
     GemmaParser,
-    GlmParser,
+    MiniMaxM3Parser,
     PythonicParser,
-    Qwen3CoderParser,
 )
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
-from gateway.text.formats.rendered import INDEX, PROBE_TEXTS, CallShape, Layout, RenderedCalls, Slot, TagShape
+from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
+from gateway.text.formats.shapes import HARMONY, JSON_LIST, MARKED, parser_of
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
-HARMONY = "openai"
 HARMONY_REASONING = "openai_gptoss"
-JSON_LIST = "json_list"
-"""The format of forced calls if the model's own format has no grammar."""
-
 CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3Parser,
     "mistral": MistralParser,
     "deepseek_v3": DeepSeekV3Parser,
     "deepseek_v31": DeepSeekV31Parser,
-    "qwen3_coder": Qwen3CoderParser,
-    "glm45": GlmParser,
+    **{name: parser_of(shape) for name, shape in MARKED.items()},
+    **JSON_CALLS,
+    **TAGGED_CALLS,
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
+    "minimax_m3": MiniMaxM3Parser,
     "pythonic": PythonicParser,
     "kimi_k2": KimiK2Parser,
     "granite": GraniteParser,
@@ -53,99 +53,29 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
 TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
 """Formats of tool calls, by vLLM's names."""
 
-_NAMED = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
-_BRACED = TagShape("", ":", ":", "", ",", '<|"|>')
-SHAPES: Mapping[str, CallShape] = {
-    "hermes": CallShape(
-        Layout.ENVELOPE, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n", fields=_NAMED
-    ),
-    "llama3_json": CallShape(
-        Layout.ENVELOPE, separator="; ", fields=(("name", Slot.NAME), ("parameters", Slot.ARGUMENTS))
-    ),
-    "mistral": CallShape(
-        Layout.ENVELOPE, section_open="[TOOL_CALLS][", separator=", ", section_close="]", fields=_NAMED
-    ),
-    "deepseek_v3": CallShape(
-        Layout.NAMED,
-        section_open="<｜tool▁calls▁begin｜>",
-        call_open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        call_close="\n```<｜tool▁call▁end｜>",
-        separator="\n",
-        section_close="<｜tool▁calls▁end｜>",
-        name_close="\n```json\n",
-    ),
-    "deepseek_v31": CallShape(
-        Layout.NAMED,
-        section_open="<｜tool▁calls▁begin｜>",
-        call_open="<｜tool▁call▁begin｜>",
-        call_close="<｜tool▁call▁end｜>",
-        section_close="<｜tool▁calls▁end｜>",
-        name_close="<｜tool▁sep｜>",
-    ),
-    "qwen3_coder": CallShape(
-        Layout.TAGS,
-        call_open="<tool_call>\n<function=",
-        call_close="</function>\n</tool_call>",
-        separator="\n",
-        name_close=">\n",
-        tags=TagShape("<parameter=", ">\n", ">\n", "\n</parameter>\n"),
-    ),
-    "kimi_k2": CallShape(
-        Layout.NAMED,
-        section_open="<|tool_calls_section_begin|>",
-        call_open="<|tool_call_begin|>functions.",
-        call_close="<|tool_call_end|>",
-        section_close="<|tool_calls_section_end|>",
-        name_close=f":{INDEX}<|tool_call_argument_begin|>",
-    ),
-    "granite": CallShape(
-        Layout.ENVELOPE, section_open="<|tool_call|>[", separator=", ", section_close="]", fields=_NAMED
-    ),
-    "phi4_mini_json": CallShape(
-        Layout.ENVELOPE, section_open="functools[", separator=", ", section_close="]", fields=_NAMED
-    ),
-    "glm45": CallShape(
-        Layout.TAGS,
-        call_open="<tool_call>",
-        call_close="</tool_call>",
-        separator="\n",
-        name_close="\n",
-        tags=TagShape("<arg_key>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-    ),
-    "gemma4": CallShape(
-        Layout.BRACED, call_open="<|tool_call>call:", call_close="}<tool_call|>", name_close="{", tags=_BRACED
-    ),
-    "functiongemma": CallShape(
-        Layout.BRACED,
-        call_open="<start_function_call>call:",
-        call_close="}<end_function_call>",
-        name_close="{",
-        tags=replace(_BRACED, quote="<escape>"),
-    ),
-    "pythonic": CallShape(
-        Layout.PYTHON,
-        section_open="[",
-        call_close=")",
-        separator=", ",
-        section_close="]",
-        name_close="(",
-        tags=TagShape("", "=", "=", "", ", ", '"', ("True", "None")),
-    ),
-    HARMONY: CallShape(
-        Layout.NAMED, call_open=" to=functions.", name_close="<|channel|>commentary json<|message|>", is_parallel=False
-    ),
-    JSON_LIST: CallShape(Layout.ENVELOPE, section_open="[", separator=", ", section_close="]", fields=_NAMED),
-}
-"""How calls of each format are usually written: where a template renders none, or writes another format."""
-
 _THINK = ThinkingMarks("<think>", "</think>")
+_COHERE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 THINKING_MARKS: Mapping[str, ThinkingMarks] = {
-    "qwen3": _THINK,
-    "deepseek_r1": _THINK,
-    "glm45": _THINK,
     "mistral": ThinkingMarks("[THINK]", "[/THINK]"),
     "gemma4": ThinkingMarks("<|channel>", "<channel|>", "thought"),
     "seed_oss": ThinkingMarks("<seed:think>", "</seed:think>"),
+    "cohere_command3": ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>", dropped=_COHERE),
+    "minimax_m3": ThinkingMarks("<mm:think>", "</mm:think>"),
+    "longcat": ThinkingMarks("<longcat_think>", "</longcat_think>"),
+    "hy_v3_opensource": ThinkingMarks("<think:opensource>", "</think:opensource>"),
+    "apertus": ThinkingMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    "solar_open": ThinkingMarks("<|think|>", "<|end|>", answer="<|begin|>assistant", dropped=("<|content|>",)),
+    "solar_open2": ThinkingMarks("<|think:start|>", "<|think:end|>"),
+    "hyperclovax": ThinkingMarks("/think", "<|im_end|>", answer="<|im_start|>assistant"),
+    "exaone_deep": ThinkingMarks("<thought>", "</thought>"),
+    "reka": ThinkingMarks("<reasoning>", "</reasoning>"),
+    "granite": ThinkingMarks("Here is my thought process:", "Here is my response:"),
+    "apriel": ThinkingMarks(
+        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped=("[END FINAL RESPONSE]", "<|end|>")
+    ),
+    "qwen3": _THINK,
+    "deepseek_r1": _THINK,
+    "glm45": _THINK,
 }
 REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
 """Formats of reasoning, by vLLM's names."""
@@ -155,17 +85,22 @@ _DESCRIPTIONS = (
     ("granite", "<|tool_call|>"),
     ("phi4_mini_json", "functools["),
     ("hermes", "<tool_call>\n{"),
+    ("minimax", "<tool_calls>\n{"),
+    # No more than how these models are told their tools; how they write calls is in their documents.
+    ("lfm2", "List of tools: "),
+    ("kimi_k2", "<|im_system|>tool_declare<|im_middle|>"),
     ("llama3_json", '"parameters": dictionary of argument'),
     ("pythonic", "```tool_code"),
     ("pythonic", "[func_name1("),
 )
-_REASONING_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    (HARMONY_REASONING, lambda source: "<|channel|>" in source and "<|start|>" in source),
-    ("mistral", lambda source: "[THINK]" in source),
-    ("gemma4", lambda source: "<|channel>" in source),
-    ("seed_oss", lambda source: "<seed:think>" in source),
-    ("qwen3", lambda source: "<think>" in source or "</think>" in source),
-)
+# Texts by which a template is recognised where the opening mark could be another one's.
+_REASONING_SIGNS = {
+    "solar_open": "assistant<|think|>",
+    "hyperclovax": "assistant/think",
+    "hy_v3_opensource": "':opensource'",
+    "reka": "'</reasoning>'",
+    "apriel": "[BEGIN FINAL RESPONSE]",
+}
 
 
 def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
@@ -178,11 +113,11 @@ def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
 def tool_format_of(calls: RenderedCalls | None, told: str = "") -> str | None:
     """The format in which a model writes calls; None if it is unknown.
 
-    It is the first format whose parser reads all that the model's template renders for calls. Where the template
-    renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
+    It is the first format of the table whose parser reads all that the model's template renders for calls. Where the
+    template renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
     """
     if calls is not None:
-        return next((name for name in sorted(TOOL_FORMATS) if _reads(name, calls)), None)
+        return next((name for name in (*CALL_PARSERS, HARMONY) if name != JSON_LIST and _reads(name, calls)), None)
     return next((name for name, sign in _DESCRIPTIONS if sign in told), None)
 
 
@@ -207,7 +142,12 @@ def _reads(tool_format: str, calls: RenderedCalls) -> bool:
 
 def reasoning_format_of(template: str) -> str | None:
     """The format of reasoning that a chat template supports; None if it supports none."""
-    return next((name for name, has in _REASONING_SIGNS if has(template)), None)
+    if "<|channel|>" in template and "<|start|>" in template:
+        return HARMONY_REASONING
+    for name, marks in THINKING_MARKS.items():
+        if _REASONING_SIGNS.get(name, marks.begin) in template or (name == "qwen3" and marks.end in template):
+            return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +183,15 @@ class AnswerFormat:
         if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
             in_analysis = self.thinking is Thinking.BEGUN
             return HarmonyParser(tools, call_ids, in_analysis=in_analysis)
-        marks = self._marks
-        if self.tool_format is None and marks is None:
-            return None
-        content = PlainText() if self.tool_format is None else CALL_PARSERS[self.tool_format](tools, call_ids)
-        return content if marks is None else ThinkingParser(marks, self.thinking, content)
+        marks = THINKING_MARKS.get(self.reasoning_format or "")
+        dropped = () if marks is None else marks.dropped
+        parser = CallParser if self.tool_format is None else CALL_PARSERS[self.tool_format]
+        if dropped:
+            parser = parser.with_marks(*parser.begins, dropped=(*parser.dropped, *dropped))
+        content = PlainText() if parser is CallParser else parser(tools, call_ids)
+        if marks is not None and self.thinking is not Thinking.NONE:
+            return ThinkingParser(marks, self.thinking, content)
+        return None if isinstance(content, PlainText) else content
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -258,15 +202,9 @@ class AnswerFormat:
         elif self.tool_format is not None:
             parser = CALL_PARSERS[self.tool_format]
             tokens.update(parser.begins, parser.dropped, parser.tokens)
-        if (marks := self._marks) is not None:
-            tokens.update((marks.begin, marks.end))
+        if (marks := THINKING_MARKS.get(self.reasoning_format or "")) is not None:
+            tokens.update(marks.dropped if self.thinking is Thinking.NONE else marks.tokens)
         return frozenset(tokens)
-
-    @property
-    def _marks(self) -> ThinkingMarks | None:
-        if self.reasoning_format is None or self.thinking is Thinking.NONE:
-            return None
-        return THINKING_MARKS.get(self.reasoning_format)
 
 
 PLAIN = AnswerFormat()

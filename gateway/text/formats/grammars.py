@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gateway.text.formats.answer import HARMONY, JSON_LIST, SHAPES
 from gateway.text.formats.notations import BracedNotation, PythonNotation, Rules, json_rule, tagged_arguments
 from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot
 from gateway.text.formats.scanning import MARK, SPACE
+from gateway.text.formats.shapes import HARMONY, JSON_LIST, SHAPES
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import BY_NAME, ConstraintError
 from quire.constraints.program import literals, quoted

@@ -1,7 +1,8 @@
 """Calls whose arguments are JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek, and a plain list."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from gateway.text.formats.parser import CallIds, OfferedTools, StagedCallParser
 from gateway.text.formats.scanning import (
@@ -18,7 +19,19 @@ from gateway.text.formats.scanning import (
 
 # An object with the name and the arguments of a call, up to the arguments.
 _ENVELOPE = (
-    *("{", Part.SPACES, '"name"', Part.SPACES, ":", Part.SPACES, '"', Part.NAME, '"', Part.SPACES, ","),
+    *(
+        "{",
+        Part.SPACES,
+        ('"name"', '"tool_name"'),
+        Part.SPACES,
+        ":",
+        Part.SPACES,
+        '"',
+        Part.NAME,
+        '"',
+        Part.SPACES,
+        ",",
+    ),
     *(Part.SPACES, ('"arguments"', '"parameters"'), Part.SPACES, ":", Part.SPACES),
 )
 
@@ -39,6 +52,17 @@ class JsonCallParser(StagedCallParser):
     is_envelope = True
     separator: Pattern | None = None
 
+    @classmethod
+    def between(cls, begin: str, end: str, **attributes: Any) -> type[Self]:
+        """The parser of the same notation between two marks."""
+        header: Pattern = attributes.get("header", cls.header)
+        tokens = (end, *(text for text in header.texts if "<" in text))
+        return cls.with_marks(begin, **({"tokens": tokens, "trailer": cls._trailer_of(end)} | attributes))
+
+    @classmethod
+    def _trailer_of(cls, end: str) -> Pattern:
+        return Pattern(Part.SPACES, end)
+
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
         self._scanner = JsonScanner()
@@ -52,7 +76,7 @@ class JsonCallParser(StagedCallParser):
         if found is Unmatched.MORE and not self._is_last:
             return False
         if isinstance(found, Match) and found.name in self._tools:
-            self._open_call(found.name, self._written_id(self._consume(found.end)))
+            self._open_call(found.name, self._written_id(self._consume(found.end), found.detail))
             self._scanner = JsonScanner(depth=1 if self.is_envelope else 0)
             self._stage = self._read_arguments
         elif self.is_envelope and self._rest[: MAX_SPACE + 1].lstrip(SPACE).startswith("{"):
@@ -69,8 +93,8 @@ class JsonCallParser(StagedCallParser):
         """Whether the text shows that it is a call, of which it has not all before the arguments."""
         return bool(self._opening) or '"name"' in self._rest
 
-    def _written_id(self, header: str) -> str | None:
-        """The id that the model writes with a call; None where it writes none."""
+    def _written_id(self, header: str, detail: str) -> str | None:
+        """The id that the model writes with a call; None if it writes none. `detail` is the header's further word."""
         return None
 
     def _read_arguments(self) -> bool:
@@ -172,8 +196,8 @@ class KimiK2Parser(JsonCallParser):
         super().__init__(tools, call_ids)
         self._ids: set[str] = set()
 
-    def _written_id(self, header: str) -> str | None:
-        written = header.partition("<|")[0].strip()
+    def _written_id(self, header: str, detail: str) -> str | None:
+        written = detail or header.partition("<|")[0].strip()
         if written in self._ids:
             return None
         self._ids.add(written)
@@ -187,6 +211,10 @@ class JsonListParser(JsonCallParser):
     list_begin = Pattern(Part.SPACES, "[", Part.SPACES)
     separator = Pattern(Part.SPACES, ",", Part.SPACES)
     trailer = Pattern(Part.SPACES, "]")
+
+    @classmethod
+    def _trailer_of(cls, end: str) -> Pattern:
+        return Pattern(Part.SPACES, "]", Part.SPACES, (end, ""))
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -209,20 +237,23 @@ class JsonListParser(JsonCallParser):
         return True
 
 
-class MistralParser(JsonListParser):
-    """[TOOL_CALLS] before a list of calls, or before each NAME[ARGS]{...}."""
+class ListOrNamedParser(JsonListParser):
+    """A list of calls, or a call whose name stands before its arguments.
 
-    begins = ("[TOOL_CALLS]",)
-    tokens = ("[ARGS]", "[CALL_ID]")
-    named = Pattern(Part.SPACES, Part.NAME, ("[ARGS]", ""), Part.SPACES, before="{")
-    named_with_id = Pattern(Part.SPACES, Part.NAME, "[CALL_ID]", Part.NAME, "[ARGS]", Part.SPACES, before="{")
+    Attributes:
+        named: The possible headers of a call that is not in a list.
+        named_trailer: The optional text after such a call.
+    """
+
+    named: Sequence[Pattern]
+    named_trailer = Pattern()
 
     def _begin(self, marker: str, opening: str) -> None:
         super()._begin(marker, opening)
         self._stage = self._read_kind
 
     def _read_kind(self) -> bool:
-        for header in (self.list_begin, self.named, self.named_with_id):
+        for header in (self.list_begin, *self.named):
             found = header.match(self._rest)
             if found is Unmatched.MORE and not self._is_last:
                 return False
@@ -237,10 +268,30 @@ class MistralParser(JsonListParser):
         return True
 
     def _read_trailer(self) -> bool:
-        if self.is_envelope:
-            return super()._read_trailer()
-        self._end_call()
-        return True
+        return super()._read_trailer() if self.is_envelope else self._end_after(self.named_trailer)
+
+
+class MistralParser(ListOrNamedParser):
+    """[TOOL_CALLS] before a list of calls, or before each NAME[ARGS]{...}."""
+
+    begins = ("[TOOL_CALLS]",)
+    tokens = ("[ARGS]", "[CALL_ID]")
+    named = (
+        Pattern(Part.SPACES, Part.NAME, ("[ARGS]", ""), Part.SPACES, before="{"),
+        Pattern(Part.SPACES, Part.NAME, "[CALL_ID]", Part.NAME, "[ARGS]", Part.SPACES, before="{"),
+    )
+
+
+class HunyuanParser(ListOrNamedParser):
+    """<tool_calls> before a list of calls, or before each <tool_call>NAME and a fence of Markdown with arguments."""
+
+    begins = ("<tool_calls>", "<tool_call>")
+    tokens = ("</tool_call>", "</tool_calls>")
+    named = (Pattern(Part.SPACES, ("<tool_call>", ""), Part.NAME, Part.SPACES, "```json", Part.SPACES, before="{"),)
+    named_trailer = Pattern(
+        *(Part.SPACES, ("```", ""), Part.SPACES, ("</tool_call>", ""), Part.SPACES, ("</tool_calls>", ""))
+    )
+    trailer = Pattern(Part.SPACES, "]", Part.SPACES, ("</tool_calls>", ""))
 
 
 class GraniteParser(JsonListParser):
@@ -250,21 +301,61 @@ class GraniteParser(JsonListParser):
 
 
 class Phi4MiniParser(JsonListParser):
-    """functools[{"name": ..., "arguments": {...}}, ...]"""
+    """functools[{"name": ..., "arguments": {...}}, ...], or such a list between marks of its own."""
 
-    begins = ("functools",)
+    begins = ("functools", "<|tool_call|>")
+    tokens = ("<|/tool_call|>",)
+    trailer = Pattern(Part.SPACES, "]", Part.SPACES, ("<|/tool_call|>", ""))
 
 
 class Llama3Parser(JsonCallParser):
     """{"name": ..., "parameters": {...}} from the first character on, or after <|python_tag|>; between calls a
-    semicolon."""
+    semicolon. Llama 4 writes <|python_start|><|python_end|> before them."""
 
-    begins = ("<|python_tag|>",)
+    begins = ("<|python_tag|>", "<|python_end|>")
+    dropped = ("<|python_start|>",)
     separator = Pattern(Part.SPACES, (";", ""), Part.SPACES, before="{")
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
         self._begin("", "")
+
+
+_WITH_ID = Pattern(
+    *("{", Part.SPACES, '"tool_call_id"', Part.SPACES, ":", Part.SPACES, '"', Part.DETAIL, '"', Part.SPACES, ","),
+    *(Part.SPACES, *_ENVELOPE[2:]),
+    before="{",
+)
+_COHERE = JsonListParser.between(
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    header=_WITH_ID,
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+JSON_CALLS: Mapping[str, type[JsonCallParser]] = {
+    "gigachat3": HermesParser.with_marks(
+        *("<|function_call|>", "function call<|role_sep|>"),
+        dropped=("<|message_sep|>",),
+        tokens=("<|role_sep|>",),
+        trailer=Pattern(),
+    ),
+    # The chat template writes past calls and their results with their ids, which stand before the names.
+    "solar_open": KimiK2Parser.between(
+        "<|tool_call:begin|>",
+        "<|tool_call:end|>",
+        header=Pattern.of("{}<|tool_call:name|>{}<|tool_call:args|>\n", Part.DETAIL, Part.NAME, before="{"),
+        dropped=("<|tool_calls|>", "<|calls|>"),
+    ),
+    "hunyuan_a13b": HunyuanParser,
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "command_r": JsonListParser.with_marks(
+        "Action:",
+        list_begin=Pattern(Part.SPACES, ("```json", ""), Part.SPACES, "[", Part.SPACES),
+        trailer=Pattern(Part.SPACES, "]", Part.SPACES, ("```", "")),
+    ),
+}
+"""Formats that differ by their marks."""
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
@@ -276,7 +367,10 @@ def _call_in(text: str) -> tuple[str, str] | None:
     if not isinstance(value, dict):
         return None
     fields = cast(dict[str, Any], value)
-    name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
+    if isinstance(function := fields.get("function"), dict):
+        fields = cast(dict[str, Any], function)
+    name = fields.get("name", fields.get("tool_name"))
+    arguments = fields.get("arguments", fields.get("parameters"))
     if isinstance(arguments, str):
         # Some models write the arguments as a string that contains JSON.
         try:

@@ -1,9 +1,11 @@
 """Calls whose arguments are converted to JSON: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
 
 import ast
+import json
 import re
 import warnings
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools, StagedCallParser
 from gateway.text.formats.scanning import (
@@ -27,19 +29,62 @@ MAX_WHOLE_CALL = 1 << 16
 class TagCallParser(StagedCallParser):
     """A tag with the name, then for each argument tags with its name and its value.
 
-    A value is the text between its tags: unchanged for a parameter that is a string, JSON for others.
+    A value is the text between its tags: unchanged for a parameter that is a string, JSON for others. Where a tag says
+    whether its value is a string, the tag counts.
 
     Attributes:
         headers: The pattern between each of `begins` and the first argument.
         argument: The pattern before a value.
-        value_end: The text after a value. A line break before it belongs to it.
+        value_end: The text after a value.
+        padding: Optional texts before and after a value that do not belong to it.
         end: The text after the last argument.
     """
 
-    headers: tuple[Pattern, ...]
+    headers: Sequence[Pattern]
     argument: Pattern
     value_end: str
+    padding = ("", "")
     end: Pattern
+
+    @classmethod
+    def of_tags(
+        cls,
+        call: str,
+        argument: str,
+        value_end: str,
+        end: str,
+        *,
+        around: Sequence[str] = (),
+        padding: tuple[str, str] = ("", ""),
+        dropped: Sequence[str] = (),
+        tokens: Sequence[str] = (),
+    ) -> type[Self]:
+        """The parser of other tags.
+
+        Args:
+            call: The tag before the arguments, with a place for the name; as `Pattern.of`.
+            argument: The tags before a value, with a place for the name and perhaps one for whether it is a string.
+            around: The marks around all calls, which may be missing.
+        """
+        begin, _, rest = call.partition("{}")
+        opening, _, further = argument.partition("{}")
+        # Other formats begin in the same way, so that only an argument or the end may follow a name.
+        named, follows = f"\n{{}}{rest}\n", (opening, end, *around[1:])
+        key = Part.QUOTED if further.startswith('"') else Part.KEY
+        begins = {around[0]: f"\n{begin}{named}"} if around else {}
+        begins[begin] = named
+        before_value = Pattern.of(f"\n{argument}", key, Part.DETAIL)
+        return cls.with_marks(
+            *begins,
+            headers=[Pattern.of(header, Part.NAME, before=follows) for header in begins.values()],
+            argument=Pattern(*before_value.parts, (padding[0], "")) if padding[0] else before_value,
+            value_end=value_end,
+            padding=padding,
+            dropped=dropped,
+            end=Pattern.of(f"\n{end}"),
+            trailer=Pattern.of(f"\n{around[1]}" if around else ""),
+            tokens=(*before_value.texts, *Pattern.of(rest).texts, value_end, end, *around, *tokens),
+        )
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -59,10 +104,7 @@ class TagCallParser(StagedCallParser):
             return False
         if not isinstance(found, Match):
             return self._drop() if found is Unmatched.MORE else self._gave_back()
-        following = [pattern.match(self._rest, found.end) for pattern in (self.argument, self.end)]
-        if Unmatched.MORE in following and not self._is_last:
-            return False
-        if found.name not in self._tools or following == [Unmatched.NEVER] * 2:
+        if found.name not in self._tools:
             return self._gave_back()
         self._consume(found.end)
         self._open_call(found.name)
@@ -76,7 +118,7 @@ class TagCallParser(StagedCallParser):
         end = self.end.match(self._rest)
         if isinstance(found, Match):
             self._consume(found.end)
-            self._is_text = found.name in self._tool.text_parameters
+            self._is_text = found.detail == "true" if found.detail else found.name in self._tool.text_parameters
             separator = ", " if self._num_arguments else ""
             self._add_arguments(f"{separator}{write_json(found.name)}: " + ('"' if self._is_text else ""))
             self._num_arguments += 1
@@ -93,9 +135,16 @@ class TagCallParser(StagedCallParser):
             self._add_arguments("}")
             self._consume(end.end)
             self._stage = self._read_trailer
-        else:
-            # Unknown text. The call has no end, and what follows is content.
-            self._end_call()
+            return True
+        # The next mark shows that a call is over whose end is missing. Before any other text the call stays open, as
+        # one that was cut: it must not run with only the arguments that were understood.
+        marks = {*self.trailer.texts, *self.begins}
+        rest = self._rest.lstrip(SPACE)
+        if not self._is_last and any(mark.startswith(rest) for mark in marks):
+            return False
+        if rest.startswith(tuple(marks)):
+            self._add_arguments("}")
+        self._stage = self._read_trailer
         return True
 
     def _gave_back(self) -> bool:
@@ -105,7 +154,7 @@ class TagCallParser(StagedCallParser):
     def _read_value(self) -> bool:
         position = self._rest.find(self.value_end, max(self._num_searched - len(self.value_end), 0))
         if position >= 0:
-            value = self._rest[:position].removesuffix("\n")
+            value = self._rest[:position].removesuffix(self.padding[1])
             self._consume(position + len(self.value_end))
             self._add_arguments(write_json(value)[1:] if self._is_text else _as_json(value))
             self._stage = self._read_argument
@@ -116,34 +165,27 @@ class TagCallParser(StagedCallParser):
             self._add_arguments(write_json(value)[1:-1] if self._is_text else value)
             self._end_call()
         elif self._is_text:
-            ends = (self.value_end, "\n" + self.value_end)
+            ends = (self.value_end, self.padding[1] + self.value_end)
             certain = self._consume(len(self._rest) - held_length(self._rest, ends))
             self._add_arguments(write_json(certain)[1:-1])
             self._num_searched = 0
         return False
 
 
-class Qwen3CoderParser(TagCallParser):
-    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>"""
-
-    begins = ("<tool_call>", "<function=")
-    tokens = ("</tool_call>",)
-    headers = (Pattern(Part.SPACES, "<function=", Part.NAME, ">"), Pattern(Part.NAME, ">"))
-    argument = Pattern(Part.SPACES, "<parameter=", Part.KEY, ">", ("\n", ""))
-    value_end = "</parameter>"
-    end = Pattern(Part.SPACES, "</function>")
-    trailer = Pattern(Part.SPACES, "</tool_call>")
-
-
-class GlmParser(TagCallParser):
-    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>"""
-
-    begins = ("<tool_call>",)
-    tokens = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    headers = (Pattern(Part.SPACES, Part.NAME, Part.SPACES, before="<"),)
-    argument = Pattern(Part.SPACES, "<arg_key>", Part.KEY, "</arg_key>", Part.SPACES, "<arg_value>")
-    value_end = "</arg_value>"
-    end = Pattern(Part.SPACES, "</tool_call>")
+TAGGED_CALLS: Mapping[str, type[TagCallParser]] = {
+    "step3": TagCallParser.of_tags(
+        'function<｜tool_sep｜><steptml:invoke name="{}">',
+        '<steptml:parameter name="{}">',
+        *("</steptml:parameter>", "</steptml:invoke>"),
+        dropped=[f"<｜tool_{part}｜>" for part in ("calls_begin", "call_begin", "call_end", "calls_end")],
+        tokens=("<｜tool_sep｜>",),
+    ),
+    "minicpm5": TagCallParser.of_tags(
+        *('<function name="{}">', '<param name="{}">', "</param>", "</function>"),
+        padding=("<![CDATA[", "]]>"),
+    ),
+}
+"""Formats with tags that are not in a shape: with marks and spaces between them, and with optional ones."""
 
 
 class WholeCallParser(CallParser):
@@ -307,18 +349,93 @@ class _GemmaReader:
             self.position += 1
 
 
+class MiniMaxM3Parser(WholeCallParser):
+    """<tool_call> with an <invoke name="NAME"> for each call, in it <KEY>value</KEY> for each argument, lists as <item>
+    and objects by their keys; a mark stands before every tag, so that values may have tags.
+    """
+
+    mark = "]<]minimax[>["
+    begins = (f"{mark}<tool_call>",)
+    tokens = (mark, "<tool_call>", "</tool_call>")
+    header = Pattern(Part.SPACES, f'{mark}<invoke name="', Part.NAME, before='"')
+    call_end = f"{mark}</tool_call>"
+
+    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
+        # Each piece but the first is a tag and the text after it; the last one ends the calls.
+        before, *pieces = text.split(self.mark)
+        pieces = pieces[-2::-1]
+        if before.strip():
+            return None
+        calls: list[tuple[str, dict[str, Any]]] = []
+        try:
+            while pieces:
+                name = _INVOKED.fullmatch(pieces.pop())
+                if name is None or name[1] not in self._tools:
+                    return None
+                texts = self._tools[name[1]].text_parameters
+                arguments: dict[str, Any] = {}
+                while pieces[-1].rstrip() != "</invoke>":
+                    key, value = _element(pieces)
+                    arguments[key] = value if isinstance(value, str) and key in texts else _converted(value)
+                pieces.pop()
+                calls.append((name[1], arguments))
+        except (IndexError, ValueError, RecursionError):
+            return None
+        return calls
+
+
+_INVOKED = re.compile(r'<invoke name="([^"]+)">\s*')
+_TAG = re.compile(r"<([^<>/][^<>]*)>")
+
+
+def _element(pieces: list[str]) -> tuple[str, Any]:
+    """The key and the value of the next element: a text, or pairs of keys and values. Raises ValueError and IndexError
+    where the tags do not fit."""
+    opened = pieces.pop()
+    tag = _TAG.match(opened)
+    if tag is None:
+        raise ValueError("no tag")
+    children: list[tuple[str, Any]] = []
+    while not pieces[-1].startswith("</"):
+        children.append(_element(pieces))
+    text = opened[tag.end() :]
+    if pieces.pop().rstrip() != f"</{tag[1]}>" or (children and text.strip()):
+        raise ValueError("the end of another tag, or text between tags")
+    return tag[1], children or text
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, str):
+        return json.loads(_as_json(value))
+    if all(key == "item" for key, _ in value):
+        return [_converted(item) for _, item in value]
+    return {key: _converted(item) for key, item in value}
+
+
 class PythonicParser(WholeCallParser):
-    """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code."""
+    """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code.
+
+    Attributes:
+        is_bare: Whether calls without marks are calls.
+    """
 
     begins = ("```tool_code",)
     header = Pattern("[", Part.NAME, before="(")
     call_end = "```"
+    is_bare = True
+
+    @classmethod
+    def between(cls, begin: str, end: str) -> type[Self]:
+        """The parser of the same notation between two marks."""
+        header = Pattern(Part.SPACES, ("[", ""), Part.SPACES, Part.NAME, before="(")
+        return cls.with_marks(begin, call_end=end, header=header, tokens=(end,), is_bare=False)
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
         self._is_block = False
         self._scanner: JsonScanner = PythonScanner()
-        self._begin("", "")
+        if self.is_bare:
+            self._begin("", "")
 
     def _begin(self, marker: str, opening: str) -> None:
         super()._begin(marker, opening)
@@ -332,10 +449,10 @@ class PythonicParser(WholeCallParser):
         return self._scanner.end(self._rest, self._num_scanned, 0)
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                tree = ast.parse(text.removesuffix(self.call_end).strip())
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        source = text.removesuffix(self.call_end).strip()
+        # LFM2.5's chat templates write line breaks in strings as they are.
+        tree = _parsed(source) or _parsed(_STRING.sub(lambda found: found[0].replace("\n", "\\n"), source))
+        if tree is None:
             return None
         calls: list[tuple[str, dict[str, Any]]] = []
         for statement in tree.body:
@@ -346,6 +463,17 @@ class PythonicParser(WholeCallParser):
                     return None
                 calls.append(call)
         return calls
+
+
+_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 from gateway.text.formats.output import NOTHING, Output, ToolCallDelta, joined
 from gateway.text.formats.scanning import Match, Pattern, Unmatched, first_marker, held_length, trailing_space
@@ -100,6 +101,11 @@ class CallParser(OutputParser):
     begins: Sequence[str] = ()
     dropped: Sequence[str] = ()
     tokens: Sequence[str] = ()
+
+    @classmethod
+    def with_marks(cls, *begins: str, **attributes: Any) -> type[Self]:
+        """The parser of the same notation with marks of its own. `attributes` replace those of this class."""
+        return cast(type[Self], type(cls.__name__, (cls,), {"begins": begins} | attributes))
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__()
@@ -204,7 +210,11 @@ class StagedCallParser(CallParser):
         raise NotImplementedError
 
     def _read_trailer(self) -> bool:
-        found = self.trailer.match(self._rest)
+        return self._end_after(self.trailer)
+
+    def _end_after(self, trailer: Pattern) -> bool:
+        """Ends the call, and drops the text that follows it if that is `trailer`."""
+        found = trailer.match(self._rest)
         if found is Unmatched.MORE and not self._is_last:
             return False
         if isinstance(found, Match):

@@ -38,7 +38,7 @@ _TYPES: tuple[dict[str, Any], ...] = (
     {"type": "boolean"},
     {"type": "string"},
     {"type": "array", "items": {"type": "string"}},
-    {"type": "object", "properties": _KEY, "required": []},
+    {"type": "object", "properties": _KEY, "required": [], "additionalProperties": {"type": "boolean"}},
     {"type": "string"},
 )
 # Marks are compared whole: <a_begin> and <a_end> have no common beginning.

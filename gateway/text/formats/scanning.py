@@ -19,6 +19,8 @@ MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,65}")
 _MAX_NAME = 64
 _KEY = re.compile(r"[^<>\n]{1,129}")
+_QUOTED = re.compile(r'[^"\n]{1,129}')
+_DETAIL = re.compile(r'[^\s<>"]{1,129}')
 _MAX_KEY = 128
 _STRING_ENDS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
@@ -137,14 +139,21 @@ class Part(Enum):
     SPACES = "any number of spaces"
     NAME = "the name of a tool"
     KEY = "the name of a parameter"
+    QUOTED = "the name of a parameter, which a quote ends"
+    DETAIL = "a further word"
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`end` is the position after what was matched."""
+    """`end` is the position after what was matched. `detail` is the further word."""
 
     end: int
     name: str = ""
+    detail: str = ""
+
+
+_SHORT = {"\n": Part.SPACES, "{}": None}
+_WORDS = {Part.KEY: (_KEY, _MAX_KEY), Part.QUOTED: (_QUOTED, _MAX_KEY), Part.DETAIL: (_DETAIL, _MAX_KEY)}
 
 
 class Unmatched(Enum):
@@ -158,33 +167,45 @@ class Pattern:
     """A sequence of fixed texts (a tuple has alternatives, of which the first that matches counts), spaces and names.
     The first name is that of the match.
 
-    One of the characters `before` must follow the match and is not part of it.
+    One of the texts `before` must follow the match and is not part of it.
     """
 
-    def __init__(self, *parts: str | tuple[str, ...] | Part, before: str = "") -> None:
-        self._parts = parts
-        self._before = before
+    def __init__(self, *parts: str | tuple[str, ...] | Part, before: Sequence[str] = ()) -> None:
+        self.parts = parts
+        self._before = tuple(before)
+
+    @classmethod
+    def of(cls, text: str, *words: Part, before: Sequence[str] = ()) -> "Pattern":
+        """A pattern in short: a line break stands for any number of spaces, and each {} for the next of `words`."""
+        places = iter(words)
+        pieces = (piece for piece in re.split(r"(\n|\{\})", text) if piece)
+        return cls(*(_SHORT[piece] or next(places) if piece in _SHORT else piece for piece in pieces), before=before)
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """The fixed texts."""
+        tuples = ((part,) if isinstance(part, str) else part for part in self.parts if not isinstance(part, Part))
+        return frozenset(text for texts in tuples for text in texts if text)
 
     def match(self, text: str, start: int = 0) -> Match | Unmatched:
-        position, name = start, ""
-        for part in self._parts:
+        position, name, detail = start, "", ""
+        for part in self.parts:
             match part:
                 case Part.SPACES:
                     found = _spaces(text, position)
-                case Part.NAME | Part.KEY:
+                case Part():
                     found = _word(text, position, part)
-                    if isinstance(found, int):
+                    if isinstance(found, int) and part is Part.DETAIL:
+                        detail = text[position:found]
+                    elif isinstance(found, int):
                         name = name or text[position:found]
                 case _:
                     found = _literal(text, position, (part,) if isinstance(part, str) else part)
             if isinstance(found, Unmatched):
                 return found
             position = found
-        if not self._before:
-            return Match(position, name)
-        if position == len(text):
-            return Unmatched.MORE
-        return Match(position, name) if text[position] in self._before else Unmatched.NEVER
+        follows = _literal(text, position, self._before) if self._before else position
+        return follows if isinstance(follows, Unmatched) else Match(position, name, detail)
 
 
 def _spaces(text: str, position: int) -> int | Unmatched:
@@ -196,7 +217,7 @@ def _spaces(text: str, position: int) -> int | Unmatched:
 
 
 def _word(text: str, position: int, part: Part) -> int | Unmatched:
-    regex, longest = (_NAME, _MAX_NAME) if part is Part.NAME else (_KEY, _MAX_KEY)
+    regex, longest = _WORDS.get(part, (_NAME, _MAX_NAME))
     found = regex.match(text, position)
     if found is None:
         return Unmatched.MORE if position == len(text) else Unmatched.NEVER

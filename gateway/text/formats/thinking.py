@@ -1,5 +1,6 @@
 """Reasoning between two marks at the beginning of an answer."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -7,19 +8,34 @@ from gateway.text.formats.output import Output, joined
 from gateway.text.formats.parser import OutputParser
 from gateway.text.formats.scanning import SPACE, Match, Part, Pattern, Unmatched, held_length, trailing_space
 
+_TOKEN = re.compile(r"<[^<>]+>")
+
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """The marks around the reasoning. `label` may follow the opening mark and is dropped with it."""
+    """The marks around the reasoning.
+
+    Attributes:
+        label: It may follow the opening mark and is dropped with it.
+        answer: It may stand between the closing mark and the answer and is dropped.
+        dropped: Marks in the answer that carry no information.
+    """
 
     begin: str
     end: str
     label: str = ""
+    answer: str = ""
+    dropped: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
         """The text that begins the reasoning, as templates and models write it."""
         return f"{self.begin}{self.label}\n"
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """The special tokens that the parser must see."""
+        return frozenset((self.begin, self.end, *self.dropped, *_TOKEN.findall(self.answer)))
 
 
 class Thinking(Enum):
@@ -42,6 +58,7 @@ class ThinkingParser(OutputParser):
         self._opening = Pattern(Part.SPACES, marks.begin, (marks.label, "") if marks.label else "")
         self._content = content
         self._state = begins
+        self._before_answer = marks.answer
         # Spaces at this point are next to a mark.
         self._after_mark = begins is Thinking.BEGUN
 
@@ -56,6 +73,11 @@ class ThinkingParser(OutputParser):
     def _step(self) -> bool:
         if self._after_mark:
             self._rest = self._rest.lstrip(SPACE)
+            if self._state is Thinking.NONE and self._before_answer:
+                if self._before_answer.startswith(self._rest) and not self._is_last:
+                    return False
+                self._rest = self._rest.removeprefix(self._before_answer).lstrip(SPACE)
+                self._before_answer = ""
             self._after_mark = not self._rest
             return bool(self._rest)
         match self._state:

