@@ -38,8 +38,8 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 CHECKS := check-format check-lint check-types check-imports check-clocks check-protos check-api-docs check-site \
 	check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client check
-.PHONY: $(CHECKS) test-ui bench paper tiny site api-docs clean
+.PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
+.PHONY: check $(CHECKS) test-ui bench paper tiny site api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16

@@ -21,9 +21,14 @@ show(both, '{"a": 1, "b": 2}')
 PY
 run env/bin/python -W ignore case.py
 expect <<'TEXT'
-{"type": "string", "pattern": "^a*$", "minLength": 1} "" invalid: xgrammar
-{"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": {"type": "integer"}}} 1 invalid: xgrammar, outlines-core
-{"type": "integer", "enum": ["a", 1]} "a" invalid: xgrammar, outlines-core
-{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]} {"a": 1} invalid: xgrammar, outlines-core
-{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]} {"a": 1, "b": 2} valid: llguidance
+{"type": "string", "pattern": "^a*$", "minLength": 1}
+    "" invalid: xgrammar
+{"$ref": "#/$defs/a", "minimum": 5, "$defs": {"a": {"type": "integer"}}}
+    1 invalid: xgrammar, outlines-core
+{"type": "integer", "enum": ["a", 1]}
+    "a" invalid: xgrammar, outlines-core
+{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}
+    {"a": 1} invalid: xgrammar, outlines-core
+{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}
+    {"a": 1, "b": 2} valid: llguidance
 TEXT

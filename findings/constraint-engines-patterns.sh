@@ -15,10 +15,16 @@ for pattern, text in (("b", "abc"), ("^b", "bcd"), ("c$", "abc"), ("a|b", "xxb")
 PY
 run env/bin/python -W ignore case.py
 expect <<'TEXT'
-{"type": "string", "pattern": "b"} "abc" valid: llguidance
-{"type": "string", "pattern": "^b"} "bcd" valid: llguidance
-{"type": "string", "pattern": "c$"} "abc" valid: llguidance
-{"type": "string", "pattern": "a|b"} "xxb" valid: llguidance
-{"type": "string", "pattern": "^a|b$"} "axx" valid: llguidance
-{"type": "string", "pattern": "^(a|b$)"} "axx" valid: llguidance
+{"type": "string", "pattern": "b"}
+    "abc" valid: llguidance
+{"type": "string", "pattern": "^b"}
+    "bcd" valid: llguidance
+{"type": "string", "pattern": "c$"}
+    "abc" valid: llguidance
+{"type": "string", "pattern": "a|b"}
+    "xxb" valid: llguidance
+{"type": "string", "pattern": "^a|b$"}
+    "axx" valid: llguidance
+{"type": "string", "pattern": "^(a|b$)"}
+    "axx" valid: llguidance
 TEXT

@@ -45,5 +45,6 @@ def show(schema, text):
     valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
     engines = {"llguidance": _llguidance, "xgrammar": _xgrammar, "outlines-core": _outlines_core}
     admitting = [name for name, admits in engines.items() if admits(schema, text)]
-    print(json.dumps(schema), text, "valid:" if valid else "invalid:", ", ".join(admitting) or "none")
+    print(json.dumps(schema))
+    print("   ", text, "valid:" if valid else "invalid:", ", ".join(admitting) or "none")
 PY

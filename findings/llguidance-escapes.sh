@@ -10,6 +10,7 @@
 install llguidance==1.9.1 jsonschema==4.26.0
 cat >case.py <<'PY'
 import json
+import textwrap
 
 import jsonschema
 import llguidance
@@ -31,8 +32,9 @@ def show(schema, text):
     matcher = llguidance.LLMatcher(TOKENIZER, llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     admitted = matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
-    valid = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)(plain).is_valid(json.loads(text))
-    print(json.dumps(schema), text, "valid," if valid else "invalid,", "admitted" if admitted else "refused")
+    valid = jsonschema.Draft202012Validator(plain).is_valid(json.loads(text))
+    print("\n".join(textwrap.wrap(json.dumps(schema), 110)))
+    print("   ", text, "valid," if valid else "invalid,", "admitted" if admitted else "refused")
 
 
 show({"type": "string", "pattern": '^[^"]$'}, json.dumps('"'))
@@ -46,11 +48,19 @@ show({"const": "a\x1bb", "x-guidance": {"json_allowed_escapes": 'nrbtf\\"'}}, '"
 PY
 run env/bin/python -W ignore case.py
 expect <<'TEXT'
-{"type": "string", "pattern": "^[^\"]$"} "\"" invalid, admitted
-{"type": "string", "pattern": "^[^\\\\]{3}$"} "\\\\\\" invalid, admitted
-{"type": "string", "pattern": "^[[^\"]--[\\x00\\x01]]$"} "\"" invalid, refused
-{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}} {"a": "x"} invalid, refused
-{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}} {"\u0061": "x"} invalid, admitted
-{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}, "x-guidance": {"json_allowed_escapes": "nrbtf\\\""}} {"\u0061": "x"} invalid, refused
-{"const": "a\u001bb", "x-guidance": {"json_allowed_escapes": "nrbtf\\\""}} "ab" invalid, admitted
+{"type": "string", "pattern": "^[^\"]$"}
+    "\"" invalid, admitted
+{"type": "string", "pattern": "^[^\\\\]{3}$"}
+    "\\\\\\" invalid, admitted
+{"type": "string", "pattern": "^[[^\"]--[\\x00\\x01]]$"}
+    "\"" invalid, refused
+{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    {"a": "x"} invalid, refused
+{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    {"\u0061": "x"} invalid, admitted
+{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"},
+"x-guidance": {"json_allowed_escapes": "nrbtf\\\""}}
+    {"\u0061": "x"} invalid, refused
+{"const": "a\u001bb", "x-guidance": {"json_allowed_escapes": "nrbtf\\\""}}
+    "ab" invalid, admitted
 TEXT

@@ -10,6 +10,7 @@
 install llguidance==1.9.1 jsonschema==4.26.0
 cat >case.py <<'PY'
 import json
+import textwrap
 
 import jsonschema
 import llguidance
@@ -31,8 +32,9 @@ def show(schema, text):
     matcher = llguidance.LLMatcher(TOKENIZER, llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     admitted = matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
     plain = {name: value for name, value in schema.items() if name != "x-guidance"}
-    valid = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)(plain).is_valid(json.loads(text))
-    print(json.dumps(schema), text, "valid," if valid else "invalid,", "admitted" if admitted else "refused")
+    valid = jsonschema.Draft202012Validator(plain).is_valid(json.loads(text))
+    print("\n".join(textwrap.wrap(json.dumps(schema), 110)))
+    print("   ", text, "valid," if valid else "invalid,", "admitted" if admitted else "refused")
 
 
 large = 1234567890123456789
@@ -47,12 +49,20 @@ show({"type": "integer", "allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]
 PY
 run env/bin/python -W ignore case.py
 expect <<'TEXT'
-{"enum": [1234567890123456789]} 1234567890123456789 valid, refused
-{"enum": [1234567890123456789]} 1234567890123456768 invalid, admitted
-{"type": "integer", "exclusiveMinimum": 9007199254740992} 9007199254740992 invalid, admitted
-{"type": "integer", "enum": [1e+20]} 9223372036854775807 invalid, admitted
-{"type": "number", "exclusiveMinimum": 3, "maximum": 3.5} 3 invalid, admitted
-{"type": "number", "maximum": 0.84, "minimum": 0} 0.8 valid, refused
-{"type": "number", "maximum": 0.84, "minimum": 0} 0.80 valid, admitted
-{"type": "integer", "allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]} 4295229443 valid, refused
+{"enum": [1234567890123456789]}
+    1234567890123456789 valid, refused
+{"enum": [1234567890123456789]}
+    1234567890123456768 invalid, admitted
+{"type": "integer", "exclusiveMinimum": 9007199254740992}
+    9007199254740992 invalid, admitted
+{"type": "integer", "enum": [1e+20]}
+    9223372036854775807 invalid, admitted
+{"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}
+    3 invalid, admitted
+{"type": "number", "maximum": 0.84, "minimum": 0}
+    0.8 valid, refused
+{"type": "number", "maximum": 0.84, "minimum": 0}
+    0.80 valid, admitted
+{"type": "integer", "allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}
+    4295229443 valid, refused
 TEXT

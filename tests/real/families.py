@@ -245,26 +245,32 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGIN, _END = "<!-- Made by `python -m tests.real.families`: begin -->\n", "<!-- end -->\n"
 
 
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def documented(text: str) -> str:
     """docs/models.md with the table of families as it is here."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     refused = {model_type for types in REFUSED.values() for model_type in types}
-    equal = [f"`{name}`" for name in sorted(TYPES.keys() - refused - NOT_TRIED.keys())]
+    equal = sorted(TYPES.keys() - refused - NOT_TRIED.keys())
     rows: list[tuple[str, Sequence[str]]] = [(f"...{line}", types) for line, types in REFUSED.items()]
     for reason in dict.fromkeys(NOT_TRIED.values()):
         rows.append((f"not tried: {reason}", [name for name in NOT_TRIED if NOT_TRIED[name] == reason]))
     lines = [
         f"{len(equal)} of the {len(TYPES)} causal types of transformers {transformers.__version__} are equal:",
         "",
-        *textwrap.wrap(", ".join(equal) + ".", 120, break_on_hyphens=False, break_long_words=False),
+        *_wrapped(f"{_quoted(equal)}."),
         "",
         "The others are refused, by a line with this part. A type that is published with further parts, for images or",
         "sound, is tried with them; its language model may be equal when it is saved on its own.",
         "",
-        "| line | types |",
-        "|---|---|",
-        *(f"| {line} | {', '.join(f'`{name}`' for name in names)} |" for line, names in rows),
+        *(row for line, names in rows for row in _wrapped(f"- {line}: {_quoted(names)}", "  ")),
     ]
     return before + _BEGIN + "\n" + "\n".join(lines) + "\n\n" + _END + after
 

@@ -11,11 +11,11 @@ import pytest
 from gateway.replicas.link import Backoff, SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.request_messages import request_from_submit, submit_message
+from gateway.request.generation_config import ModelDefaults
 from gateway.request.prepare import resolve
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
-from quire.common.v1 import common_pb2
 from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import Unavailable
 from quire.scheduler.v1 import scheduler_pb2
@@ -37,7 +37,7 @@ def test_a_durable_request_is_found_again_as_it_was_submitted(searches):
     if searches:
         sampling = {"n": 2, "beam_search": {"beam_width": 3}}
     options = make_options(sampling=sampling, stopping={"stop": ["end"], "max_tokens": 9}, output={"logprobs": 1})
-    parameters = resolve(options, common_pb2.SamplingParameters(), (1, 2), [(5, 6)])
+    parameters = resolve(options, ModelDefaults(), (1, 2), [(5, 6)])
     parameters = dataclasses.replace(parameters, predicted=(8, 9))
     asked = {
         name: getattr(parameters, name) for name in ("sampling", "stopping", "output", "row_sampling", "predicted")
