@@ -2,7 +2,8 @@
 
 A child pytest runs them in their unpacked packages, with the plugin `peers/running_quire.py` in place of the fixtures
 that start a server. `peers/*.toml` say which files run, with which model, which of their tests end otherwise here and
-why, and why the other files do not run.
+why, and why the other files do not run. Tests whose names begin with an entry of `left_out` do not run: they need the
+network, or end by chance.
 """
 
 import asyncio
