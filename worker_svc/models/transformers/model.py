@@ -183,7 +183,7 @@ def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
     device = torch.device("meta")
     try:
         with device:
-            whole = model_class(copy.deepcopy(config)).eval().to(torch.bfloat16)
+            whole = model_class(copy.deepcopy(config)).eval().bfloat16()
         adapt(whole, architecture)
         model = SplitModel(whole)
         with _recorder_of(model) as (recorder, num_layers):
