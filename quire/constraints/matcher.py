@@ -7,7 +7,7 @@ any process, allow the same next tokens.
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -129,8 +129,10 @@ class Vocabulary:
 class _FreeText:
     """A state of free text, compiled for a vocabulary. All texts are bytes."""
 
-    def __init__(self, state: Free, vocabulary: Vocabulary) -> None:
+    def __init__(self, state: Free, vocabulary: Vocabulary, takes: Callable[[int, bytes], bool]) -> None:
+        """`takes`: whether a state takes the bytes that a token has beyond the end of its marker."""
         self.may_end = state.may_end
+        self._takes = takes
         self.markers = tuple((text.encode(), then) for text, then in state.markers)
         self._vocabulary = vocabulary
         self._masks: dict[bytes, Mask] = {}
@@ -143,14 +145,14 @@ class _FreeText:
             if len(text) > len(marker) and marker in text[:-1]
         ]
 
-    def advance(self, tail: bytes, token: bytes) -> tuple[bytes, int | None, bool]:
-        """The tail after a token, the next state if a marker is complete, and whether the token continues beyond it."""
+    def advance(self, tail: bytes, token: bytes) -> tuple[bytes, int | None]:
+        """The tail after a token; or what the token has beyond a marker that it completes, and the next state."""
         text = tail + token
         ends = [(place + len(marker), then) for marker, then in self.markers if (place := text.find(marker)) >= 0]
         if ends:
             end, then = min(ends)
-            return b"", then, end < len(text)
-        return self._open_end(text), None, False
+            return text[end:], then
+        return self._open_end(text), None
 
     def _open_end(self, text: bytes) -> bytes:
         """The longest suffix of the text that begins a marker."""
@@ -161,11 +163,15 @@ class _FreeText:
         return b""
 
     def mask(self, tail: bytes) -> Mask:
-        """All tokens except those that continue beyond the end of a marker: the text after a marker is not free."""
+        """All tokens except those that continue beyond the end of a marker as the state after it does not."""
         if (mask := self._masks.get(tail)) is None:
-            mask = self._vocabulary.all_tokens & ~self._vocabulary.mask_of(self._beyond(tail))
-            self._masks[tail] = mask
+            refused = [token_id for token_id in self._beyond(tail) if not self._is_taken(tail, token_id)]
+            mask = self._masks[tail] = self._vocabulary.all_tokens & ~self._vocabulary.mask_of(refused)
         return mask
+
+    def _is_taken(self, tail: bytes, token_id: int) -> bool:
+        rest, then = self.advance(tail, self._vocabulary.token_bytes[token_id])
+        return then is not None and self._takes(then, rest)
 
     def _beyond(self, tail: bytes) -> list[int]:
         found = list(self._containing)
@@ -190,7 +196,7 @@ class Template:
         """Raises ConstraintError if a grammar is malformed or too large."""
         self.vocabulary = vocabulary
         self.states = tuple(
-            _FreeText(state, vocabulary) if isinstance(state, Free) else _compiled(state, vocabulary)
+            _FreeText(state, vocabulary, self._takes) if isinstance(state, Free) else _compiled(state, vocabulary)
             for state in program.states
         )
 
@@ -204,6 +210,18 @@ class Template:
                     problem = f"has {character!r}, which no tokens of this model's vocabulary can write"
                     raise ConstraintError(field, problem)
         return cls(program, vocabulary)
+
+    def entered(self, index: int, beginning: bytes) -> LLMatcher | None:
+        """The grammar of a part after its first bytes; None if it does not take them, or needs none."""
+        state = self.states[index]
+        if isinstance(state, _FreeText):
+            return None
+        matcher = state.matcher.deep_copy()
+        tokens = self.vocabulary.tokenizer.tokenize_bytes(beginning)
+        return matcher if matcher.try_consume_tokens(tokens) == len(tokens) else None
+
+    def _takes(self, index: int, beginning: bytes) -> bool:
+        return self.entered(index, beginning) is not None
 
     def matcher(self, ending_token_ids: Sequence[int]) -> "Matcher":
         """A new matcher of a text that ends with one of these tokens."""
@@ -304,11 +322,16 @@ class Matcher:
         assert self._free is not None
         texts = self._template.vocabulary.token_bytes
         text = texts[token_id] if token_id < len(texts) else b""
-        self._tail, then, goes_beyond = self._free.advance(self._tail, text)
-        if goes_beyond:
-            self._fail(token_id)
-        elif then is not None:
-            self._enter(then)
+        rest, then = self._free.advance(self._tail, text)
+        if then is None:
+            self._tail = rest
+            return
+        self._enter(then)
+        if rest:
+            self._grammar = self._template.entered(then, rest)
+            if self._grammar is None:
+                self._fail(token_id)
+            self._leave_complete_part()
 
     def _fail(self, token_id: int) -> None:
         grammar = self._grammar

@@ -125,12 +125,8 @@ class _CallRules:
             self._lines += rules.lines
         opening = f"{shape.section_open}{shape.call_open}"
         found = MARK.search(opening)
-        # Spaces and brackets often share a token with what follows. A mark that is no special token may share one with
-        # the spaces after it, as in quire-tiny, whose `<tool_call>` and line break are one token.
+        # Spaces and brackets often share a token with what follows.
         marker = opening[: found.end()] if found is not None else opening.rstrip(SPACE + '[{"')
-        if found is not None and found[0] not in special_tokens:
-            rest = opening[found.end() :]
-            marker += rest[: len(rest) - len(rest.lstrip(SPACE))]
         self.marker = marker if any(each.isalpha() for each in marker) else None
 
     def lark(self, start: str) -> str:

@@ -200,6 +200,21 @@ def test_no_token_goes_beyond_a_beginning() -> None:
     assert json_after.may_end
 
 
+def test_a_token_goes_beyond_a_beginning_where_the_part_after_it_takes_the_rest() -> None:
+    for rest, others in (("he[0-9]", ()), ("h[0-9]", (b"the", b" the"))):
+        matcher = make_matcher(tags(tag("t", rest, ".")))
+        texts = allowed_texts(matcher)
+        assert {b"the", b" the"} - set(others) <= texts
+        assert not texts & set(others)
+    for spelling in (["the"], ["t", "he"], [" the"]):
+        matcher = make_matcher(tags(tag("t", "he[0-9]", "."), tag("<b>", "x", "")))
+        for text in (*spelling, "1", ".", "<", "b", ">"):
+            (token_id,) = spelled(text)
+            matcher.consume(token_id)
+        assert matcher.error is None
+        assert allowed_texts(matcher) == {b"x"}
+
+
 def test_a_beginning_that_is_a_special_token_is_that_token() -> None:
     alone = make_matcher(tags(tag(BOS, "[0-9]", ""), no_free_text=True, required=True))
     assert allowed_texts(alone) == {BOS.encode()}
