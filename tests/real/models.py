@@ -239,7 +239,8 @@ _SOURCES = {
     "gpt35turbo": _Source(_of_npm("gpt35turbo")),
     "claude": _Source(_of_npm("claude")),
     "command_r_plus": _Source(_of_npm("command_r_plus"), vocab_size=256_000),
-    "internlm2": _Source(_of_npm("internlm2"), ends=("<|im_end|>",)),
+    # Its tokenizer.json lacks the special tokens that tokenizer_config.json names, so they get ids after all others.
+    "internlm2": _Source(_of_npm("internlm2"), vocab_size=92_608),
     "mistral_nemo": _Source(_of_tekken("240718"), "mistralai-Mistral-Nemo-Instruct-2407"),
     "mistral_tekken_0911": _Source(_of_tekken("240911"), "mistralai-Mistral-Small-24B-Instruct-2501"),
     "mistral_v1": _Source(_of_sentencepiece("tokenizer.model.v1"), "mistralai-Mistral-7B-Instruct-v0.2"),
