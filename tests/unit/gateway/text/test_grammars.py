@@ -168,7 +168,9 @@ def test_constants_are_accepted_as_the_template_writes_them():
         "properties": {"a": {"type": "boolean"}, "b": {"anyOf": [{"type": "null"}, {"enum": [1]}]}},
     }
     calls = [CallGrammar("now", json.dumps(schema))]
-    tags = replace(SHAPES["glm45"].tags, constants=("True", "None"))
+    usual = SHAPES["glm45"].tags
+    assert usual is not None
+    tags = replace(usual, constants=("True", "None"))
     for shape, spellings in (
         (SHAPES["glm45"], {"true": True}),
         (replace(SHAPES["glm45"], tags=tags), {"True": True, "true": True}),
