@@ -168,6 +168,11 @@ async def test_a_request_of_a_client_is_submitted_as_it_was(release: Release) ->
             assert not told.min_tokens
             assert {*told.stop_token_ids} == {*then.stopping.stop_token_ids, *then.eos_token_ids}
             rows[0].ClearField("stopping")
+        if is_chat and message.tools:
+            # Calls have another grammar than then. Its kind is one that workers of the release compile.
+            assert rows[0].sampling.constraint.WhichOneof("kind") in ("lark", "structural_tags", "json_schema")
+            for row in rows:
+                row.sampling.constraint.Clear()
         assert rows[0] == rows[1], request_id
         same.row_sampling = then.row_sampling
         assert same == then, request_id

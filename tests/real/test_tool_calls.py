@@ -28,7 +28,7 @@ MODELS = {
     "Gemma": ("gemma3", "unsloth-functiongemma-270m-it", None),
 }
 _CITIES, _UNITS = ["Paris", "Oslo", "名古屋"], ["C", "F"]
-TOOLS = [
+TOOLS: Any = [
     {
         "type": "function",
         "function": {

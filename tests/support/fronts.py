@@ -322,13 +322,13 @@ class KServe(_OfGrpc):
 
 class _OfHttp(Front):
     path: ClassVar[str]
+    streaming: ClassVar[Mapping[str, Any]] = {"stream": True}
+    """The fields of a call that streams."""
 
     async def _ask(
         self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
     ) -> None:
-        body = self._body(text, fields) | {"stream": streams}
-        if not streams:
-            body.pop("stream_options", None)
+        body = self._body(text, fields) | (self.streaming if streams else {"stream": False})
         async with self._gateway.http.stream("POST", self.path, json=body, headers=headers) as response:
             if response.status_code == 200 and streams:
                 async for line in response.aiter_lines():
@@ -360,11 +360,12 @@ class _OfHttp(Front):
 class Completions(_OfHttp):
     name = "completions"
     path = "/v1/completions"
+    streaming: ClassVar[Mapping[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
     takes = GrpcGenerate.takes - {"beam_search", "constraint"}
     field_names: ClassVar[Mapping[str, str]] = {"schema": "response_format.json_schema.schema"}
 
     def _body(self, text: Any, fields: dict[str, Any]) -> dict[str, Any]:
-        body = _as_vllm(fields) | {"prompt": text, "stream_options": {"include_usage": True}}
+        body = _as_vllm(fields) | {"prompt": text}
         if "schema" in body:
             described = {"name": "n", "schema": body.pop("schema")}
             body["response_format"] = {"type": "json_schema", "json_schema": described}

@@ -184,9 +184,10 @@ def _body_of(request: Generate) -> dict[str, Any]:
         fields["cache_salt"] = salt
     is_list = request.front is Front.COMPLETIONS and request.number % 2
     prompt = [[*each] for each in (request.prompt, *request.others)] if request.others else [*request.prompt]
-    body = _FRONTS[request.front.value]._body(prompt if is_list or request.others else text, fields)
-    streams = {"stream": True} if request.verb is Verb.STREAM else {}
-    return body | streams | ({"durable": True} if request.returns_after else {})
+    front = _FRONTS[request.front.value]
+    body = front._body(prompt if is_list or request.others else text, fields)
+    streaming = front.streaming if request.verb is Verb.STREAM else {}
+    return body | streaming | ({"durable": True} if request.returns_after else {})
 
 
 class _Reader:

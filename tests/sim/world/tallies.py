@@ -176,10 +176,10 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
     """What the metrics of all gateways say together that is more or less than their clients saw. To be called where
     nothing broke and nothing runs."""
     metrics = [gateway._generator.metrics for gateway in gateways]
-    least, most = Counter[str](), defaultdict[str, float](float)
+    least, most = defaultdict[str, float](float), defaultdict[str, float](float)
     for story in stories:
         if isinstance(request := story.request, Generate):
-            wanted = {
+            wanted: dict[str, float] = {
                 "requests": len(request.parts),
                 "prompt_tokens": request.num_prompt_tokens,
                 "generated_tokens": request.num_returned * (request.options.max_tokens or 0),
@@ -189,7 +189,13 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
                 expected = story.witness.last.expected.sequences
                 wanted["generated_tokens"] = sum(len(each.token_ids) for each in expected)
                 # What came between two calls is counted by nobody.
-                least.update({name: 0 if again and name == "generated_tokens" else wanted[name] for name in wanted})
+                for name in wanted:
+                    least[name] += 0 if again and name == "generated_tokens" else wanted[name]
+                # Candidates that were not returned count, too; those of a beam search are not foretold.
+                counts = story.witness.last.expected.num_generated
+                wanted["generated_tokens"] = math.inf if counts is None else max(counts)
+            elif request.chooses:
+                wanted["generated_tokens"] = math.inf
             num_calls = 1 + request.num_takeovers if request.taken_over_after_s is not None else 1
             # A call that is refused is made again.
             num_calls = math.inf if not story.has_ended or request.returns_after is not None else num_calls
