@@ -322,7 +322,7 @@ class KServe(_OfGrpc):
 
 class _OfHttp(Front):
     path: ClassVar[str]
-    streaming: ClassVar[Mapping[str, Any]] = {"stream": True}
+    streaming: ClassVar[dict[str, Any]] = {"stream": True}
     """The fields of a call that streams."""
 
     async def _ask(
@@ -360,7 +360,7 @@ class _OfHttp(Front):
 class Completions(_OfHttp):
     name = "completions"
     path = "/v1/completions"
-    streaming: ClassVar[Mapping[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
+    streaming: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
     takes = GrpcGenerate.takes - {"beam_search", "constraint"}
     field_names: ClassVar[Mapping[str, str]] = {"schema": "response_format.json_schema.schema"}
 
