@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
     parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
     parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
-    parser.add_argument("--first-request", type=int, default=0, help="measure so many rounds of fresh servers instead")
+    parser.add_argument("--first-request", type=int, default=0, help="rounds of fresh servers to measure instead")
     parser.add_argument("--model", type=Path, help="model directory of these servers")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="of the constrained rows")

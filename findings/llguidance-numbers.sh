@@ -7,35 +7,9 @@
 # included if an upper bound stands within the next integer. Below a maximum of two digits a number of one digit is
 # refused, and admitted with a zero behind it. Common multiples in `allOf` wrap at 32 bits.
 . "$(dirname "$0")/prelude.sh"
-install llguidance==1.9.1 jsonschema==4.26.0
+. "$(dirname "$0")/llguidance.sh"
 cat >case.py <<'PY'
-import json
-import textwrap
-
-import jsonschema
-import llguidance
-
-TOKENS = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-
-
-class Bytes:
-    eos_token_id, bos_token_id, tokens, special_token_ids = 256, None, TOKENS, [256]
-
-    def __call__(self, text):
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
-
-
-def show(schema, text):
-    matcher = llguidance.LLMatcher(TOKENIZER, llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    admitted = matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
-    plain = {name: value for name, value in schema.items() if name != "x-guidance"}
-    valid = jsonschema.Draft202012Validator(plain).is_valid(json.loads(text))
-    print("\n".join(textwrap.wrap(json.dumps(schema), 110)))
-    print("   ", text, "valid," if valid else "invalid,", "admitted" if admitted else "refused")
-
+from engine import show
 
 large = 1234567890123456789
 show({"enum": [large]}, str(large))

@@ -35,7 +35,7 @@ for name, model in MODELS.items():
         batch = torch.stack([torch.nn.functional.pad(short, (0, 24)), long])
         mask = torch.stack([torch.arange(32) < 8, torch.ones(32, dtype=torch.bool)]).long()
         together = model(batch, attention_mask=mask).logits[0, 7]
-    print(f"{name}: a short prompt next to a long one is as alone: {torch.allclose(alone, together, atol=1e-4)}")
+    print(f"{name}: a short prompt next to a long one is as by itself: {torch.allclose(alone, together, atol=1e-4)}")
 
 
 def rotated(factor):
@@ -51,7 +51,7 @@ print("Phi-3.5-MoE: long_factor counts:", not torch.equal(rotated(1.0), rotated(
 PY
 run env/bin/python -W ignore case.py
 expect <<'TEXT'
-Phi-3, longrope: a short prompt next to a long one is as alone: False
-Llama, dynamic: a short prompt next to a long one is as alone: False
+Phi-3, longrope: a short prompt next to a long one is as by itself: False
+Llama, dynamic: a short prompt next to a long one is as by itself: False
 Phi-3.5-MoE: long_factor counts: False
 TEXT

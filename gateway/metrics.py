@@ -101,7 +101,7 @@ class ReplicaRecord:
         num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the requests: tokens of their prompts, those
             of them that were cached, and preemptions.
         num_prompt_tokens: Prompt tokens of all requests that got a token, however they ended.
-        num_generated_tokens: All tokens that came, those of requests that did not complete included, and those of
+        num_generated_tokens: All tokens that came, also for requests that did not complete, and the tokens of
             candidates that completed requests dropped.
     """
 

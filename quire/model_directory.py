@@ -186,7 +186,7 @@ class ModelDirectory:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: those of the configuration, and the eos token of the tokenizer, which fine-tunes for
+        """The ids that end a text: the configuration's, and the eos token of the tokenizer, which fine-tunes for
         chats change in the tokenizer's files only."""
         named = self.tokenizer_config.get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named

@@ -290,7 +290,7 @@ def resolve(
     rules: RowSampling | None = None,
 ) -> Parameters:
     """The parameters of valid options. `bad_sequences` are the bad words as tokens, `thinking` limits the reasoning,
-    `rules` are those of the model for all rows."""
+    `rules` are the model's for all rows."""
     sampling = _sampling(options.sampling, defaults.sampling)
     stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
     stopping.MergeFrom(defaults.stopping)

@@ -163,7 +163,7 @@ class _FreeText:
         return b""
 
     def mask(self, tail: bytes) -> Mask:
-        """All tokens except those that continue beyond the end of a marker as the state after it does not."""
+        """All tokens, except a token that goes on beyond a marker in a way that the next state refuses."""
         if (mask := self._masks.get(tail)) is None:
             refused = [token_id for token_id in self._beyond(tail) if not self._is_taken(tail, token_id)]
             mask = self._masks[tail] = self._vocabulary.all_tokens & ~self._vocabulary.mask_of(refused)
@@ -413,7 +413,7 @@ class MaskMaker:
         if grammars:
             for grammar, _ in grammars:
                 # What must follow is spelled here and kept for the mask: in the executor's threads each spelling would
-                # wait for the interpreter, up to 5 ms beside a thread that holds it.
+                # wait for the interpreter, up to 5 ms while another thread holds it.
                 grammar.compute_ff_tokens()
             self._executor.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, masks.shape[1] * 4, len(masks))
         for matcher, mask, delays in zip(matchers, masks, delays_end, strict=True):

@@ -101,7 +101,7 @@ def _write(file: Path, table: TokenTable) -> None:
 
 
 def _remove_oldest(newest: Path) -> None:
-    """Keeps the newest file, and of the others those that were used last, also what a killed process left behind."""
+    """Keeps the newest file and the files that were used last; also removes what a killed process left behind."""
     with suppress(OSError):
         others = [(each.stat(), each) for each in newest.parent.iterdir() if each != newest]
         size = newest.stat().st_size

@@ -35,7 +35,7 @@ class TokenTable:
     """The tokens of a vocabulary.
 
     Attributes:
-        token_bytes: The bytes of each token; for a special token those of its text, for an id without a token none.
+        token_bytes: The bytes of each token; for a special token the bytes of its text, for an id without a token none.
         special_tokens: The ids of the special tokens by their texts.
         text_tokens: The ids of the other added tokens.
     """
@@ -129,7 +129,7 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
     return encoded
 
 
-_KINDS = "those of byte-level BPE, byte fallback and SentencePiece can be read"
+_KINDS = "byte-level BPE, byte fallback and SentencePiece can be read"
 
 
 def _latin_1(text: str) -> bytes | None:

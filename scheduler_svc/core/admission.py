@@ -143,7 +143,7 @@ class Room:
         return len(group.unfinished) - (self._batch.rows.num_free - num_promised)
 
     def has_room(self, group: SequenceGroup, to_grow: int) -> bool:
-        """Whether there are free rows and blocks for the group beside those that run and take `to_grow` blocks in the
+        """Whether there are free rows and blocks for the group while the running ones take `to_grow` blocks in the
         next steps."""
         if self.lacks_rows(group):
             return False
@@ -165,7 +165,7 @@ class Room:
 
     def make_way(self, group: SequenceGroup, to_grow: int) -> bool:
         """Frees blocks that are kept for others until the group, which is about to enter, has room. Whatever was
-        accepted can run alone: a pin or a lease may not keep it from that. Returns whether it has room; if it does not,
+        accepted can run by itself: no pin or lease may prevent that. Returns whether it has room; if it does not,
         nothing was freed."""
         if not self.fits(group, to_grow):
             return False

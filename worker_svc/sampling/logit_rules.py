@@ -44,7 +44,7 @@ class RuledRow:
 def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History, masks: Masks | None = None) -> None:
     """Changes the logits of the rows that ask for it, in place.
 
-    In this order: tokens that a constraint excludes, and those that are not allowed, get -infinity; biases are added,
+    In this order: tokens that a constraint excludes or the caller does not allow get -infinity; biases are added,
     and stop tokens before min_tokens, last tokens of bad words and of repeated sequences get -infinity; then
     repetition, frequency and presence penalty (`apply_penalties`).
 

@@ -90,7 +90,7 @@ class JsonCallParser(StagedCallParser):
 
     @property
     def _is_begun(self) -> bool:
-        """Whether the text shows that it is a call, of which it has not all before the arguments."""
+        """Whether the text is the beginning of a call that does not reach the arguments yet."""
         return bool(self._opening) or '"name"' in self._rest
 
     def _written_id(self, header: str, detail: str) -> str | None:

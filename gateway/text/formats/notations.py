@@ -382,7 +382,7 @@ def _whole_pattern(pattern: str) -> str:
     """A regular expression of a schema, which may match anywhere, as one of the whole text."""
     begin = "" if pattern.startswith("^") else "(.|\\n)*"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
-    # In JSON schema, digits and words are those of ASCII.
+    # In JSON schema, digits and words are ASCII.
     pattern = _SHORT_CLASS.sub(lambda found: _ASCII.get(found.group(), found.group()), pattern)
     inner = pattern.removeprefix("^")
     inner = inner.removesuffix("$") if not end else inner

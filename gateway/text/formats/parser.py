@@ -104,7 +104,7 @@ class CallParser(OutputParser):
 
     @classmethod
     def with_marks(cls, *begins: str, **attributes: Any) -> type[Self]:
-        """The parser of the same notation with marks of its own. `attributes` replace those of this class."""
+        """The parser of the same notation with marks of its own. `attributes` replace this class's."""
         return cast(type[Self], type(cls.__name__, (cls,), {"begins": begins} | attributes))
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
@@ -166,7 +166,7 @@ class CallParser(OutputParser):
         self._opening = ""
 
     def _drop(self) -> bool:
-        """The text ends within the beginning of a call, of which nothing can be delivered. Returns True."""
+        """The text ends within the beginning of a call, before anything of it can be delivered. Returns True."""
         self._in_call = False
         self._opening = ""
         self._consume(len(self._rest))

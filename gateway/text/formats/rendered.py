@@ -159,7 +159,7 @@ class RenderedCalls:
     """What a template renders for calls.
 
     Attributes:
-        text: From the beginning of the answer to its end, as far as both can be seen.
+        text: From the beginning of the answer to its end, where both can be seen.
         shape: None if the calls are in no known layout.
     """
 

@@ -1,4 +1,4 @@
-"""How calls are usually written in each format, and the parsers of the formats that differ by marks and tags alone."""
+"""How calls are usually written in each format, and the parsers of the formats that differ only by marks and tags."""
 
 import dataclasses
 import re

@@ -191,7 +191,7 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
                 # What came between two calls is counted by nobody.
                 for name in wanted:
                     least[name] += 0 if again and name == "generated_tokens" else wanted[name]
-                # Candidates that were not returned count, too; those of a beam search are not foretold.
+                # Candidates that were not returned count, too; a beam search's are not foretold.
                 counts = story.witness.last.expected.num_generated
                 wanted["generated_tokens"] = math.inf if counts is None else max(counts)
             elif request.chooses:

@@ -137,7 +137,7 @@ class SplitModel(nn.Module):
         whole.set_submodule(name, self._given)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """token_ids and positions [T], or None for those that it makes -> hidden states after the base model,
+        """token_ids and positions [T], or None where the model makes them -> hidden states after the base model,
         [T, hidden]."""
         # Models without positions, or with ALiBi, take none. Probing refuses others that go by a token's index.
         given = {"position_ids": positions[None]} if self.takes_positions and positions is not None else {}
@@ -386,7 +386,7 @@ def _place(model: PreTrainedModel, device: torch.device) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppresses what transformers prints about the weights, which is raised as an error or does not matter, and its
-    advice to install packages, none of which Quire would use."""
+    advice to install packages, which Quire would not use."""
     verbosity = transformers_logging.get_verbosity()
     has_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
