@@ -8,7 +8,7 @@
 # possible in both: the only valid object cannot be written, an invalid one can. Nothing warns of these. llguidance is
 # right in all rows.
 . "$(dirname "$0")/prelude.sh"
-. "$(dirname "$0")/engines.sh"
+. "$here/engines.sh"
 cat >case.py <<'PY'
 from engines import show
 

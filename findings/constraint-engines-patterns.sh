@@ -6,7 +6,7 @@
 # alternation `^a|b$` for `^(a|b)$`. llguidance admits what jsonschema admits. A schema moved from one server to
 # another thus forbids answers that it allowed, or allows other ones.
 . "$(dirname "$0")/prelude.sh"
-. "$(dirname "$0")/engines.sh"
+. "$here/engines.sh"
 cat >case.py <<'PY'
 from engines import show
 

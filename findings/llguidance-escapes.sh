@@ -7,7 +7,7 @@
 # property may spell the name of a property with `\u0061`, and then has another schema. `json_allowed_escapes` without
 # `u` closes that, and drops a control character from a constant: it admits another text, and only that.
 . "$(dirname "$0")/prelude.sh"
-. "$(dirname "$0")/llguidance.sh"
+. "$here/llguidance.sh"
 cat >case.py <<'PY'
 from engine import show
 

@@ -7,7 +7,7 @@
 # included if an upper bound stands within the next integer. Below a maximum of two digits a number of one digit is
 # refused, and admitted with a zero behind it. Common multiples in `allOf` wrap at 32 bits.
 . "$(dirname "$0")/prelude.sh"
-. "$(dirname "$0")/llguidance.sh"
+. "$here/llguidance.sh"
 cat >case.py <<'PY'
 from engine import show
 

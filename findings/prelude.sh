@@ -1,5 +1,6 @@
 # Sourced by each script of this folder. Makes a temporary folder with an environment of its own, which ends with it.
 set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
