@@ -9,6 +9,8 @@
 . "$(dirname "$0")/prelude.sh"
 . "$here/llguidance.sh"
 cat >case.py <<'PY'
+import json
+
 from engine import show
 
 show({"type": "string", "pattern": '^[^"]$'}, json.dumps('"'))
