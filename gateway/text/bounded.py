@@ -19,6 +19,8 @@ MAX_PROCESSOR_S = 2
 MAX_THREAD_S = 30
 """Of another thread, by the clock."""
 MAX_MEMORY_BYTES = 512 << 20
+_CHECKS = 1000
+"""Turns of a loop, in each of which Python raises an exception that another thread set."""
 
 _lock = threading.Lock()
 _armed: set[int] = set()
@@ -73,18 +75,23 @@ def _start_signal() -> Callable[[], object]:
 
 
 def _start_timer(thread: int) -> Callable[[], object]:
-    def raise_in_thread(kind: type[BaseException] | None) -> None:
-        exception = None if kind is None else ctypes.py_object(kind)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
+    has_ended = False
 
     def end() -> None:
+        nonlocal has_ended
         with _lock:
             if thread in _armed:
-                raise_in_thread(TookTooLong)
+                has_ended = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
 
     def stop() -> None:
         timer.cancel()
-        raise_in_thread(None)
+        if has_ended:
+            # What was not raised yet is raised here. It cannot be taken back: CPython 3.11 clears the exception then,
+            # and not the flag that it is there, which slows all of the process from then on.
+            with contextlib.suppress(TookTooLong):
+                for _ in range(_CHECKS):
+                    pass
 
     timer = threading.Timer(MAX_THREAD_S, end)
     timer.daemon = True

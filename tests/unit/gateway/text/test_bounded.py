@@ -1,6 +1,8 @@
 """A chat template of a model's files is a program: whatever it does, its gateway goes on."""
 
 import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -69,3 +71,21 @@ def test_a_body_in_another_thread_ends_too(monkeypatch):
     thread.start()
     thread.join(60)
     assert ended == [TookTooLong]
+
+
+def test_the_interpreter_waits_for_no_exception_after_a_body_in_another_thread():
+    # While it waits for one, it never comes to the end of a function that is traced.
+    program = (
+        "import sys, threading\n"
+        "from gateway.text.bounded import bounded\n"
+        "def use():\n"
+        "    with bounded():\n"
+        "        pass\n"
+        "thread = threading.Thread(target=use)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "sys.settrace(lambda *_: None)\n"
+        "use()\n"
+        "sys.settrace(None)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
