@@ -148,12 +148,18 @@ def model_defaults(directory: ModelDirectory) -> ModelDefaults:
     )
 
 
+_OWN_LENGTH = "max_new_tokens"
+
+
 def _log_ignored(given: Mapping[str, Any], file: Path) -> None:
     ignored = [
         f"{key} ({value!r:.80})"
         for key, value in given.items()
-        if KEYS.get(key, Use.IGNORED) is Use.IGNORED and value != _NEUTRAL.get(key)
+        if KEYS.get(key, Use.IGNORED) is Use.IGNORED and value != _NEUTRAL.get(key) and key != _OWN_LENGTH
     ]
+    if _OWN_LENGTH in given:
+        # Many files have it, and each request says how long its answer may be.
+        _logger.info("%s: max_new_tokens (%r) is ignored; max_tokens of a request decides", file, given[_OWN_LENGTH])
     if ignored:
         _logger.warning("%s: these keys are ignored: %s", file, ", ".join(ignored))
 
