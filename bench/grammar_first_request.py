@@ -1,7 +1,7 @@
 """What the first constrained request of a fresh server waits for, in addition to what the second one does.
 
-Each round starts two servers on a folder of its own for tables of vocabularies: the first finds none, the second has
-those of the first. Every request has a schema of its own.
+Each round starts two servers on a folder of its own for tables of vocabularies: the first finds none, the second
+finds the tables of the first. Every request has a schema of its own.
 """
 
 import argparse

@@ -20,7 +20,7 @@ MAX_THREAD_S = 30
 """Of another thread, by the clock."""
 MAX_MEMORY_BYTES = 512 << 20
 _CHECKS = 1000
-"""Turns of a loop, in each of which Python raises an exception that another thread set."""
+"""Turns of a loop. In each one Python raises an exception that another thread has set."""
 
 _lock = threading.Lock()
 _armed: set[int] = set()

@@ -45,7 +45,7 @@ def folder_of(peer: str) -> Path:
 
 
 def outcomes_of(peer: str, files: list[str], url: str, model: Path, report: Path) -> dict[str, dict[str, str]]:
-    """How each test of the files ended, by file and name; of those that did not pass, the last line of why."""
+    """How each test of the files ended, by file and name; for a test that did not pass, the last line of its report."""
     folder = folder_of(peer)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     paths = os.pathsep.join(map(str, [PEERS, folder]))

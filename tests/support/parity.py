@@ -23,7 +23,7 @@ def expected_logits(reference: PreTrainedModel, sequence: list[int]) -> torch.Te
 
 
 def assert_serves_like(reference: PreTrainedModel, model: CausalLM) -> None:
-    """Longer than all sliding windows, in chunks, beside others, token by token, in blocks of two sizes, and after a
+    """Longer than all sliding windows, in chunks, in a batch, token by token, in blocks of two sizes, and after a
     prefix that another sequence computed."""
     first, *others = make_sequences(60, 1, 17)
     sequences = [first, *others, [*first[:32], *others[-1]]]

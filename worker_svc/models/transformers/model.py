@@ -137,7 +137,7 @@ class SplitModel(nn.Module):
         whole.set_submodule(name, self._given)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """token_ids and positions [T], or None where the model makes them -> hidden states after the base model,
+        """token_ids and positions [T], or None if the model makes them -> hidden states after the base model,
         [T, hidden]."""
         # Models without positions, or with ALiBi, take none. Probing refuses others that go by a token's index.
         given = {"position_ids": positions[None]} if self.takes_positions and positions is not None else {}
