@@ -127,7 +127,8 @@ MODEL_RULES: dict[str, Any] = {
     "bad_words_ids": [[token] for token in range(6, VOCAB_SIZE, 11) if token not in STOPS],
     "sequence_bias": [[[token], 0.25 * (token % 5)] for token in range(3, VOCAB_SIZE)],
     "no_repeat_ngram_size": 2,
-    "min_new_tokens": 5,
+    # Outputs that grow by two blocks: blocks run out, however the requests' arrivals and ends fall together.
+    "min_new_tokens": 20,
     "repetition_penalty": 1.1,
 }
 
@@ -150,7 +151,7 @@ async def test_the_rules_of_generation_config_json_do_what_they_do_in_transforme
             expected = generate(torch.tensor([prompt]), max_new_tokens=24, **options)
             output = list(answer.sequences[0].token_ids)
             assert output == expected[0, len(prompt) :].tolist()
-            assert len(output) == len({*itertools.pairwise(output)}) + 1 > 5
+            assert len(output) == len({*itertools.pairwise(output)}) + 1 > 20
         await check_beams(served, model, prompts)
 
 
