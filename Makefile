@@ -35,8 +35,8 @@ TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
 PROTOS := $(shell find protos -name '*.proto')
 CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMakeLists.txt)
 
-CHECKS := check-format check-lint check-types check-imports check-clocks check-protos check-api-docs check-site \
-	check-compose check-kubernetes
+CHECKS := check-format check-lint check-types check-imports check-clocks check-words check-protos check-api-docs \
+	check-site check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
 .PHONY: check $(CHECKS) test-ui bench paper tiny site api-docs clean
@@ -116,6 +116,9 @@ check-imports: setup ## who may import whom (.importlinter)
 
 check-clocks: setup ## services take time and randomness from quire.clock and quire.entropy
 	$(BIN)/python -m tools.check_clocks
+
+check-words: setup ## no more words of a private dialect than tools/allowed_words.tsv allows
+	$(BIN)/python -m tools.check_words
 
 check-protos: setup ## lint of the contracts
 	$(BIN)/python -m tools.lint_protos

@@ -7,8 +7,15 @@ from types import ModuleType
 
 import pytest
 
-from tools import check_compose, check_kubernetes, generate_api_docs, generate_sync_client, lint_protos
-from tools.check_clocks import findings_in
+from tools import (
+    check_clocks,
+    check_compose,
+    check_kubernetes,
+    check_words,
+    generate_api_docs,
+    generate_sync_client,
+    lint_protos,
+)
 
 
 def test_a_compose_file_that_is_wrong_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -46,8 +53,43 @@ clock.monotonic(), call.time.left_s(), self.timing.time.begin()
 
 
 def test_clocks_of_its_own_are_found_and_those_of_the_seam_allowed() -> None:
-    found = [each.what for each in findings_in(SOURCE, Path("module.py"))]
+    found = [each.what for each in check_clocks.findings_in(SOURCE, Path("module.py"))]
     assert sorted(found) == ["datetime.datetime.now", "from secrets import token_hex", "os.urandom", "time.monotonic"]
+
+
+PROSE = {
+    "a.md": "# What it is\nThose of `so many` rows, read alone.\n```\nnobody\n```\nWhat is a row?\n",
+    "a.py": 'def a(alone):\n    """Of rows."""\n    return "none where", alone  # beside\n',
+    "tests/a.py": 'def a():\n    """Of rows."""\n    return "none where"  # who\n',
+    "a.proto": "string alone = 1; // As many as.\n// Nobody.\n",
+}
+
+
+def test_words_of_the_dialect_are_found_in_what_people_read_and_not_in_code() -> None:
+    found = {
+        path: [(each.line, each.words) for each in check_words.findings_in(text, path)] for path, text in PROSE.items()
+    }
+    assert found == {
+        "a.md": [(2, "Those of"), (2, "alone")],
+        "a.py": [(2, "Of"), (3, "none where"), (3, "beside")],
+        "tests/a.py": [(2, "Of"), (3, "who")],
+        "a.proto": [(1, "As many as"), (2, "Nobody")],
+    }
+
+
+def test_a_file_may_have_no_more_words_of_the_dialect_than_the_table_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check_words"])
+    monkeypatch.setattr(check_words, "_tracked", lambda places: ["a.md"])
+    Path("tools").mkdir()
+    Path("tools/allowed_words.tsv").write_text("a.md\t1\n")
+    Path("a.md").write_text("It runs alone.\n")
+    assert check_words.main() == 0
+    Path("a.md").write_text("It runs alone, beside others.\n")
+    assert check_words.main() == 1
+    assert "a.md: 2 words of the dialect, at most 1 are allowed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
