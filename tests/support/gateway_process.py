@@ -8,7 +8,10 @@ from functools import cached_property
 
 import grpc.aio
 import httpx
+import pytest
+from starlette.types import Send
 
+from gateway.api.answers import StreamedResponse
 from gateway.app import Gateway
 from gateway.replicas.members import Resolver
 from gateway.settings import GatewaySettings
@@ -131,3 +134,19 @@ async def refusal_of(call, field: str, says: str = "") -> InvalidArgument:
     assert [violation.field for violation in error.violations] == [field]
     assert says in error.violations[0].description
     return error
+
+
+def comments_after_each_piece(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Makes streams over HTTP send a keepalive comment after each piece, wherever a silence may be too long; the list
+    gets the comments that are sent."""
+    sent: list[bytes] = []
+    write = StreamedResponse._write
+
+    async def write_comment_too(self: StreamedResponse, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        await write(self, send, data, is_last=is_last)
+        if data and not is_last:
+            sent.append(self._comment)
+            await write(self, send, self._comment)
+
+    monkeypatch.setattr(StreamedResponse, "_write", write_comment_too)
+    return sent

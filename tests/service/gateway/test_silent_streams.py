@@ -7,8 +7,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from gateway.api.answers import StreamedResponse
-from tests.support.gateway_process import collect, running_gateway, stream_request
+from tests.support.gateway_process import collect, comments_after_each_piece, running_gateway, stream_request
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -93,18 +92,7 @@ async def test_headers_of_grpc_streams_come_before_their_first_token_or_request(
 
 @pytest.fixture
 def comments(monkeypatch) -> list[bytes]:
-    """The comments of streams, one after each piece of a stream: wherever a silence may be too long."""
-    sent: list[bytes] = []
-    write = StreamedResponse._write
-
-    async def write_comment_too(self, send, data, *, is_last=False):
-        await write(self, send, data, is_last=is_last)
-        if data and not is_last:
-            sent.append(self._comment)
-            await write(self, send, self._comment)
-
-    monkeypatch.setattr(StreamedResponse, "_write", write_comment_too)
-    return sent
+    return comments_after_each_piece(monkeypatch)
 
 
 async def _completion(client, more):
