@@ -7,6 +7,7 @@ the same way. It takes at most `_LIMIT_S`; what is left then is told.
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +34,12 @@ class WorldFailedError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a world fails. Two failures of one `kind` are taken for the same."""
+    """How a world fails.
+
+    Attributes:
+        kind: The class of the error and of its causes, each with the line that raised it. Failures of one kind are
+            taken for the same.
+    """
 
     kind: str
     what: str
@@ -45,8 +51,14 @@ def failure_of(plan: Plan, on_world: Callable[[World], object] = lambda _: None)
         run_world(plan, on_world)
     except Exception as error:
         cause = "" if error.__cause__ is None else f"\n  because of {type(error.__cause__).__name__}: {error.__cause__}"
-        return Failure(type(error).__name__, f"{type(error).__name__}: {error}{cause}")
+        return Failure(_kind(error), f"{type(error).__name__}: {error}{cause}")
     return None
+
+
+def _kind(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    kind = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+    return kind if error.__cause__ is None else f"{kind} because of {_kind(error.__cause__)}"
 
 
 def check_world(plan: Plan) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,11 @@ RANKED_REPLICA = ["worker-0", "worker-0-1", "scheduler-0"]
 
 
 def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
+    num_threads = threading.active_count()
     for seed in seeds:
         check_world(draw_plan(seed))
+    # A world ends with all that it started, its killed gateways included.
+    assert threading.active_count() == num_threads
 
 
 @pytest.mark.extended

@@ -7,6 +7,7 @@ import json
 import string
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gateway import app
+from gateway import app, sqlite
 from gateway.app import Gateway
 from gateway.offload import FairExecutor
 from gateway.request.constraint_checker import ConstraintChecker
@@ -130,13 +131,27 @@ class _Trial:
         """There is no process."""
 
 
+class _NoThread(Executor):
+    """In place of the thread of a gateway's store: its work is done where it is submitted, since a thread would outlive
+    a gateway that is killed."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
+        """The arguments are those of ThreadPoolExecutor."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 @contextmanager
 def gateways_without_sockets() -> Iterator[None]:
-    """Inside the block, gateways serve HTTP over their world's network, and read no files of models."""
+    """Inside the block, gateways serve HTTP over their world's network, and use no threads and no model files."""
     # Before `open` is another one.
     _served_model()
     with (
         patch.object(app, "HttpServer", SimHttpServer),
+        patch.object(sqlite, "ThreadPoolExecutor", _NoThread),
         patch.object(ServedModel, "open", _open_model),
     ):
         yield
