@@ -54,7 +54,7 @@ async def serve(settings: WorkerSettings) -> None:
             )
 
         def load() -> Worker:
-            # torch takes seconds to import. What does not need it is refused before, and the event loop answers health
+            # torch takes seconds to import. Errors that need no torch come before, and the event loop answers health
             # checks meanwhile.
             with imports_that_stay(), placed_threads(settings):
                 from worker_svc.startup import build_worker
@@ -102,7 +102,7 @@ async def serve_until_discarded(
     """Loads the model, and serves it until a sleep discards its weights.
 
     Args:
-        guard: starts what runs beside, and ends the process where its device hangs.
+        guard: Starts the background tasks, and ends the process if its device hangs.
         when_attached: loads the model when a scheduler attaches this worker, and not before.
     """
     if when_attached:

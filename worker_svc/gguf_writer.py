@@ -23,7 +23,7 @@ from worker_svc.models.rope import RopeConfig
 from worker_svc.weights import DTYPE_BYTES, Checkpoint, Progress, StoredTensor
 
 _ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-# The type of most matrices, and that of those that lose most.
+# The type of most matrices, and the type of the matrices that lose most by rounding.
 _MIXES = {
     "Q4_K_M": ("Q4_K", "Q6_K"),
     "Q4_K_S": ("Q4_K", "Q5_K"),
@@ -189,8 +189,8 @@ def _check_served_alike(model: ModelDirectory, read_back: Mapping[str, Any]) -> 
 def _with_head(
     model: ModelDirectory, tensors: Mapping[str, StoredTensor]
 ) -> tuple[ModelDirectory, dict[str, StoredTensor]]:
-    """The model and its tensors as workers take them: a matrix that embedding and head share may be stored as the head
-    alone, and a head that differs from the embedding is not shared, whatever the configuration says."""
+    """The model and its tensors as workers take them: a matrix that embedding and head share may be stored only as the
+    head, and a head that differs from the embedding is not shared, whatever the configuration says."""
     stored = dict(tensors)
     embedding = next((tensor for name, tensor in stored.items() if name.endswith(_EMBEDDINGS)), None)
     if (head := stored.get(_HEAD)) is None:

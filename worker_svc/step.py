@@ -78,7 +78,7 @@ class WorkerLimits:
     max_drafts: int = 0
     """By how many tokens more than one a sample may extend its row, each time the model runs."""
     fixed_tokens: int = 0
-    """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
+    """Time of a step of decodes that does not depend on its tokens, as the number of tokens that take as long."""
     max_passes: int = 1
     """How many times the model may run in a step of decodes."""
 
@@ -105,14 +105,14 @@ class WorkerInfo:
     limits: WorkerLimits
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     kv_namespace: str = ""
-    """What the bytes of its blocks mean; empty where they go to no other worker."""
+    """Names the format and the model of its blocks' bytes; empty if they go to no other worker."""
     transfer_endpoint: str = ""
-    """Where other workers reach it; empty: where its scheduler does."""
+    """The address for other workers; empty if it is the scheduler's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """An adapter to load into a slot, beside the steps."""
+    """An adapter to load into a slot, during the steps."""
 
     number: int
     """For the answer."""
@@ -128,7 +128,7 @@ class AdapterLoaded:
 
     number: int
     failure: str | None = None
-    """Why it is not loaded, for people; None where it is."""
+    """The reason, for people, why it is not loaded; None if it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +200,10 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowConstraint:
-    """What a row's output must match, and how long its reasoning may be; at least one of them."""
+    """The constraint of a row's output, and the limit of its reasoning; at least one of them."""
 
     message: Constraint | None
-    """It is not changed any more. None where only the reasoning is limited."""
+    """Must not be changed any more. None if only the reasoning is limited."""
     ending_token_ids: tuple[int, ...]
     """Drawn only if the output is complete."""
     min_tokens: int = 0
@@ -225,14 +225,14 @@ class RowSampling:
     prompt_logprobs: int | None = None
     """As `logprobs`, for each prompt token but the first, when the position before it is computed."""
     rules: LogitRules | None = None
-    """None when no logit is changed."""
+    """None if no logit is changed."""
     constraint: RowConstraint | None = None
     refusal: str | None = None
     """Why the parameters cannot be used: the row runs, and fails when it samples."""
     predicted: Int32Array | None = None
     """The output that its caller expects."""
     logprob_token_ids: Int32Array | None = None
-    """With `logprobs`: reports these tokens, as many as it says, instead of the most likely ones."""
+    """With `logprobs`: reports these tokens, the number that it says, instead of the most likely ones."""
     ending_token_ids: frozenset[int] = frozenset()
     """After one of these the scheduler takes no further token of the row."""
 
@@ -399,7 +399,7 @@ class StepOutput:
     rows: Int32Array
     token_ids: Int32Array
     logprobs: TokenLogprobs | None
-    """None when no row asks for them."""
+    """None if no row requests them."""
     candidates: tuple[RowCandidates, ...]
     failed_rows: tuple[int, ...]
     """Rows that drew no token, since their logits were not finite or their sampling was refused; each once."""
@@ -410,7 +410,7 @@ class StepOutput:
     non_finite_chunks: tuple[int, ...] = ()
     """Rows that do not sample, with a new token whose hidden state is not finite."""
     refusals: Mapping[int, str] = field(default_factory=dict)
-    """The reasons of those of `failed_rows` whose sampling was refused."""
+    """The reasons of the rows in `failed_rows` whose sampling was refused."""
     num_tokens: Int32Array = field(default_factory=_no_tokens)
     """How many of `token_ids` each sample has; empty: each has one."""
     num_drafts: Int32Array = field(default_factory=_no_tokens)
@@ -437,6 +437,6 @@ def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") ->
 
 
 def first_true(mask: NDArray[np.bool_]) -> int | None:
-    """Index of the first True of a vector; None when there is none."""
+    """Index of the first True of a vector; None if there is none."""
     # On the few rows of a step `any` takes several times as long.
     return int(mask.argmax()) if np.count_nonzero(mask) else None

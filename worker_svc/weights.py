@@ -25,7 +25,7 @@ from worker_svc.parallel.ranks import ALONE, Ranks
 
 # Bytes of an element by its name in a safetensors header.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-# The same of parts of quantized weights. Of other dtypes there are few, and they are only counted.
+# The same for parts of quantized weights. Other dtypes are rare, and only counted.
 _PART_BYTES = {"I64": 8, "I32": 4}
 
 
@@ -46,7 +46,7 @@ class TensorReader(Protocol):
         ...
 
     def coded(self, spec: TensorSpec) -> CodedWeight | None:
-        """The same matrix as the file has it, which may be a view too; None where it is not coded."""
+        """The matrix as it is coded in the file, perhaps as a view of it; None if it is not coded."""
         ...
 
 
@@ -64,7 +64,7 @@ class MadeTensors:
 
 
 Progress = Callable[[int, int], None]
-"""Called after each layer with the bytes that were read, and with those of all tensors."""
+"""Called after each layer with the bytes that were read, and with the bytes of all tensors."""
 
 
 class StoredTensor(Protocol):
@@ -109,7 +109,7 @@ class Checkpoint:
 
     Args:
         tensors: by the name in the file.
-        base_prefix: for example "model."; a file saved from the base model alone lacks it.
+        base_prefix: For example "model."; a file saved from the base model only lacks it.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor], base_prefix: str) -> None:
@@ -119,12 +119,12 @@ class Checkpoint:
 
     @classmethod
     def of_model(cls, described: ModelDirectory, *, base_prefix: str = "") -> "Checkpoint":
-        """Those of the language model, by the names that they have in one that is all. Raises as `open`."""
+        """The tensors of the language model, under the names that a separate model has. Raises as `open`."""
         checkpoint = cls.open(described.path, base_prefix=base_prefix, gguf=described.gguf)
         if described.whole is None:
             return checkpoint
         names = {name: new_name for name in checkpoint.tensors if (new_name := name_within(name)) != name}
-        # Older files have the language model beside the rest, not within a part of its own.
+        # Older files have the language model next to the rest, not within a part of its own.
         beside = ("lm_head.",) if names else ("lm_head.", "model.")
         names |= {name: name for name in checkpoint.tensors if name.startswith(beside)}
         return checkpoint.with_tensors({new_name: checkpoint.tensors[name] for name, new_name in names.items()})
@@ -177,7 +177,7 @@ class Checkpoint:
                 )
 
     def check_all_used(self, specs: Iterable[TensorSpec]) -> None:
-        """Raises ConfigurationError for a tensor of a GGUF file that is not one of the specs, all of which are given.
+        """Raises ConfigurationError for a tensor of a GGUF file that is not among the specs, which must be complete.
 
         Not each part that a model may have has a field in the file. Directories may have buffers that no model reads.
         """
@@ -198,7 +198,7 @@ class Checkpoint:
         return self._find(spec.name).read()
 
     def coded(self, spec: TensorSpec) -> CodedWeight | None:
-        """The matrix as the file has it; None where it is not coded."""
+        """The matrix as it is coded in the file; None if it is not coded."""
         return self._find(spec.name).coded()
 
     def _stored(self, name: str) -> StoredTensor | None:

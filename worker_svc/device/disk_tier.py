@@ -1,15 +1,14 @@
 """Sealed KV blocks in a file on disk, where they outlive the pool, the worker and `quire serve`.
 
-A thread writes blocks there soon after they were sealed, a worker that starts reads the newest of them back into its
-pool, and the scheduler, which is told what is there, has others read that a prompt needs. Blocks are found by their
-hash; the block that was written, read or found in the pool longest ago gives way to a new one.
-
+A thread writes blocks to the file soon after they are sealed. A worker that starts reads the newest ones back into its
+pool, and tells its scheduler which others are there; the scheduler has them read if a prompt needs them. Blocks are
+found by their hash; a new block replaces the one that was written, read or found in the pool longest ago.
     0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
     4096 + slot * size  `_SLOT`: CRC-32 of hash and content, a number that rises with each write, the hash, and the
                         CRC-32 of all that; the content
 
-A slot loses its head before it is written and gets a new one behind the content, so that a process that is killed
-leaves an empty slot. What a machine leaves that lost its power, or a disk that forgets, the CRC-32 finds.
+The head of a slot is erased before the slot is written, and written after the content, so that a process that is killed
+leaves an empty slot. The CRC-32 detects damage by a power loss or a faulty disk.
 """
 
 import logging
@@ -58,7 +57,7 @@ def file_of_rank(directory: Path, rank: int) -> Path:
 
 
 def remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
-    """Nobody would use what earlier workers left there, and it takes space. For rank 0, which has its own file open."""
+    """Removes the files of earlier workers, which no worker would use. For rank 0, which has its own file open."""
     used = {file_of_rank(directory, rank) for rank in range(num_ranks)}
     for path in set(directory.glob("blocks-*.kv")) - used:
         with suppress(OSError):
@@ -67,7 +66,7 @@ def remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
 
 
 class BlockFile:
-    """Blocks by their hashes in a file that this process alone uses. For one thread at a time.
+    """Blocks by their hashes, in a file that only this process uses. For one thread at a time.
 
     Attributes:
         num_slots: How many blocks it has room for.
@@ -96,7 +95,7 @@ class BlockFile:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--kv-disk {path.parent} cannot be made: {error.strerror}") from error
-        # What else is there is erased: never what a link leads to.
+        # Other content of the file is erased, so the path may not be a link.
         self._file = open_alone(path, "--kv-disk", may_be_link=False)
         try:
             header = _HEADER.pack(_MAGIC, _VERSION, block_bytes, namespace)
@@ -236,10 +235,10 @@ def _to_nobody(changes: Sequence[tuple[int, bytes | None]]) -> None:
 
 
 class DiskTier:
-    """Keeps a file filled with what a pool seals, beside its steps, and reads blocks of it."""
+    """Fills a file with the blocks that a pool seals, during its steps, and reads them back."""
 
     def __init__(self, file: BlockFile, store: BlockStore, num_blocks: int) -> None:
-        """`num_blocks` are those of the pool that sequences may have."""
+        """`num_blocks` is the number of the pool's blocks that sequences may have."""
         self._count: Count = lambda what, num_bytes: None
         self._tell: Tell = _to_nobody
         self._num_restored = 0
@@ -294,7 +293,7 @@ class DiskTier:
             self._file.close()
 
     def follow(self, tell: Tell) -> None:
-        """Has `tell` told of all slots that hold a block, and of those that change; others are told no more."""
+        """Calls `tell` with all slots that hold a block, and with later changes; earlier callbacks get no more."""
         self._tell = tell
 
         def begin() -> None:
@@ -355,7 +354,7 @@ class DiskTier:
         if not self._is_writing:
             return
         sealed, writes = self._store.seals.sealed_since(self._saved)
-        # Most of those that it has came from there.
+        # Most blocks that the file has already were read from it.
         is_new = np.array([each.tobytes() not in self._file for each in sealed.hashes], bool)
         self._saved[sealed.block_ids[~is_new]] = writes[~is_new]
         new = np.flatnonzero(is_new)

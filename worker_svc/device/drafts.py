@@ -27,12 +27,12 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, Int32Array, RowChanges, WorkerLimits
 
 _MAX_PERIOD = 32
-"""Where there is no guess, one is looked for again within so many passes."""
+"""Maximum passes after which a row without a guess is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """What is guessed for a pass, and how much of it is verified."""
+    """The guesses for a pass, and the parts of them that are verified."""
 
     guesses: Guesses
     samples: NDArray[np.int64]
@@ -59,8 +59,8 @@ class DraftedBatch:
     """For each sample of the step."""
 
     def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which draws count, [s]: of each sample the first, and those whose drafts were all drawn. One that is not
-        usable fails its row only where it is the first: a later one is drawn again in the next step.
+        """Which draws count, [s]: the first of each sample, and draws whose preceding drafts were all drawn. An
+        unusable draw fails its row only if it is the first: a later one is repeated in the next step.
 
         Args:
             token_ids: [s], what was drawn.
@@ -87,12 +87,12 @@ class Kept:
 
     @classmethod
     def where(cls, are_kept: NDArray[np.bool_]) -> "Kept":
-        """Of draws without drafts, those that are kept."""
+        """The kept ones of draws without drafts."""
         return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
 
     @classmethod
     def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
-        """Of several passes, whose draws follow each other. Their places are put sample by sample."""
+        """The draws of several consecutive passes, reordered by sample."""
         ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
         num_tokens = [ones if each is None else each.num_tokens for each in passes]
         num_drafts = [zeros if each is None else each.num_drafts for each in passes]
@@ -102,7 +102,7 @@ class Kept:
 
 
 class Drafts:
-    """Knows how many tokens each row has, which the scheduler may not know yet, and drafts those that follow."""
+    """Tracks the number of tokens of each row, which the scheduler may not know yet, and drafts the next tokens."""
 
     def __init__(
         self,
@@ -116,9 +116,8 @@ class Drafts:
         Args:
             rows: on the host.
             drafter: None for no drafts.
-            forced: the next tokens of these constrained rows as far as there is no choice; those without any are left
-                out.
-            model: guesses for rows of which the drafter has no guess.
+            forced: returns the forced next tokens of these constrained rows; omits rows without forced tokens.
+            model: guesses for the rows that the drafter has no guess for.
         """
         self.choice: DraftChoice | None = None
         """Set before the first step that may have drafts."""
@@ -131,15 +130,15 @@ class Drafts:
         self._model = model
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
-        # Of the pass that began, until it has run.
+        # The guesses of the current pass, until it has run.
         self._guessed: Guessed | None = None
         self._scopes: dict[int, bytes] = {}
         # Rows whose matcher does not know yet what they have.
         self._changed: set[int] = set()
 
     def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
-        """Chooses drafts for the next pass, which runs this batch, and says whether there are any. To be called before
-        each; `is_first` of its step, of which so many seconds are left."""
+        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
+        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
         self._guessed, self.looked_in_vain = None, False
         if not is_first:
             self._changed.clear()
@@ -301,7 +300,7 @@ class Drafts:
         max_drafts: NDArray[np.integer],
         num_rows: int,
     ) -> list[tuple[int, int, int, int, int]]:
-        """Guesses of the draft model, as far as they are expected to pay: sample, row, kind, number, end."""
+        """Guesses of the draft model that are expected to pay: sample, row, kind, number, end."""
         assert self.choice is not None
         rows = rows.astype(np.int64)
         ends = self._num_tokens[rows]

@@ -1,8 +1,8 @@
 """A KV pool in a file in memory that outlives the worker: its blocks, and which of them are final.
 
-`quire serve` holds such a file for each worker, and a container may have one on tmpfs. A worker that is
-killed then leaves behind all blocks that were sealed, and the next one begins with them. What the file has is used only
-if a worker of the same `KvNamespace` wrote it.
+`quire serve` holds such a file for each worker, and a container may have one on tmpfs. A worker that is killed then
+leaves behind all blocks that were sealed, and the next one begins with them. The content is used only if a worker of
+the same `KvNamespace` wrote it.
 
     0                    `_MAGIC`; the number of blocks, 8 bytes; a digest of the namespace and of that number, 32 bytes
     4096                 a byte for each block: 0 unless it is sealed; then their hashes
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvNamespace:
-    """What the bytes of a block mean: blocks of two namespaces are never taken for each other.
+    """Everything that the meaning of a block's bytes depends on: blocks of different namespaces are never mixed up.
 
     Attributes:
         model: fingerprint of config, tokenizer and weights, and config and weights of a draft model.
@@ -66,7 +66,7 @@ class KvNamespace:
     numerics: tuple[str, ...]
 
     def digest(self, num_blocks: int | None = None) -> bytes:
-        """32 bytes; with `num_blocks` of a pool of so many."""
+        """32 bytes; with `num_blocks`, the digest for a pool of this number of blocks."""
         text = json.dumps([asdict(self), num_blocks], sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
 
@@ -77,7 +77,7 @@ class FileLayout:
 
     num_blocks: int
     layer_bytes: Sequence[int]
-    """Of each layer."""
+    """Size of each layer."""
 
     @property
     def layers_at(self) -> int:
@@ -97,7 +97,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 class PoolFile:
-    """An open file that this process alone uses, as long as it lives."""
+    """An open file that only this process uses while it lives."""
 
     def __init__(self, path: Path, file: int) -> None:
         self._path = path
@@ -144,12 +144,11 @@ class PoolFile:
         *,
         needs_huge_pages: bool,
     ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
-        """The layers of these shapes, and the inventory of the blocks, those of before if they can be used.
+        """Maps the layers of these shapes, and returns them with the inventory of the usable earlier blocks.
 
         Args:
-            num_blocks: of each layer.
-            needs_huge_pages: return None where the file gets no huge pages and the layers are so large that they need
-                some.
+            num_blocks: The blocks of each layer.
+            needs_huge_pages: Return None if the file gets no huge pages and the layers are large enough to need them.
 
         Raises:
             MemoryError: the file cannot be mapped.

@@ -1,6 +1,7 @@
-"""What the rows of the persistent batch hold as of the last accepted step, which the event loop checks the next one by.
+"""The content of the rows of the persistent batch after the last accepted step; the event loop checks the next step
+against it.
 
-It comes before torch does: a worker listens, and refuses an address in use, before it imports that.
+It does not import torch: a worker listens, and refuses an address in use, before it imports that.
 """
 
 from collections import deque
@@ -132,7 +133,7 @@ class RowLedger:
         saved = [each.copy() for each in lengths]
         assigned = np.array([each.row for each in changes.assign], dtype=np.int32)
         touched = np.unique(np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0])))
-        # Tables have room for the longest sequence, of which most rows use little.
+        # Tables have room for the longest sequence; most rows use little of it.
         assigned_blocks = max((len(each.block_table) for each in changes.assign), default=0)
         last_set = changes.block_table_deltas[:, 1].max(initial=-1)
         end = max(int(self._num_blocks.max(initial=0)), assigned_blocks, int(last_set) + 1)
@@ -233,7 +234,7 @@ class RowLedger:
                 f"{self._num_blocks[rows[worst]]} blocks holds {self._num_blocks[rows[worst]] * self._block_size}",
             )
         written = self._written_blocks(rows, batch.num_computed_tokens, reach)
-        check_distinct(written, "batch", "block", "among those that its rows write")
+        check_distinct(written, "batch", "block", "among the blocks that its rows write")
         return written
 
     def _reach(self, batch: Batch, ends: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -296,7 +297,7 @@ class RowLedger:
 
     def _require_sure(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(self._num_unsure[rows] > 0)) is not None:
-            raise invalid_field(field, f"names row {rows[worst]}, of which steps in flight have drafts")
+            raise invalid_field(field, f"names row {rows[worst]}, which has drafts in steps in flight")
 
     def _require_held(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(~self._held[rows])) is not None:

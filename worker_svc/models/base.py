@@ -119,7 +119,7 @@ class NativeCausalLM(CausalLM):
 
     Attributes:
         base_prefix: prefix of the names of the base model's tensors in the checkpoint.
-        layers: those that `run_layers` runs.
+        layers: The layers that `run_layers` runs.
         waits_for_device: whether the host reads what the device computes within a forward pass.
     """
 

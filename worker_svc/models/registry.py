@@ -70,7 +70,7 @@ def load_model(
     """Reads the weights of `directory`, and its configuration where it is not read yet.
 
     Args:
-        ranks: those that share the model; only the part of this one is read.
+        ranks: The ranks that share the model; only the part of this one is read.
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's if it has a
             family for the model.
         quantization: how linear layers round their weights; transformers' code takes none only.

@@ -154,7 +154,7 @@ def _dynamic(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]
 
 
 def _llama3(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
-    """Divides the frequencies of long wavelengths by the factor, keeps those of short ones, interpolates between."""
+    """Divides the frequencies of long wavelengths by the factor, keeps short ones, and interpolates between."""
     factor = rope.fields.number("factor")
     low = rope.fields.number("low_freq_factor")
     high = rope.fields.number("high_freq_factor")

@@ -133,7 +133,7 @@ def _open_store(address: TcpAddress, patience: Patience) -> TCPStore:
 
 
 def _wait_until_served(address: TcpAddress, deadline: float) -> None:
-    """Returns soon after rank 0 listens, or at the deadline. A TCPStore alone retries at growing intervals."""
+    """Returns soon after rank 0 listens, or at the deadline. A TCPStore itself retries at growing intervals."""
     while clock.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S):
             return
@@ -320,7 +320,7 @@ class Lifelines:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer if the other side closes before."""
+    """Receives `num_bytes` bytes, or fewer if the other side closes before."""
     data = b""
     while len(data) < num_bytes and (piece := connection.recv(num_bytes - len(data))):
         data += piece

@@ -1,8 +1,8 @@
-"""Between the messages of the step stream and values, in both directions.
+"""Converts the messages of the step stream to values and back.
 
 `StepDecoder` refuses a StepRequest that is wrong by itself: lengths, ranges, contradictions within a list. `RowLedger`
-refuses what contradicts the present content of the rows. Neither changes anything before everything is checked. If
-the sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
+refuses requests that contradict the present content of the rows. Neither changes anything before everything is checked.
+If the sampling parameters of a row are wrong, the step runs and only that row fails (`SamplingReader`).
 """
 
 import zlib
@@ -53,7 +53,7 @@ MoveBlocks = worker_pb2.MoveBlocks
 
 _MAX_UINT32 = 0xFFFFFFFF
 _SLOTS_AT_ONCE = 4096
-"""Of a tier in one message: a scheduler takes it in between steps."""
+"""Maximum slots of a tier in one message: a scheduler handles it between steps."""
 
 
 def epoch_of(request: RunRequest) -> int:
@@ -363,7 +363,7 @@ def fetched_message(lease: bytes, *, is_done: bool) -> RunResponse:
 
 
 def tier_messages(changes: Sequence[tuple[int, bytes | None]]) -> Iterator[RunResponse]:
-    """What slots of a tier hold; None for one that is empty."""
+    """Messages with the content of these slots of a tier; None marks an empty slot."""
     for start in range(0, len(changes), _SLOTS_AT_ONCE):
         part = sorted(changes[start : start + _SLOTS_AT_ONCE], key=lambda change: change[1] is None)
         slots, hashes = encode_int32([slot for slot, _ in part]), b"".join(name for _, name in part if name is not None)

@@ -176,7 +176,7 @@ class Worker:
         return session
 
     def leave(self, session: Session) -> None:
-        """Ends a session: whoever had it is told nothing any more. Idempotent, also where another one has begun."""
+        """Ends a session, whose scheduler gets no further messages. Idempotent, also if another one has begun."""
         session.end()
         if self._session is session:
             self._session = self._supersede = None
@@ -185,7 +185,7 @@ class Worker:
             self._end_reads()
 
     def _end_reads(self) -> None:
-        """Nobody waits any more for adapters that are read."""
+        """Cancels the reads of adapters, which no caller waits for any more."""
         for slot in list(self._reads):
             self._reads.pop(slot).cancel()
 
@@ -272,8 +272,8 @@ class Worker:
             compiled.add_done_callback(lambda _: on_done())
 
     def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, AdapterLoaded]:
-        """Begins to load an adapter, which is read beside the steps. What it returns puts it into its slot when the
-        steps queued before are finished. A load of this slot that has not ended fails: it may never end."""
+        """Begins to load an adapter, which is read during the steps. The returned coroutine puts it into its slot when
+        the steps queued before are finished. An earlier unfinished load of the slot fails: it may never end."""
         assert self._adapters is not None, "a slot, which `StepDecoder` has checked"
         self._ledger.begin_load(load.slot)
         before = self._reads.get(load.slot)
@@ -450,7 +450,7 @@ class StepStream:
         self._start(answer())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something beside the steps, for as long as the session lasts."""
+        """Runs a task during the steps, until the session ends."""
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
@@ -525,7 +525,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._refused: str | None = None
 
     def report_loading(self, progress: LoadProgress) -> None:
-        """What calls are told until `open`. To be called in any thread."""
+        """Sets the progress that calls are refused with until `open`. May be called in any thread."""
         self._loading = progress
 
     def open(self, worker: Worker) -> None:
@@ -609,7 +609,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def start_server(servicer: WorkerServicer, address: str, **options: Any) -> RpcServer:
-    """Listens and serves; `options` are those of `RpcServer.start`.
+    """Listens and serves; `options` are passed to `RpcServer.start`.
 
     Steps may have any size: one step may assign all rows, each with a long prompt or a long list of allowed tokens, and
     what a scheduler has accepted must run.

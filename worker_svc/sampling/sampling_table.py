@@ -167,7 +167,7 @@ class SamplingReader:
 
 
 def _filled(sampling: SamplingParameters) -> SamplingParameters:
-    """The message, with absent values replaced by those that change nothing."""
+    """The message, with neutral values in place of absent ones."""
     for name in ("top_p", "repetition_penalty"):
         if not sampling.HasField(name):
             setattr(sampling, name, 1.0)
@@ -188,7 +188,7 @@ class SamplingColumns:
     wants_logprobs: NDArray[np.bool_]
     num_logprobs: NDArray[np.int64]
     logprob_token_ids: NDArray[np.object_]
-    """Of each row an array of the tokens that it reports, or None."""
+    """For each row an array of the tokens that it reports, or None."""
     num_candidates: NDArray[np.int64]
     """0 if the row draws a token."""
     has_rules: NDArray[np.bool_]
