@@ -61,7 +61,7 @@ class SharedPages:
 
     def __init__(self) -> None:
         self._memory: Callable[[], mmap.mmap | None] = lambda: None
-        """Of the next tensors; gone when the last tensor in it is."""
+        """The mapping of the next tensors; gone when the last tensor in it is."""
         self._used = 0
         self._lock = threading.Lock()
 
@@ -138,9 +138,8 @@ def _unmap(start: int, num_bytes: int) -> None:
 
 
 def collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:
-    """Puts bytes [start, start + num_bytes) of a tensor over a file into huge pages, as far as they are whole ones: the
-    system makes none for a file in memory by itself, unless it is told to. The content stays, and other threads may
-    write to it meanwhile.
+    """Puts the whole huge pages in bytes [start, start + num_bytes) of a tensor over a file into huge pages, which the
+    system does not make for a file in memory by itself. The content stays, and other threads may write to it meanwhile.
 
     Returns:
         Whether they are in huge pages now. Systems before Linux 6.1 cannot do it.
@@ -164,8 +163,8 @@ def populate(tensor: Tensor, start: int, num_bytes: int) -> bool:
 
 
 def release(tensor: Tensor, *, is_over_file: bool) -> bool:
-    """Gives the whole pages of a tensor in private memory, or in that of `map_file`, back to the system. What they held
-    is zero then, and the system allocates them again when they are touched.
+    """Gives the whole pages of a tensor, in private memory or in memory of `map_file`, back to the system. Their
+    content is zero then, and the system allocates them again when they are touched.
 
     Returns:
         Whether the system did it.

@@ -240,7 +240,7 @@ def rotary_and_cache(
 ) -> torch.Tensor:
     """`rotary` and `reshape_and_cache` in one: the rotated keys go to their slots and nowhere else.
 
-    The arguments are those of the two, and may be views of one tensor (the output of a merged linear layer).
+    It takes the arguments of both; they may be views of one tensor (the output of a merged linear layer).
 
     Returns:
         The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: query and key as they were are lost.
@@ -300,8 +300,8 @@ def has_coded_products(
 
 
 def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype are rounded to FP8 on such a device where the format of a weight does so: products
-    are those of `pack_coded` no longer."""
+    """Whether tokens of this dtype are rounded to FP8 on such a device if the format of a weight does so: products then
+    differ from `pack_coded`'s."""
     return has_fp8_products_for(device, dtype)
 
 
@@ -315,9 +315,9 @@ def pack_coded(
     """The same as `pack_weight` for a coded weight, to be multiplied with tokens of `dtype`. `has_coded_products` is
     true.
 
-    Products are those of the weight that is brought to float32 and rounded to `dtype`, bit for bit. Where tokens are
-    rounded to int8 too, with one scale for each, they are those of the weight in float32, and `quantization` is
-    WEIGHT_AND_INPUT; numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one.
+    Products have the same bits as with the weight in float32, rounded to `dtype`. If tokens are rounded to int8, too,
+    with one scale each, products have the bits of the weight in float32, and `quantization` is WEIGHT_AND_INPUT;
+    numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one group.
     """
     if quantization is Quantization.INT8_WEIGHT_ONLY:
         raise ValueError("quantization is int8-weight-only, and the weight is coded")
@@ -403,8 +403,8 @@ def product(
         bias: [out], of that dtype too.
         activation: one of `ACTIVATIONS`, None for the identity; of the gates one of `GATES`, None for silu.
         output_dtype: that of x, or float32.
-        addends: of low rank, for weights of which `takes_addends` is true. They change no bit of tokens in slot 0, and
-            those of a token depend on no other token.
+        addends: Low-rank addends, for weights whose `takes_addends` is true. They change no bit of tokens in slot 0,
+            and the addends of a token depend on no other token.
 
     Returns:
         [..., out], half as many if the weight is gated.
@@ -489,7 +489,7 @@ def name_of(device: torch.device) -> str:
 
 
 def numerics_of(device: torch.device) -> tuple[str, ...]:
-    """What the rounding of the operations on a device follows from: its name and the build of the kernels."""
+    """The device's name and the build of the kernels, which determine the rounding of operations."""
     return numerics_for(device)
 
 

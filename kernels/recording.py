@@ -127,7 +127,7 @@ class Recorder:
             raise NotRecordableError(f"{name} cannot be recorded")
         lines = getattr(arguments, operation.lines_field)
         if not lines or lines % self._num_tokens:
-            raise NotRecordableError(f"{name} over {lines} lines, which are not those of {self._num_tokens} tokens")
+            raise NotRecordableError(f"{name} over {lines} lines, which {self._num_tokens} tokens do not divide")
         self._calls.append(RecordedCall(operation, arguments, lines // self._num_tokens))
 
 

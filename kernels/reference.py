@@ -175,7 +175,7 @@ def product(
 
 
 def activated(sums: torch.Tensor, gated: bool, activation: str, output_dtype: torch.dtype) -> torch.Tensor:
-    """What a product does to its sums, [..., out], half of which are gates where it is gated."""
+    """Applies an activation to the sums of a product, [..., out]; the first half are gates if `gated`."""
     if gated:
         gate, up = sums.chunk(2, dim=-1)
         return (_ACTIVATIONS[activation](gate) * up).to(output_dtype)
@@ -204,8 +204,8 @@ def paged_attention(
     """Gathers the blocks of a row into contiguous keys and values, then attends densely: decodes together in groups of
     similar length, prefill chunks one row at a time.
 
-    What a row gets depends on its own context only: slots outside it are cleared after the gather, so that a NaN in a
-    shared or recycled block cannot reach another row. On a GPU a batch of decodes alone never waits for the device; one
+    A row's result depends only on its own context: slots outside it are cleared after the gather, so that a NaN in a
+    shared or recycled block cannot reach another row. On a GPU, a batch of only decodes never waits for the device; one
     with prefill chunks reads lengths from it.
     """
     num_rows = seq_lens.shape[0]

@@ -1,6 +1,6 @@
 """Finds, loads and opens the library that was built from the C++ files here, and declares its interface.
 
-The structs are those of runtime/api.h. The library reports the offsets of its fields and the values of its constants. A
+The structs mirror runtime/api.h. The library reports the offsets of its fields and the values of its constants, and a
 library that was built from another api.h is refused when it is loaded.
 """
 
@@ -328,7 +328,7 @@ def available_isas(path: Path | None = None) -> tuple[str, ...]:
 
 
 def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
-    """Bytes of memory that a group of `size` processes takes, with slots of so many bytes.
+    """Bytes of memory that a group of `size` processes takes, with slots of `slot_bytes` bytes.
 
     Raises:
         LibraryUnavailableError: as for `Library`.

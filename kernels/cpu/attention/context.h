@@ -1,4 +1,4 @@
-// What decode and prefill share: the tokens of a row's context, wherever in the pool they lie, the lines of queries and
+// Shared by decode and prefill: the tokens of a row's context, wherever in the pool they lie, the lines of queries and
 // outputs, scores from products of query and key, and the softmax over scores that come in parts.
 #pragma once
 
@@ -96,8 +96,8 @@ struct ScoreRule {
   }
 };
 
-// The running softmax of one query: `sum` of e^(score - max_score) over the scores so far, of which `max_score` is the
-// largest.
+// The running softmax of one query: `max_score` is the largest score so far, and `sum` the sum of e^(score -
+// max_score).
 struct Softmax {
   float max_score = -kInfinity;
   float sum = 0.0f;

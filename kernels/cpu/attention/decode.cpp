@@ -2,8 +2,8 @@
 // head, and for all rows of the unit, while the next ones are prefetched. The tiles of one block lie side by side, so
 // all heads of a unit take turns at every block: memory is read in long stretches, wherever the blocks are.
 //
-// A row's result is the same to the bit whatever other rows the unit has: the numbers of each query are computed and
-// summed in one order, and those of tokens that it does not see are left out.
+// A row's result is bitwise the same whatever other rows the unit has: the numbers of each query are computed and
+// summed in one order, and the numbers of tokens that it does not see are left out.
 #include "attention/context.h"
 #include "runtime/isa.h"
 
@@ -65,7 +65,7 @@ struct Pieces {
   int num_pieces;
   Piece<Stored> pieces[kSpan];
 
-  // Those from `token` on.
+  // Fills in the pieces from `token` on.
   void fill(const AttentionArgs& args, const Unit& unit, int64_t token) {
     // The last row has the blocks of all.
     const int32_t* table = args.block_tables + (unit.row + unit.num_rows - 1) * args.table_stride;
@@ -241,7 +241,7 @@ inline void add_last_values(HeadGroup<T>& group, int64_t h, int64_t d, const T* 
   store(sums, total);
 }
 
-// Calls function(head) for all heads, kMax at once where there are so many; how many is its template argument.
+// Calls function(head) for all heads, kMax heads at once if possible; their number is its template argument.
 template <int kMax, class Function>
 inline void for_heads(int64_t heads, Function function) {
   int64_t h = 0;
@@ -298,7 +298,7 @@ void add_weighted_values(HeadGroup<T>& group, const T* values, int count, int co
   });
 }
 
-// Some tokens of a context: from `begin` to before `end`; none where these are not in order.
+// Tokens of a context from `begin` to before `end`; empty if these are not in order.
 struct Range {
   int64_t begin, end;
 
@@ -370,7 +370,7 @@ class UnitHeads {
     for_queries([&](int64_t h, int64_t row, int64_t head) {
       const Element* query = query_of<Element>(args_, args_.query_start_loc[unit_.row + row], head);
       copy_query(heads_.query + h * heads_.stride, query, heads_.head_dim);
-      // Of all units of a row and head, the one with the first token that is seen takes the sink in.
+      // Among the units of a row and head, the one with the first visible token adds the sink.
       heads_.softmax[h] = seen_[row].begin >= unit_.begin ? first_softmax(args_, head) : Softmax();
     });
   }

@@ -1,5 +1,5 @@
-// The operands of products, and the blocks of a panel (pack_weight.cpp) in the order of their use. Included by
-// product.cpp alone.
+// The operands of products, and the blocks of a panel (pack_weight.cpp) in the order of their use. Included only by
+// product.cpp.
 #pragma once
 
 #include <type_traits>
@@ -107,9 +107,9 @@ class Bf12Expander {
   int64_t start_ = 0, end_ = 0;  // of the block and of the panel
 };
 
-// The kinds of operands: X, the elements of a token; Weight, those of the weight in memory; and the Sum of their
-// products. One, two or four elements of a token are a word. An Expander converts the weight where it is not multiplied
-// as stored.
+// The kinds of operands: X, the elements of a token; Weight, the elements of the weight in memory; and the Sum of their
+// products. One, two or four elements of a token are a word. An Expander converts a weight that is not multiplied as
+// stored.
 template <class Number>
 struct Pairs {
   using X = Number;

@@ -119,7 +119,7 @@ class SortedTokens {
     return {tokens_.data(), slots_.data(), static_cast<int64_t>(slots_.size()), next};
   }
 
-  // The units of `shrink`: those that read the same lines one after the other.
+  // The units of `shrink`; units that read the same lines are consecutive.
   std::vector<ShrinkUnit> units(const ShrinkArgs& args) const {
     std::vector<ShrinkUnit> units;
     for (const TokensOfSlot& of_slot : slots_)

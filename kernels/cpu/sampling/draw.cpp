@@ -115,7 +115,7 @@ float threshold(Candidates list, double wanted, float low, const Candidates& res
   return low;
 }
 
-// The weight of the k likeliest candidates, the least likely of which has score `last`.
+// The weight of the k most likely candidates; `last` is the lowest of their scores.
 double weight_of_likeliest(const Candidates& list, int64_t k, float last) {
   double sum = 0, tied = 0;
   int64_t count = 0;
@@ -130,7 +130,7 @@ double weight_of_likeliest(const Candidates& list, int64_t k, float last) {
   return sum + tied * static_cast<double>(k - count);
 }
 
-// What one row takes.
+// The scratch memory of one row.
 struct Memory {
   Memory(std::byte* memory, int64_t vocab_size) {
     Arena arena(memory);

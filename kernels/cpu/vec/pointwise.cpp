@@ -184,7 +184,7 @@ inline int64_t pool_line(const RotaryArgs& args, int64_t token, int64_t head) {
   return (block * args.key.count + head) * cache.block_size + offset;
 }
 
-// Lines of keys before those of values.
+// The number of lines of keys, which precede the lines of values.
 inline int64_t lines_of_keys(const RotaryArgs& args) {
   return args.cache.num_blocks * args.key.count * args.cache.block_size;
 }
