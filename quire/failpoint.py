@@ -21,7 +21,7 @@ from quire import clock
 from quire.settings import ConfigurationError
 
 VARIABLE = "QUIRE_FAILPOINTS"
-"""The environment variable with the directory. For tests: whoever writes there can end the service."""
+"""The environment variable with the directory. For tests: a process that writes there can end the service."""
 
 NAMES = (
     "scheduler.submit.before_queue",
@@ -51,7 +51,7 @@ NAMES = (
 
 
 class Failpoints(Protocol):
-    """What happens at failpoints."""
+    """The actions at failpoints."""
 
     def passed(self, name: str) -> None:
         """The process passes a failpoint. Where it is to end there, this does not return."""
@@ -82,8 +82,8 @@ def arm(environ: Mapping[str, str]) -> None:
 
 @dataclass(slots=True)
 class _Order:
-    """What a file says, and how often its failpoint was passed since it was found. A file that is written anew is
-    another order."""
+    """The order in a file, and the number of passes of its failpoint since it was found. A rewritten file is another
+    order."""
 
     written_ns: int
     verb: str

@@ -9,7 +9,7 @@ from quire.gguf_header import GgufFields
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
-# A file has one token that ends a text, where generation_config.json may have several. Those that end a turn are known
+# A file has one token that ends a text, where generation_config.json may have several. Tokens that end a turn are known
 # by their texts, as in llama.cpp, and are special whatever their type says.
 ENDS_OF_TURNS = frozenset(
     (
@@ -68,7 +68,7 @@ class _Split:
     """How byte-level BPE splits a text before it merges.
 
     Attributes:
-        patterns: What each step cuts out; what is between is a piece too.
+        patterns: The texts that each step cuts out; the text between them is a piece, too.
         then_as_gpt_2: Whether a last step splits as GPT-2 does.
         whole: Whether a piece that is a token is one, whatever the merges say.
         with_bos: Whether the first token comes before a text, unless the file says otherwise.
@@ -109,7 +109,7 @@ SPLIT_NAMES = tuple(reversed({split: name for name, split in reversed(_SPLITS.it
 """One name for each way to split, the first that has it."""
 _UNNAMED = "default"
 _MAX_TOKEN_CHARS = 4096
-# Ten times those of Gemma. Few tokens can have many merges: 4,096 of one repeated character have 8 million.
+# Ten times Gemma's. A few tokens can have many merges: 4,096 tokens of one repeated character have 8 million.
 _MAX_MERGED_CHARS = 1 << 26
 
 
@@ -295,8 +295,8 @@ def _merges_of(
 
 
 def _longest_beginnings(texts: Collection[str]) -> dict[str, str | None]:
-    """The longest of these texts with which each of them begins, except itself and the empty text; None without one.
-    A text comes after those that it begins with."""
+    """For each of these texts, the longest other one that it begins with, except the empty text; None without one. A
+    text comes after its beginnings."""
     found: dict[str, str | None] = {}
     # Each text in it begins with the one before. The order of texts puts beginnings before what goes on.
     open_texts: list[str] = []

@@ -45,7 +45,7 @@ class Distribution:
 
     Attributes:
         bounds: The upper bounds of the buckets, rising; one more bucket has what is above all of them.
-        sum: Of all observations.
+        sum: The sum of all observations.
     """
 
     __slots__ = ("_counts", "_edges", "bounds", "sum")
@@ -81,7 +81,7 @@ class Distribution:
 
     @classmethod
     def of(cls, bounds: Sequence[float], counts: Sequence[int], sum_: float) -> Self:
-        """What another process has counted. Raises ValueError unless there is one count more than bounds."""
+        """The distribution counted by another process. Raises ValueError unless there is one count more than bounds."""
         if len(counts) != len(bounds) + 1:
             raise ValueError(f"{len(bounds)} bounds have {len(counts)} counts")
         distribution = cls(bounds)

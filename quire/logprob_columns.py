@@ -48,7 +48,7 @@ class LogprobColumns:
         top_logprobs: NDArray[np.float32],
         top_counts: NDArray[np.integer] | None = None,
     ) -> Self:
-        """From lines of equal width, [m, k]; with `top_counts` a position has only the first so many of its line."""
+        """From lines of equal width, [m, k]; with `top_counts` a position has only this number of its line's items."""
         num_positions, width = top_token_ids.shape
         if top_counts is None:
             counts = np.full(num_positions, width, np.int32)
@@ -77,7 +77,7 @@ class LogprobColumns:
         return self._view(begin, end, first, first + int(self.top_counts[begin:end].sum()))
 
     def split(self, lengths: Iterable[int]) -> Iterator[Self]:
-        """Consecutive parts of so many positions each, as views."""
+        """Consecutive parts with these numbers of positions, as views."""
         top_ends = np.cumsum(self.top_counts)
         begin = top_begin = 0
         for length in lengths:
@@ -156,7 +156,7 @@ class LogprobLog:
         return _columns_of(map(bytes, self._buffers or [b""] * 5))
 
     def part(self, begin: int, end: int) -> LogprobColumns:
-        """The positions from `begin` to `end`, exclusive, as a copy of these alone."""
+        """Copies only the positions from `begin` to `end`, exclusive."""
         if not self._buffers:
             return self.columns()
         counts = np.frombuffer(self._buffers[2][: end * _INT32.itemsize], _INT32)

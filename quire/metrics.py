@@ -206,8 +206,8 @@ class CallCounts(Collector):
 class CertificateExpiry(Collector):
     """How long the certificates in files are valid, as the files are at each scrape.
 
-    Services have no library that reads certificates, and Python's `ssl` reads only those of authorities: here the one
-    field is found that is needed.
+    Services have no library that reads certificates, and Python's `ssl` reads only certificates of authorities: this
+    finds the one field that is needed.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:

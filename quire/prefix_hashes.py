@@ -22,13 +22,13 @@ SHORT_BYTES = 8
 
 
 def salt_digest(salt: str) -> bytes:
-    """What stands for a caller's salt outside of its gateway."""
+    """The digest that replaces a caller's salt outside of its gateway."""
     return blake2b(salt.encode(), digest_size=SALT_BYTES, person=b"quire/salt").digest() if salt else b""
 
 
 def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> BlockHash:
-    """The root hash of a tenant's sequences, with an adapter and with a `salt_digest`: those with different salts share
-    no blocks."""
+    """The root hash of a tenant's sequences, with an adapter and with a `salt_digest`: sequences with different salts
+    share no blocks."""
     root = _unsalted_root(tenant, adapter)
     if not salt:
         return root

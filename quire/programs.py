@@ -5,7 +5,7 @@
         await join(draft.gen("summary", max_tokens=60, seed=seed) for seed, draft in enumerate(drafts))
 
 The prefix is pinned while the program runs, and a branch begins with exactly the text of its parent, so the common
-prefix of branches is computed once. The terms are those of SGLang (Zheng et al., 2024, section 2).
+prefix of branches is computed once. The terms are SGLang's (Zheng et al., 2024, section 2).
 """
 
 import asyncio
@@ -207,7 +207,7 @@ class Branch:
         return text
 
     async def _score(self, before: tuple[int, ...], position: int, choice: str) -> float:
-        """The mean log probability of the tokens of the choice. `before` are those of the branch."""
+        """The mean log probability of the tokens of the choice. `before` are the tokens of the branch."""
         if isinstance(self.prompt, str):
             # A tokenizer may join the end of the text with the beginning of the choice.
             whole = await self.program.tokenize(self.prompt + choice)

@@ -55,7 +55,7 @@ class LoadProgress:
 
     @property
     def percent(self) -> int | None:
-        """Of this phase's bytes, rounded down; None where it counts none."""
+        """Percentage of this phase's bytes, rounded down; None if it counts none."""
         return min(100 * self.done_bytes // self.total_bytes, 100) if self.total_bytes else None
 
     @classmethod
@@ -67,7 +67,7 @@ class LoadProgress:
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, str]) -> Self | None:
-        """From the metadata of an error; None where it has none, or numbers of another release."""
+        """From the metadata of an error; None if it has none, or numbers of another release."""
         phase = metadata.get(_PHASE)
         done, total = metadata.get(_BYTES_DONE, "0"), metadata.get(_BYTES_TOTAL, "0")
         if not phase or not (done.isdecimal() and total.isdecimal()):
@@ -84,7 +84,7 @@ Report = Callable[[LoadProgress], object]
 
 
 def no_report(progress: LoadProgress) -> None:
-    """A `Report` that nobody reads."""
+    """A `Report` that discards the progress."""
 
 
 def of_bytes(done: int, total: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a replica is for, where prompts are computed apart from the tokens after them."""
+"""The role of a replica, if prompts and the tokens after them are computed by different replicas."""
 
 import enum
 

@@ -37,7 +37,7 @@ _OPERATORS = ("AddNot", "NumberReplacer", "Replace", "ZeroIteration")
 _EXCLUDED = re.compile("_BitOr_|_Is_(Eq|NotEq|Lt|Gt)|_IsNot_(Eq|NotEq|Lt|Gt)")
 
 _CPU_SECONDS, _MEMORY = 60, 8 << 30
-"""What one test file or world may use: a change may make a loop endless."""
+"""Limits of one test file or world: a change may make a loop endless."""
 _WORLDS = "worlds"
 
 
@@ -122,7 +122,7 @@ def _in_silence(run: Callable[[Any], int], argument: object) -> None:
 
 def _run(file: str) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-    # Nobody reads the smallest example.
+    # The smallest example is not needed.
     engine.MAX_SHRINKING_SECONDS = 0
     # No limit by the clock: on a busy machine a test that finds nothing would seem to have found the change.
     arguments = [file, "-q", "-x", "--timeout", "0", "-p", "no:cacheprovider"]

@@ -48,7 +48,7 @@ class AsyncStream:
     that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
 
     Attributes:
-        request_id: Of a durable request, by which it can be cancelled.
+        request_id: The id of a durable request, by which it can be cancelled.
         completed: The last event, once it has come.
     """
 

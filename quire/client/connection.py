@@ -54,7 +54,7 @@ _IDEMPOTENT: tuple[MethodDescriptor, ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Which gateways a client trusts, and who the client is. Files in PEM, read when a client is made.
+    """The gateways that a client trusts, and the client's identity. Files in PEM, read when a client is made.
 
     Attributes:
         authority: certificates of the authorities that sign gateways' certificates; None takes gRPC's list of public
@@ -165,7 +165,7 @@ class Target:
     Attributes:
         uri: In gRPC's form.
         addresses: As they were given.
-        hosts: Of several TCP addresses the hosts, in order and each once; empty for a single address, whose host gRPC
+        hosts: The hosts of several TCP addresses, in order and each once; empty for a single address, whose host gRPC
             finds in the URI.
     """
 
@@ -265,7 +265,7 @@ def _is_ip(host: str) -> bool:
 
 
 def _uri(addresses: Sequence[TcpAddress]) -> str:
-    """IP addresses as one URI of one family: among IPv6 addresses, those of IPv4 become mapped ones."""
+    """IP addresses as one URI of one family: IPv4 addresses among IPv6 addresses become mapped ones."""
     if all(":" not in address.host for address in addresses):
         return "ipv4:" + ",".join(map(str, addresses))
     mapped = (a if ":" in a.host else TcpAddress(f"::ffff:{a.host}", a.port) for a in addresses)

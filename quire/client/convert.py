@@ -241,7 +241,7 @@ _MESSAGE_FIELDS = {each.name for each in dataclasses.fields(ChatMessage)}
 
 
 def _fill_chat(message: Any, chat: ChatFields) -> None:
-    """Sets what a chat has besides messages and options; raises as `to_chat_request`."""
+    """Sets the fields of a chat other than messages and options; raises as `to_chat_request`."""
     if unknown := chat.keys() - ChatFields.__annotations__.keys():
         raise TypeError(f"a chat has no {', '.join(sorted(unknown))}")
     tools = chat.get("tools", ())
@@ -390,7 +390,7 @@ def with_parsed(answer: Generation, chat: ChatFields) -> Generation:
 
 
 def _parsed(text: str, schema: Any) -> Any:
-    """The value that a text is; None where it is none, as after a stop string."""
+    """The value of a text in JSON; None if it is not valid, as after a stop string."""
     validate = getattr(schema, "model_validate_json", json.loads)
     try:
         return validate(text)
@@ -483,7 +483,7 @@ def from_nothing(_: Message) -> None:
 
 
 def _read(cls: type[T], message: Any, **given: Any) -> T:
-    """A dataclass with the fields of a message; `given` has those whose types differ."""
+    """A dataclass with the fields of a message; `given` has the fields whose types differ."""
     names = (each.name for each in dataclasses.fields(cast(Any, cls)))
     return cls(**given, **{name: getattr(message, name) for name in names if name not in given})
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 _STREAM = 1 << 32
-"""Keeps the draws apart from those of the datasets, which take the same seed."""
+"""Separates the draws from the datasets' draws, which use the same seed."""
 
 
 class Arrivals(Protocol):

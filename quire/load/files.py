@@ -49,7 +49,7 @@ def read_requests(path: Path, default_output_len: int | None = None) -> list[Loa
 
 
 def recorded_times(requests: Sequence[LoadRequest]) -> Trace | None:
-    """The times of arrival of a file; None where it has none."""
+    """The times of arrival in a file; None if it has none."""
     times = [request.arrival_s for request in requests if request.arrival_s is not None]
     return Trace(tuple(times)) if times else None
 

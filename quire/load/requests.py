@@ -41,9 +41,9 @@ class LoadRequest:
         beam_width: Beams, for beam search; None samples.
         group: The conversation, or the shared prefix; None for a request by itself.
         turn: Turns of the conversation before this one.
-        num_new_tokens: Of a turn: tokens at the end of the prompt that are the user's message.
+        num_new_tokens: For a turn: tokens at the end of the prompt that are the user's message.
         arrival_s: When it is sent; None for one without a time of its own, such as a turn that follows another.
-        delay_s: Of a turn that follows another: how long after that one's end it is sent.
+        delay_s: For a turn that follows another: seconds from the other's end until it is sent.
     """
 
     index: int

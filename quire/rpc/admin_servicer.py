@@ -1,4 +1,4 @@
-"""What operators ask of a process, whichever service it is: the servicer of `--admin-port`, and calls to it."""
+"""Requests of operators to a process of any service: the servicer of `--admin-port`, and calls to it."""
 
 import asyncio
 
