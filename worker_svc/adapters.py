@@ -45,7 +45,7 @@ system that is gone, or loads of earlier sessions."""
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter in memory, ready to be put into a slot: what each linear layer of the model has of it."""
+    """An adapter in memory, ready to be put into a slot: its part for each linear layer of the model."""
 
     adapter: Adapter
     packed: tuple[tuple[Linear, Any], ...]

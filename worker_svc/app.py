@@ -26,13 +26,14 @@ from worker_svc.thread_binding import placed_threads
 _GRACE_S = 1.0
 _DEVICE_STOP_S = 5.0
 _FETCH_S = 15.0
-"""How long a worker that ends waits for other replicas to fetch what is offered to them: a lease and some more."""
+"""Seconds that a worker that ends waits for other replicas to fetch the blocks offered to them: a lease and some
+more."""
 _logger = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
     """Serves until it is cancelled, a sleep discards the weights, or the device hangs, which ends the process. Listens
-    from the start, and tells how far the model is loaded; health says SERVING when it is.
+    from the start, and reports the progress of loading; health says SERVING when the model is loaded.
 
     Raises:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
@@ -151,7 +152,7 @@ async def _start_server(
 
 
 async def _stop_device(device_loop: DeviceLoop) -> bool:
-    """Whether it has finished, which it has unless the process was told to stop while it loads or hangs."""
+    """Returns whether it has finished; it has not if the process was stopped while it loads or hangs."""
     has_finished = await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S)
     if not has_finished:
         _logger.warning("the device did not finish within %.0f s", _DEVICE_STOP_S)

@@ -109,13 +109,13 @@ def _signed_scales(groups: Array, lowest: float, nearest: Callable[[Array], Arra
 
 
 def _half(numbers: Array) -> tuple[Array, Array]:
-    """Numbers as float16, in bytes [..., 2], and as what is read from them."""
+    """Numbers as float16, in bytes [..., 2], and the values that these bytes decode to."""
     stored = np.clip(numbers, -65504, 65504).astype("<f2")[..., None]
     return stored.view(np.uint8), stored.astype(np.float32)
 
 
 def _rounded(numbers: Array, unit: Array, lowest: int, highest: int) -> Array:
-    """How many units each number is, to the nearest; 0 where the unit is 0."""
+    """Each number in units, rounded to the nearest integer; 0 if the unit is 0."""
     return np.clip(np.rint(numbers / np.where(unit == 0, np.inf, unit)), lowest, highest)
 
 

@@ -153,7 +153,7 @@ class GgufWeight:
         gguf = _gguf()
         kind = gguf.GGMLQuantizationType(self._stored.ggml_type)
         rows = data.reshape(math.prod(shape[:-1]), -1)
-        # Not by torch: each thread here would have an OpenMP team of its own, bound as that of the steps.
+        # Not by torch: each thread here would have an OpenMP team of its own, bound to the steps' processors.
         result = np.empty((rows.shape[0], shape[-1]), np.float32)
         step = max(_CHUNK_ELEMENTS // shape[-1], 1)
 
@@ -264,7 +264,7 @@ class _Part:
         shape: In the file.
         first_row: Index in the tensor, counted as if all its dimensions but the last were one.
         expert: Index of the expert, 0 if there are no experts.
-        arrange: Converts the layout to that of transformers.
+        arrange: Converts the file's layout to the layout in transformers.
     """
 
     name: str
@@ -289,8 +289,8 @@ class _Layout:
         self._names = _NAMES.get(self._architecture, {})
 
     def parts(self, tensor: GgufTensor) -> Iterator[_Part]:
-        """One; several of a tensor of all experts, and of what a converter has merged. ConfigurationError where its
-        name is not known."""
+        """The parts of a tensor: one; several if it has all experts, or if a converter has merged tensors.
+        ConfigurationError if its name is not known."""
         block = _BLOCK.fullmatch(tensor.name)
         base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
         prefix = "" if block is None else f"{_LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
@@ -301,7 +301,7 @@ class _Layout:
         shares, experts, shape = self._shares(bases), 1, tensor.shape
         if "*" in str(names[0]):
             if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
-                raise self._error(tensor, f"has shape {list(shape)}, which is not that of experts")
+                raise self._error(tensor, f"has shape {list(shape)}, which does not fit experts")
             experts, shape = shape[0], shape[1:]
         if shape[0] % sum(shares):
             raise self._error(tensor, f"has {shape[0]} rows, which do not divide into {', '.join(bases)}")

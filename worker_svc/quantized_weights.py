@@ -169,7 +169,7 @@ class _Module:
         """Names of the tensors that were asked for."""
 
     def is_meant(self, pattern: str) -> bool:
-        """Whether a name in the configuration is that of this module, by either name."""
+        """Whether a name in the configuration names this module, by either of its names."""
         return any(_is_meant(pattern, name) for name in (self.name, self._name_in_file))
 
     def has(self, kind: str) -> bool:
@@ -452,7 +452,7 @@ def _scheme_of(module: _Module) -> _Configuration:
 
 
 def _signed_zeros(stored: StoredTensor, bits: int, out_features: int) -> torch.Tensor:
-    """[out, groups] uint8. Raises ConfigurationError for what no code stands for."""
+    """[out, groups] uint8. Raises ConfigurationError for a zero that no code represents."""
     if stored.dtype == "I32":
         return _codes(stored.read().t(), bits)[:, :out_features].t()
     zeros, middle = stored.read(), 1 << (bits - 1)

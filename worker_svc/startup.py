@@ -100,7 +100,7 @@ def build_worker(
     """Loads the model, sizes and allocates the pool, and runs the first steps. To be called in the device thread.
 
     Args:
-        report: is told how far that is.
+        report: called with the progress of loading.
         stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
 
     Raises:

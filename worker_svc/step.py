@@ -1,4 +1,4 @@
-"""The values of the step protocol: what a worker is, one step of the scheduler, and its results.
+"""The values of the step protocol: a worker's properties, a step of the scheduler, and its results.
 
 `protocol.convert` converts them from and to messages; all other modules work with them. Arrays are int32 numpy arrays;
 pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
@@ -80,11 +80,11 @@ class WorkerLimits:
     fixed_tokens: int = 0
     """Time of a step of decodes that does not depend on its tokens, as the number of tokens that take as long."""
     max_passes: int = 1
-    """How many times the model may run in a step of decodes."""
+    """Maximum runs of the model in a step of decodes."""
 
     @property
     def max_verified(self) -> int:
-        """How many drafts of all rows a run of the model verifies at most: more would never pay, and take memory."""
+        """Maximum drafts of all rows that a run of the model verifies: more would never pay, and take memory."""
         return min(self.max_num_rows * self.max_drafts, _MAX_VERIFIED)
 
     @property
@@ -118,7 +118,7 @@ class LoadAdapter:
     """For the answer."""
     slot: int
     digest: bytes
-    """That the files of `directory` must have."""
+    """Expected digest of the files in `directory`."""
     directory: Path
 
 
@@ -175,10 +175,10 @@ class LogitRules:
     bad_sequences: tuple[Int32Array, ...] = ()
     """Token sequences that must not be generated. None is empty."""
     min_tokens: int = 0
-    """None of `stop_token_ids` is chosen before this many output tokens."""
+    """Number of output tokens before which no token of `stop_token_ids` is chosen."""
     stop_token_ids: Int32Array = field(default_factory=_no_tokens)
     first_excluded: Int32Array = field(default_factory=_no_tokens)
-    """None of these is chosen as the first output token."""
+    """Tokens that are not chosen as the first output token."""
     sequence_biases: tuple[tuple[Int32Array, float], ...] = ()
     """Added to the last token of a sequence behind the other ones, in prompt and output. None is empty."""
     no_repeat_ngram_size: int = 0
@@ -207,13 +207,13 @@ class RowConstraint:
     ending_token_ids: tuple[int, ...]
     """Drawn only if the output is complete."""
     min_tokens: int = 0
-    """None of them is drawn before this many output tokens, as long as another token may follow."""
+    """Number of output tokens before which none of them is drawn, while another token may follow."""
     thinking: ThinkingLimit | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSampling:
-    """How a row samples: the gateway's message, checked, and what the scheduler adds for this sequence."""
+    """The sampling of a row: the gateway's message, checked, and the scheduler's additions for this sequence."""
 
     parameters: SamplingParameters
     """Absent values are filled in. It is not changed any more."""
@@ -246,7 +246,7 @@ class AssignRow:
     block_table: Int32Array
     sampling: RowSampling
     num_prompt_tokens: int
-    """How many of `token_ids` are prompt."""
+    """Number of prompt tokens in `token_ids`."""
     adapter_slot: int | None = None
     """The slot of its adapter; None runs the model as it is."""
     draft_scope: bytes = b""
@@ -302,11 +302,11 @@ class Batch:
     max_drafts: Int32Array = field(default_factory=_no_tokens)
     """For each sample, by how many tokens more than one it may extend its row; empty: none."""
     max_passes: int = 1
-    """How many times the model may run; `max_drafts` counts a token for each time but one."""
+    """Maximum runs of the model; `max_drafts` counts a token for each run but one."""
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """How many tokens of each row are computed after the step."""
+        """Number of tokens of each row that are computed after the step."""
         return self.num_computed_tokens.astype(np.int64) + self.num_new_tokens
 
 
@@ -412,15 +412,15 @@ class StepOutput:
     refusals: Mapping[int, str] = field(default_factory=dict)
     """The reasons of the rows in `failed_rows` whose sampling was refused."""
     num_tokens: Int32Array = field(default_factory=_no_tokens)
-    """How many of `token_ids` each sample has; empty: each has one."""
+    """Number of tokens in `token_ids` of each sample; empty: each has one."""
     num_drafts: Int32Array = field(default_factory=_no_tokens)
-    """How many drafts of each sample were verified; empty: none."""
+    """Number of verified drafts of each sample; empty: none."""
     num_passes: int = 1
-    """How many times the model ran."""
+    """Number of runs of the model."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """How many of `token_ids` are of rows that did not fail."""
+        """Number of `token_ids` of rows that did not fail."""
         if not self.failed_rows:
             return len(self.token_ids)
         num_tokens = self.num_tokens if len(self.num_tokens) else np.ones_like(self.rows)

@@ -1,4 +1,4 @@
-"""A processor for each thread of the worker's operations (ADR 0011): what is decided before torch is imported."""
+"""A processor for each thread of the worker's operations (ADR 0011): the part that runs before torch is imported."""
 
 import os
 from collections.abc import Iterator, Sequence

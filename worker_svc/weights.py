@@ -1,7 +1,7 @@
-"""Model weights: safetensors files as transformers writes them, and where layers put what they read of them.
+"""Model weights: safetensors files as transformers writes them, and the places where layers put them.
 
-The headers are read and compared with what the model needs before any tensor is loaded, so that a wrong directory is
-refused at once and with one clear line.
+The headers are read and compared with the model before any tensor is loaded, so that a wrong directory is refused at
+once and with one clear line.
 """
 
 import math
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path, *, base_prefix: str, gguf: GgufHeader | None = None) -> "Checkpoint":
-        """Reads the headers of all files, but for that of a GGUF file where it was read already.
+        """Reads the headers of all files, except a GGUF file's if it was read already.
 
         Raises:
             ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All, by the name in the file, or by that of transformers for a GGUF file."""
+        """All tensors, by their names in the file; for a GGUF file, by their names in transformers."""
         return self._tensors
 
     def has(self, name: str) -> bool:

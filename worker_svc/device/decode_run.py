@@ -54,7 +54,7 @@ class DecodeRun:
         decodes.begin(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
 
     def next(self) -> Drawn:
-        """Runs a pass, and appends what it draws to the rows."""
+        """Runs a pass, and appends the drawn tokens to the rows."""
         index = len(self._slots) - self.num_left
         self.num_left -= 1
         positions, after = self._positions[index : index + 2]

@@ -69,11 +69,11 @@ class BlockFile:
     """Blocks by their hashes, in a file that only this process uses. For one thread at a time.
 
     Attributes:
-        num_slots: How many blocks it has room for.
+        num_slots: The number of blocks that fit.
     """
 
     def __init__(self, path: Path, space: int, namespace: bytes, block_bytes: int) -> None:
-        """Takes over what is there of the same namespace; anything else in the file is erased.
+        """Takes over the content of the same namespace; any other content of the file is erased.
 
         Args:
             path: its directory is made with mode 0700, the file with 0600.
@@ -126,7 +126,7 @@ class BlockFile:
         return slots
 
     def close(self) -> None:
-        """It has nothing from now on."""
+        """Discards the index: the file has no block from now on."""
         self._slots.clear()
         os.close(self._file)
 
@@ -224,7 +224,7 @@ def _crc32(name: bytes, content: Buffer) -> int:
 
 
 Count = Callable[[str, int], object]
-"""Is told what happened to how many bytes: "written", "read" or "failed"."""
+"""Called with an outcome ("written", "read" or "failed") and its number of bytes."""
 
 Tell = Callable[[Sequence[tuple[int, bytes | None]]], object]
 """Is told, in any thread, which block each of these slots holds now; None for one that holds none any more."""
@@ -283,7 +283,7 @@ class DiskTier:
         self._thread.start()
 
     def stop(self) -> None:
-        """Writes what is final now, and closes the file. For a worker that takes no more steps."""
+        """Writes the final blocks, and closes the file. For a worker that takes no more steps."""
         self._stopping.set()
         self._reader.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
@@ -305,7 +305,7 @@ class DiskTier:
         self.submit(begin)
 
     def unfollow(self, tell: Tell) -> None:
-        """Has `tell` told no more. No effect where another one follows."""
+        """Stops the calls of `tell`. No effect if another callback follows."""
         if self._tell == tell:
             self._tell = _to_nobody
 

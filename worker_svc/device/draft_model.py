@@ -42,7 +42,7 @@ class DraftModel:
     def __init__(
         self, model: CausalLM, pool: KvPool, rows: Rows, vocab_size: int, max_model_len: int, limits: WorkerLimits
     ) -> None:
-        """`vocab_size` is that of the model for which it guesses."""
+        """`vocab_size` is the size of the target model's vocabulary."""
         self._model, self._rows, self._vocab_size = model, rows, vocab_size
         self._token_ids = rows.token_ids.numpy()
         pool = pool.of_draft_model()
@@ -50,7 +50,7 @@ class DraftModel:
         self._forward = make_forward(model, pool, max_model_len, limits)
         self._decodes = make_decodes(model, pool, max_model_len, limits)
         self._max_new, self._max_decodes = limits.max_num_batched_tokens, limits.max_num_rows + limits.max_verified
-        # How many tokens of each row are in the pool, and whether its guesses for the row do not pay.
+        # The number of tokens of each row in the pool, and whether its guesses for the row do not pay.
         self._num_known = np.full(len(self._token_ids), _NOT_BEGUN, np.int64)
         self._is_declined = np.zeros(len(self._token_ids), np.bool_)
 
@@ -74,7 +74,7 @@ class DraftModel:
             self._catch_up(batch.rows[of_prompts].astype(np.int64), batch.ends[of_prompts])
 
     def num_missing(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-        """How many of the tokens of these rows it has to compute before it guesses."""
+        """Number of tokens of these rows that it has to compute before it guesses."""
         return int((lengths - np.maximum(self._num_known[rows], 0)).sum())
 
     def guess(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
@@ -112,7 +112,7 @@ class DraftModel:
             self._catch_up(rows[chosen], lengths[chosen] - 1)
 
     def measured_costs(self, context_s: float) -> PassCosts:
-        """How long its passes take; `context_s` as there. To be called when the first row has a token."""
+        """Measures its passes; `context_s` as in `PassCosts`. To be called when the first row has a token."""
         seconds: list[float] = []
         counts = (1, min(_MEASURED_ROWS, self._max_decodes))
         for count in counts:

@@ -1,6 +1,6 @@
 """Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
-table, so that each is computed as a plain decode computes it, to the bit. The CPU library recognizes the rows of a
-sequence by their tables and lengths, where they follow each other in the batch, and reads keys and values once for all.
+table, so that each is computed bitwise as in a plain decode. The CPU library recognizes the rows of a sequence by their
+tables and lengths if they are consecutive in the batch, and reads keys and values once for all.
 
 At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
 to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
@@ -63,7 +63,7 @@ class DraftedBatch:
         unusable draw fails its row only if it is the first: a later one is repeated in the next step.
 
         Args:
-            token_ids: [s], what was drawn.
+            token_ids: [s], the drawn tokens.
             is_usable: [s], whether anything could be drawn.
         """
         is_wrong = self.within > 0
@@ -79,11 +79,11 @@ class Kept:
     draws: NDArray[np.int64]
     """Their places among all that were drawn, rising."""
     num_tokens: NDArray[np.int32]
-    """How many each sample of the step has, at least 1."""
+    """Number of tokens of each sample of the step, at least 1."""
     num_drafts: NDArray[np.int32]
-    """How many drafts of each were verified."""
+    """Number of verified drafts of each sample."""
     num_passes: int = 1
-    """How many times the model ran."""
+    """Number of runs of the model."""
 
     @classmethod
     def where(cls, are_kept: NDArray[np.bool_]) -> "Kept":
@@ -133,7 +133,7 @@ class Drafts:
         # The guesses of the current pass, until it has run.
         self._guessed: Guessed | None = None
         self._scopes: dict[int, bytes] = {}
-        # Rows whose matcher does not know yet what they have.
+        # Rows whose matcher has not seen their latest tokens.
         self._changed: set[int] = set()
 
     def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
@@ -150,7 +150,7 @@ class Drafts:
         return has_drafts
 
     def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """How many tokens these rows have."""
+        """Number of tokens of each of these rows."""
         return self._num_tokens[rows]
 
     def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
@@ -159,7 +159,7 @@ class Drafts:
         self._compare(token_ids, np.ones(len(token_ids), np.int32))
 
     def end(self, rows: Int32Array) -> None:
-        """These rows are released. To be called before others have them."""
+        """These rows are released. To be called before other sequences get them."""
         if self._drafter is None:
             return
         for row in rows.tolist():
@@ -217,8 +217,8 @@ class Drafts:
     def keep(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
     ) -> Kept | None:
-        """Moves the rows of a pass on by what they drew. None if each sample has one token and none had drafts. In a
-        pass that is not the first of its step, a sample that is not usable has none: the row fails in the next step."""
+        """Advances the rows of a pass by the drawn tokens. None if each sample has one token and none had drafts. In a
+        pass that is not the first of its step, an unusable sample has no token: the row fails in the next step."""
         samplers = batch.samples[:, 0]
         kept, num_tokens = None, np.ones(len(samplers), np.int32)
         is_usable = drawn.is_finite.numpy() & ~columns.is_refused
@@ -248,7 +248,8 @@ class Drafts:
         return self._forced(constrained) if constrained else {}
 
     def _guess(self, batch: Batch) -> None:
-        """Writes guesses behind the tokens of rows that may have drafts, and chooses what the pass verifies."""
+        """Writes guesses after the tokens of rows that may have drafts, and chooses the drafts that the pass
+        verifies."""
         if self._drafter is None or self.choice is None:
             return
         samplers = batch.samples[:, 0]
@@ -312,8 +313,8 @@ class Drafts:
         return list(zip(*(each[chosen].tolist() for each in columns), strict=True))
 
     def _compare(self, firsts: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> None:
-        """Tells what was right of the guesses of this pass, of those without drafts the first token. Each sample has
-        the first of its draws and how many were kept."""
+        """Reports which guesses of this pass were correct; for guesses that were not verified, only the first token.
+        Each sample has the first of its draws and the number of kept ones."""
         guessed, choice = self._guessed, self.choice
         if guessed is None or choice is None:
             return

@@ -28,7 +28,7 @@ CPU_SWAP_BYTES = 1 << 30
 PINNED_SWAP_BYTES = 4 << 30
 _POPULATED_AT_ONCE = 1 << 22
 _FIRST_PART_S = 0.1
-"""How long a start waits at most for the blocks that are handed out first."""
+"""Maximum seconds that a start waits for the blocks that are handed out first."""
 _KEPT_FREE = 1 << 28
 _LOWEST_PRIORITY = 19
 _REST = 9.0
@@ -48,7 +48,7 @@ class KvPool:
     gpu: tuple[Tensor, ...]
     host: tuple[Tensor, ...]
     padding_block: int | None = None
-    """An extra block of `gpu` that no sequence has: what is computed and not kept is written there."""
+    """An extra block of `gpu` that no sequence has, for keys and values that are computed and not kept."""
     seals: SealInventory | None = None
     """The inventory next to the blocks in their file; None if no block is final at first."""
     is_released: threading.Event = field(default_factory=threading.Event)
@@ -78,8 +78,8 @@ class KvPool:
         """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
 
         Args:
-            num_first_blocks: How many blocks the first steps may write to. They are populated when this returns, as
-                far as a short time allows; all others follow in the background.
+            num_first_blocks: Number of blocks that the first steps may write to. They are populated when this returns,
+                if a short time allows; all others follow in the background.
         """
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
@@ -126,7 +126,7 @@ def line_width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: int | None) -> int:
-    """How many blocks the device gets.
+    """The number of blocks on the device.
 
     Args:
         available_bytes: Left on an accelerator by profiling; None on the CPU.
@@ -155,14 +155,14 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
 def num_host_blocks(
     swap_space: int | None, bytes_per_block: int, device: torch.device, gpu_blocks: int, left_bytes: int | None = None
 ) -> int:
-    """How many blocks the host gets for what is swapped out.
+    """The number of blocks on the host, for swapped content.
 
     Args:
         swap_space: Bytes. None means 4 GiB with CUDA. On the CPU, None means the number of blocks of the pool there, at
             most 1 GiB, and at most half of the memory that is left.
         bytes_per_block: Over all layers.
         device: Where the other pool is.
-        gpu_blocks: How many blocks that has.
+        gpu_blocks: The number of its blocks.
         left_bytes: Memory of this machine that the other pool leaves; None if unknown.
 
     Raises:
@@ -188,7 +188,7 @@ def num_host_blocks(
 
 
 def _half_at_most(num_bytes: int, left_bytes: int | None) -> int:
-    """Bytes to take by default: at most half of what is left."""
+    """Bytes to take by default: at most half of `left_bytes`."""
     return num_bytes if left_bytes is None else min(num_bytes, left_bytes // 2)
 
 
@@ -259,7 +259,7 @@ def allocate_pool(
 
     Args:
         dtype: of keys and values.
-        with_padding: adds a block on the device for what is computed and not kept.
+        with_padding: adds a block on the device for keys and values that are computed and not kept.
         place: of a pool on the CPU that may hold blocks already. Without one it is private memory.
         draft_model: has further layers.
 

@@ -130,7 +130,7 @@ class PoolFile:
         return os.fstat(self._file).st_blocks * 512
 
     def num_held(self, namespace: KvNamespace) -> int | None:
-        """How many blocks the pool has that it holds; None if it holds none of this namespace."""
+        """The number of blocks that the file holds; None if it holds none of this namespace."""
         header = os.pread(self._file, _HEADER_BYTES, 0)
         number = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + 8], "little")
         return number if header == _header(namespace, number) else None
@@ -184,7 +184,7 @@ class PoolFile:
         """The file takes space as it is written, and a process that writes to it where none is left is killed."""
         system = os.fstatvfs(self._file)
         left = system.f_bavail * system.f_frsize + self.held_bytes
-        # One without blocks has no limit but memory, as that of files without a name.
+        # A file system without blocks is limited only by memory, as for files without a name.
         if system.f_blocks and num_bytes > left:
             raise ConfigurationError(
                 f"--kv-cache-file {self._path}: the KV pool takes {shown_bytes(num_bytes)}, and its file system has "

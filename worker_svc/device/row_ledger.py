@@ -41,7 +41,7 @@ class _Drafted:
 
 
 class RowLedger:
-    """The rows as of the last accepted step: what a step must agree with, so that no later check is needed.
+    """The rows as of the last accepted step. A step is checked against them, so that no later check is needed.
 
     Lengths are enough for the checks; block tables tell which blocks a step writes. While steps in flight have drafts
     of a row, its length is an interval: `_num_tokens` is the most that it may have, up to `_num_unsure` fewer. The
@@ -92,7 +92,7 @@ class RowLedger:
         """Applies a step to the rows. `batch_blocks` are in no particular order.
 
         Raises:
-            InvalidArgument: the step contradicts what the rows hold. Nothing was changed.
+            InvalidArgument: the step contradicts the content of the rows. Nothing was changed.
         """
         max_forked = None
         if step.row_changes.are_none:
@@ -238,7 +238,7 @@ class RowLedger:
         return written
 
     def _reach(self, batch: Batch, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens of each row may be computed after the step, with its drafts and where the row may be."""
+        """Maximum length of each row after the step, with its drafts and with unverified earlier ones."""
         if not self._num_drafts[batch.rows].any() and not len(batch.max_drafts):
             return ends
         samplers, sources = batch.samples.T

@@ -163,7 +163,7 @@ class _Pass:
 
     @property
     def num_drafts(self) -> Int32Array:
-        """How many drafts of each sample it verified; empty: none of any."""
+        """Number of verified drafts of each sample; empty if no sample had any."""
         return _NONE if self.kept is None else self.kept.num_drafts
 
     @property
@@ -311,7 +311,7 @@ class ModelRunner:
         return self._model.device.type == "cuda"
 
     def predict_passes(self, times: PassTimes) -> None:
-        """Predicts passes by this from now on, and tells it what they took."""
+        """Uses these predictions of passes from now on, and reports the time of passes to them."""
         self._pass_times = times
 
     @torch.inference_mode()
@@ -418,7 +418,7 @@ class ModelRunner:
                 passes.append(self._run_plain(run, batch, first))
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             if self._drafts is None or not self._drafts.looked_in_vain:
-                # To look for guesses takes time, too, which is no part of what a pass without drafts takes.
+                # The time of the look for guesses is no part of a pass without drafts.
                 self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
 

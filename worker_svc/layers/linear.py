@@ -197,11 +197,11 @@ class Linear(Loadable):
 
     Args:
         in_features: of the whole layer.
-        split: what each rank holds of it.
+        split: the part of each rank.
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
         activation: None is the identity.
         keeps_weights: weights that are not coded are multiplied as they are, whatever the quantization.
-        float32_outputs: sums stay float32 where our own kernel has them; else they are of the dtype of the inputs.
+        float32_outputs: sums stay float32 if our own kernel has them; else they have the dtype of the inputs.
     """
 
     def __init__(
@@ -516,7 +516,7 @@ class OwnProduct:
     activation: Activation | None
     """Applied after that."""
     output_dtype: torch.dtype | None = None
-    """Dtype of the sums; None: that of x."""
+    """Dtype of the sums; None for the dtype of x."""
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""The interface of a model: what the runner calls, what the loader reads."""
+"""The interface of a model for the runner and the loader."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -120,7 +120,7 @@ class NativeCausalLM(CausalLM):
     Attributes:
         base_prefix: prefix of the names of the base model's tensors in the checkpoint.
         layers: The layers that `run_layers` runs.
-        waits_for_device: whether the host reads what the device computes within a forward pass.
+        waits_for_device: whether the host reads results of the device within a forward pass.
     """
 
     base_prefix: ClassVar[str]

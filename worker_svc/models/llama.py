@@ -79,7 +79,7 @@ class LlamaConfig:
     merged: bool = False
     """Whether the checkpoint has query, key and value in one layer, and gate and up in another."""
     sliding_rope: RopeConfig | None = None
-    """That of layers with a window, if it is another one."""
+    """The rotation of layers with a window, if it differs."""
 
     def rotation_for(self, max_positions: int | None) -> RotationByLength | None:
         """The rotation of a server whose sequences have this length, see `served_len`."""
@@ -197,7 +197,7 @@ class LlamaLayer(nn.Module):
         ]
 
     def _make_mlp(self, index: int, name: str, config: LlamaConfig, placement: Placement) -> nn.Module:
-        """[T, hidden] -> [T, hidden]; `name` is that of the layer."""
+        """[T, hidden] -> [T, hidden]; `name` is the name of the layer."""
         experts = config.experts
         if experts is None or index in experts.dense_layers:
             return GatedMlp(

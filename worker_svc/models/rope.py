@@ -98,7 +98,7 @@ class RopeConfig:
         return RotationByLength(extended if length > original else "original", original, longest, length)
 
     def cos_sin_table(self, device: torch.device, num_positions: int) -> torch.Tensor:
-        """[n, head_dim] float32: cosines, then sines, of each of the first n positions; 1 and 0 of what is not turned.
+        """[n, head_dim] float32: cosines, then sines, of each of the first n positions; 1 and 0 for unrotated inputs.
 
         Args:
             num_positions: n, the length of the longest sequence, from which the table of a type with several follows.

@@ -78,11 +78,11 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 FETCH_BLOCKS = f"/{SERVICE_NAME}/FetchBlocks"
 _RETRY_WHILE_LOADING_MS = 200
 _HELD_WHILE_LOADING_S = 0.25
-"""Not less than what a scheduler waits between two calls, so that it always waits in one."""
+"""At least a scheduler's delay between two calls, so that there always is a waiting call."""
 _NO_STEP = 0
 """The number of the step at which ranks agree on an epoch, before the first step of a session."""
 _RANKS_TIMEOUT_S = 3.0
-"""Less than a scheduler waits for the answer, so that it learns what is missing."""
+"""Less than a scheduler waits for the answer, so that it learns of missing ranks."""
 _logger = logging.getLogger(__name__)
 
 
@@ -160,7 +160,7 @@ class Worker:
 
         Args:
             on_superseded: Called when a higher epoch takes the worker away from this session.
-            on_fetched: Is told of blocks that this session offers.
+            on_fetched: Called with fetched blocks that this session offers.
 
         Raises:
             FailedPrecondition: the epoch is stale, or attached at this moment.
@@ -328,7 +328,7 @@ class Worker:
         self._device_loop.submit(lane, admitted)
 
     def busy_ms(self) -> int:
-        """How long the device has been in its current step; 0 when idle."""
+        """Milliseconds that the device has been in its current step; 0 if idle."""
         return self._device_loop.busy_ms()
 
 
@@ -496,8 +496,8 @@ class StepStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with
-    the progress of that; Run is so after a moment, in which the worker may be ready.
+    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with the progress of
+    loading; Run waits a moment before, in which the worker may become ready.
 
     Attributes:
         wanted: A scheduler has called Run.
@@ -538,7 +538,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker.disk.start(self._metrics.on_disk)
 
     async def stop_disk(self) -> None:
-        """Brings what is final to disk, after the last step."""
+        """Writes the final blocks to disk, after the last step."""
         if self._loaded is not None and self._loaded.disk is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._loaded.disk.stop)
 
@@ -612,7 +612,7 @@ async def start_server(servicer: WorkerServicer, address: str, **options: Any) -
     """Listens and serves; `options` are passed to `RpcServer.start`.
 
     Steps may have any size: one step may assign all rows, each with a long prompt or a long list of allowed tokens, and
-    what a scheduler has accepted must run.
+    a step of a request that a scheduler has accepted must run.
     """
     return await RpcServer.start(
         address,

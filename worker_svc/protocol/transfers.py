@@ -78,7 +78,8 @@ class Move:
 
 
 Tell = Callable[[bytes, bool], object]
-"""Is told that blocks of a lease were fetched, and whether that call is over and no other one fetches some."""
+"""Called when blocks of a lease were fetched, with whether this call is over and no other one fetches from the
+lease."""
 
 
 def _to_nobody(lease: bytes, is_done: bool) -> None:

@@ -35,7 +35,7 @@ _CACHE_BYTES = 4 << 20
 _CACHE_ENTRY_BYTES = 4096
 # The scheduler counts on the 64 that were prepared last, and rows may have used as many older ones meanwhile.
 MIN_KEPT = 128
-# Steps go before what is compiled for the rows of later ones.
+# Steps have priority over the compilation for later steps' rows.
 _COMPILER_NICENESS = 10
 # The terms of eight tokens, by an octet of a mask.
 _TERMS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(

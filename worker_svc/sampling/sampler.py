@@ -6,8 +6,9 @@ It comes from Philox4x32-10, the counter-based generator of Salmon et al., "Para
 (SC 2011), with the seed as its key and the position as its counter: neither the batch nor the rank nor the history of
 the process matters. It runs on the host, vectorised over rows: seeds and positions are known before the model runs.
 
-The order is that of vLLM's sampler: allowed tokens, bias, stop tokens before min_tokens and bad words, then repetition,
-frequency and presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and top_p.
+The order is the same as in vLLM's sampler: allowed tokens, bias, stop tokens before min_tokens and bad words, then
+repetition, frequency and presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and
+top_p.
 """
 
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class RowDraws:
 def _draw_by_torch(
     logits: Tensor, columns: SamplingColumns, sampled: NDArray[np.bool_], positions: NDArray[np.integer]
 ) -> tuple[Tensor, Tensor]:
-    """The same in torch: for accelerators, and where the library is missing."""
+    """Draws in torch: for accelerators, and if the library is missing."""
     highest, token_ids = logits.max(dim=1)
     if sampled.all():
         return _sample(logits, highest, token_ids, columns, positions), highest

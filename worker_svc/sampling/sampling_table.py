@@ -176,7 +176,7 @@ def _filled(sampling: SamplingParameters) -> SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Parameters of several rows: parallel arrays of shape [n]. The messages say what each means."""
+    """Parameters of several rows: parallel arrays of shape [n]. The proto messages document each."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
