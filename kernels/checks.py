@@ -14,7 +14,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None]) -> None:
-    """None in `expected` allows any size of that dimension."""
+    """A None in `expected` allows any size of that dimension."""
     shape = tensor.shape
     if shape == expected:  # Five times as fast as the comparison below.
         return

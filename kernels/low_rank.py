@@ -38,7 +38,7 @@ class LowRankTable(Generic[P]):
 
     @abstractmethod
     def put(self, slot: int, packed: P | None) -> None:
-        """Replaces what a slot from 1 on has; None empties it."""
+        """Replaces the adapter in a slot from 1 on; None empties it."""
 
     @abstractmethod
     def num_bytes(self, packed: P) -> int:

@@ -277,9 +277,9 @@ def pack_weight(
     """Puts a weight into the order in which `product` reads it; the weight itself is not kept if that pays.
 
     Args:
-        weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
+        weight: [out, in]; gated: the rows of the gates, then the same number of rows of the other factors.
         gated: the product is to be `activation(gate) * up`, an activation of `GATES`.
-        quantization: what of the product is to be rounded to int8.
+        quantization: the parts of the product that are rounded to int8.
     """
     check_shape("weight", weight, (None, None))
     check_dtype("weight", weight, FLOATING)
@@ -343,7 +343,7 @@ def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.b
         [T, in].
 
     Raises:
-        IndexError: an id is not that of a row.
+        IndexError: an id is not the index of a row.
     """
     check_shape("ids", ids, (None,))
     check_dtype("ids", ids, torch.int64)
@@ -402,7 +402,7 @@ def product(
         x: [..., in], of the dtype of the weight.
         bias: [out], of that dtype too.
         activation: one of `ACTIVATIONS`, None for the identity; of the gates one of `GATES`, None for silu.
-        output_dtype: that of x, or float32.
+        output_dtype: the dtype of x, or float32.
         addends: Low-rank addends, for weights whose `takes_addends` is true. They change no bit of tokens in slot 0,
             and the addends of a token depend on no other token.
 

@@ -74,8 +74,8 @@ _NUMBERS_AT_ONCE = 1 << 22
 class GroupScales:
     """The values of codes that are stored apart from their scales: `(code - zero) * scale`, computed in float32.
 
-    The difference is exact, and with scales of 16 bits the product too, so that what is served in bfloat16 is rounded
-    once. Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which
+    The difference is exact, and with scales of 16 bits the product, too, so that serving in bfloat16 rounds once.
+    Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which
     is bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
     the bits are the same, in bfloat16 this is the closer number where they differ.
     """
@@ -83,7 +83,7 @@ class GroupScales:
     values: torch.Tensor
     """[out, groups] float32, bfloat16 or float16."""
     zeros: torch.Tensor | None
-    """[out, groups] uint8, the codes that stand for 0; None: the one in the middle does, and in FP8 that of 0."""
+    """[out, groups] uint8, the codes of 0; None: the code in the middle, or 0 in FP8."""
     inputs: int
     """Inputs of a group. The last one may have fewer."""
 
@@ -123,7 +123,7 @@ class CodedWeight:
         return replace(self, rows=self.rows[outputs, columns], scales=scales)
 
     def to(self, device: torch.device) -> "CodedWeight":
-        """The same there: itself where it is there, which may be a view of a file."""
+        """The weight on that device: itself if it is there already, perhaps as a view of a file."""
         scales = self.scales
         if scales is not None:
             zeros = None if scales.zeros is None else scales.zeros.to(device)
@@ -175,7 +175,7 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of a packed weight whose codes and scales come apart.
+    """The groups of a packed weight whose codes and scales are separate.
 
     Attributes:
         pieces: Pieces of 32 inputs in a group.
@@ -207,7 +207,7 @@ class PackedWeight:
     """The first half of the outputs are gates: the product is `activation(gate) * up`."""
     quantization: Quantization
     coding: Coding | None = None
-    """That of `data`, if its numbers are coded."""
+    """The coding of `data`, if its numbers are coded."""
     grouping: Grouping | None = None
     """Set for codings whose scales are stored apart from codes."""
     is_bf12: bool = False

@@ -79,7 +79,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     if not offset:
         return functional.rms_norm(x, weight.shape, weight, eps)
-    # float64 stays what it is.
+    # float64 is not narrowed.
     wide = torch.promote_types(x.dtype, torch.float32)
     return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
@@ -159,7 +159,7 @@ def product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
 ) -> torch.Tensor:
     if weight.scales is None:
-        # float64 stays what it is.
+        # float64 is not narrowed.
         wide = torch.promote_types(weight.dtype, torch.float32)
         sums = functional.linear(x.to(wide), weight.data.to(wide), None if bias is None else bias.to(wide))
     elif weight.quantization is Quantization.INT8_WEIGHT_ONLY:

@@ -61,7 +61,7 @@ _UNSUPPORTED = {
     "use_bdlora": "is BD-LoRA",
     "kasa_config": "is KaSA",
 }
-"""Fields of adapter_config.json that must be absent or false, and what an adapter with them is."""
+"""Fields of adapter_config.json that must be absent or false, and the kind of adapter that has them."""
 _SUPPORTED = "supported are LoRA and rsLoRA of linear layers"
 
 
@@ -243,8 +243,8 @@ class _Config:
         return AdaptedModule(rank, num_inputs, b[0], alpha / (math.sqrt(rank) if self.uses_rslora else rank))
 
     def _alpha_of(self, name: str) -> float:
-        """That of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT, where a pattern
-        is a regular expression."""
+        """The alpha of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT, where a
+        pattern is a regular expression."""
         for pattern, alpha in self.alpha_pattern.items():
             if pattern.fullmatch(name):
                 return alpha
@@ -403,7 +403,7 @@ class _TensorsAlone(pickle._Unpickler):  # The one of Python, whose memory is th
 
 
 def _pickled_tensors(file: Path) -> list[_Tensor]:
-    """The same of a file of torch.save: a zip archive with a pickle of the names and shapes, and a file for each
+    """The tensors of a file of torch.save: a zip archive with a pickle of the names and shapes, and a file for each
     storage. No class and no function that the pickle names is called."""
     try:
         with zipfile.ZipFile(file) as archive:

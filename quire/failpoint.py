@@ -1,4 +1,4 @@
-"""Named places in services where a test ends or delays the process, to see what it leaves behind.
+"""Named places in services where a test ends or delays the process, to test the state that it leaves behind.
 
 `failpoint(name)` does nothing unless the context has something armed: a simulation sets `FAILPOINTS` in the context of
 a simulated process, and `arm` does so for a real one, which is for tests only. docs/internals/failpoints.md says what
@@ -54,7 +54,7 @@ class Failpoints(Protocol):
     """The actions at failpoints."""
 
     def passed(self, name: str) -> None:
-        """The process passes a failpoint. Where it is to end there, this does not return."""
+        """The process passes a failpoint. Does not return if the process is to end there."""
         ...
 
 

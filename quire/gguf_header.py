@@ -21,7 +21,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# Several times what the largest models have. A damaged or malicious file must not make us take memory without bound.
+# Several times the size of the largest models. A damaged or malicious file must not take memory without bound.
 _MAX_ENTRIES = 1 << 20
 _MAX_ELEMENTS = 1 << 23
 _MAX_TEXT_BYTES = 1 << 24
@@ -262,7 +262,7 @@ class GgufFields:
 
 
 class _Reader:
-    """Reads one value after another. Raises ValueError for what no file of a model has."""
+    """Reads one value after another. Raises ValueError for values that no file of a model has."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
@@ -309,7 +309,7 @@ class _Reader:
             length = int.from_bytes(content[place:start], "little")
             if length > _MAX_TEXT_BYTES or start + length > end:
                 self.place = place
-                self.text()  # raises what is wrong
+                self.text()  # raises the error
             place = start + length
             found.append(content[start:place].decode("utf-8", errors="replace"))
         self.place = place

@@ -52,12 +52,12 @@ class GgufDescription:
 
 
 def describe(path: Path) -> GgufDescription:
-    """Raises ConfigurationError, one line, for a damaged file and for what is not read."""
+    """Raises ConfigurationError, one line, for a damaged file and for unsupported models."""
     return describe_header(GgufHeader.read(path))
 
 
 def describe_header(header: GgufHeader) -> GgufDescription:
-    """The same of a header that has been read, or is to be written."""
+    """The description by a header that has been read, or will be written."""
     kind = header.metadata.get("general.type")
     if isinstance(kind, str) and kind in _NOT_MODELS:
         raise ConfigurationError(f"{header.path} is {_NOT_MODELS[kind]}")
@@ -190,7 +190,7 @@ def _phi_3(fields: GgufFields) -> dict[str, Any]:
     length = fields.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = fields.own("attention.sliding_window", int, "a whole number", 0) or None
     config |= {"original_max_position_embeddings": length, "sliding_window": window}
-    # Not that of transformers, which small vocabularies do not have.
+    # Not the default of transformers, which small vocabularies do not have.
     config["pad_token_id"] = fields.token_id("padding")
     if _LONG_FACTORS not in fields.header.tensors:
         return config

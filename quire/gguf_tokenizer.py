@@ -70,7 +70,7 @@ class _Split:
     Attributes:
         patterns: The texts that each step cuts out; the text between them is a piece, too.
         then_as_gpt_2: Whether a last step splits as GPT-2 does.
-        whole: Whether a piece that is a token is one, whatever the merges say.
+        whole: Whether a piece that is a token stays one, in spite of the merges.
         with_bos: Whether the first token comes before a text, unless the file says otherwise.
         normalized: Whether the text is brought to the normal form NFC first, as transformers does and llama.cpp does
             not.
@@ -272,7 +272,7 @@ def _merges_of(
     is_text = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
     places = {token: place for place, token in enumerate(tokens)}
     # Where a token may be cut: bit n of a number stands for after n characters. So all cuts of a token are found at
-    # once, whatever its length and however many tokens it begins with.
+    # once, however long it is and however many tokens it begins with.
     after_beginnings, before_ends = dict[str, int](), dict[str, int]()
     for text, beginning in _longest_beginnings(is_text).items():
         after_beginnings[text] = 0 if beginning is None else after_beginnings[beginning] | 1 << len(beginning)

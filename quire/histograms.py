@@ -1,4 +1,4 @@
-"""Histograms that take many observations at once, and what is common to the metrics of all services.
+"""Histograms that take many observations at once, and the common part of all services' metrics.
 
 A step has a value for each of its tokens. `prometheus_client.Histogram` takes them one by one, and walks over its
 buckets for each; here they are counted in one call a step.
@@ -39,12 +39,12 @@ OTHER_TENANTS = "(other)"
 
 
 class Distribution:
-    """How many observations fell into each bucket, and their sum.
+    """The number of observations in each bucket, and their sum.
 
-    One thread adds, others may read meanwhile: what they read may lack the newest observations, or their sum.
+    One thread adds, others may read meanwhile: their result may lack the newest observations, or their sum.
 
     Attributes:
-        bounds: The upper bounds of the buckets, rising; one more bucket has what is above all of them.
+        bounds: The upper bounds of the buckets, rising; one more bucket has the values above all of them.
         sum: The sum of all observations.
     """
 
@@ -109,7 +109,7 @@ class Histograms(Collector):
     """Histograms of one service, by name."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
-        """`prefix` is that of all names."""
+        """`prefix` begins all names."""
         self._prefix = prefix
         self._families: dict[str, tuple[str, Distribution]] = {}
         registry.register(self)
@@ -130,7 +130,7 @@ class Histograms(Collector):
 class TenantLabels:
     """The label of each tenant in metrics: its name for the first ones that come, one label for all others.
 
-    So the number of series is bounded, whatever the number of tenants.
+    So the number of series is bounded for any number of tenants.
     """
 
     def __init__(self, max_tenants: int) -> None:

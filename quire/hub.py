@@ -137,15 +137,15 @@ class _Listed:
 
 
 def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -> Path:
-    """Fetches what is missing in the cache; returns the snapshot's directory, or the file of a name with one.
+    """Fetches the files missing in the cache; returns the snapshot's directory, or the file of a name with one.
 
     A branch or tag is looked up at the hub. Without the hub the cache answers, where it has all files.
 
     Args:
-        report: is told of the bytes of large files.
+        report: called with the bytes of large files.
 
     Raises:
-        ConfigurationError: one line that says what is in the way, and the way out.
+        ConfigurationError: one line with the obstacle and the way out.
     """
     disable_progress_bars()
     set_verbosity_error()
@@ -154,7 +154,7 @@ def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -
 
 
 def cached(model: HubName) -> Path | None:
-    """The same where the cache has all of it; None else. The hub is not asked."""
+    """The same if the cache has all of it; else None. The hub is not asked."""
     try:
         with _explained(model):
             return _Pull(model, no_report, offline="the hub is not asked").run(Parts.ALL)
@@ -435,7 +435,7 @@ class _Partial(FileIO):
         return written
 
     def finish(self, *, is_resumed: bool) -> None:
-        """Makes it the blob. Raises ConfigurationError where what was kept of it is not of this file."""
+        """Makes it the blob. Raises ConfigurationError if an earlier part of it is not from this file."""
         if is_resumed and _SHA256.fullmatch(self._blob.name):
             self.seek(0)
             if hashlib.file_digest(self, "sha256").hexdigest() != self._blob.name:
@@ -523,7 +523,7 @@ def _token_state() -> str:
 
 
 def _missing(text: str) -> ConfigurationError:
-    """The error for what the cache has not, where the hub is not asked or does not answer."""
+    """The error for a file that the cache lacks, if the hub is not asked or does not answer."""
     return ConfigurationError(text) if constants.HF_HUB_OFFLINE else TemporaryError(text)
 
 

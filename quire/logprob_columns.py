@@ -58,12 +58,12 @@ class LogprobColumns:
         return cls(chosen_logprobs, chosen_ranks, counts, top_token_ids[kept], top_logprobs[kept])
 
     def __len__(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return len(self.chosen_logprobs)
 
     @property
     def size(self) -> int:
-        """How many log probabilities."""
+        """Number of log probabilities."""
         return len(self) + len(self.top_logprobs)
 
     @property
@@ -122,12 +122,12 @@ class LogprobLog:
         self._buffers: tuple[bytearray, ...] = ()
 
     def __len__(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return len(self._buffers[0]) // _FLOAT32.itemsize if self._buffers else 0
 
     @property
     def size(self) -> int:
-        """How many log probabilities."""
+        """Number of log probabilities."""
         return len(self) + len(self._buffers[-1]) // _FLOAT32.itemsize if self._buffers else 0
 
     def append(self, columns: LogprobColumns) -> None:

@@ -27,7 +27,7 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
 
     Args:
         with_weights: Whether a download includes the weights; without them it has all that a gateway reads.
-        report: Is told how far a download is.
+        report: Called with the progress of a download.
 
     Raises:
         ConfigurationError: there is no such directory, or no way to have the model.

@@ -36,8 +36,8 @@ def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> B
 
 
 def _unsalted_root(tenant: str, adapter: bytes | None) -> BlockHash:
-    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed. With the digest of an
-    adapter it is that of the tenant's sequences with this adapter, whose keys and values are others."""
+    """The root hash of a tenant: tenants share no blocks, and cannot probe each other's computations. With the digest
+    of an adapter it is the root of the tenant's sequences with this adapter, which have other keys and values."""
     if adapter is not None:
         return BlockHash(blake2b(adapter + tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/a").digest())
     return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())

@@ -26,7 +26,7 @@ def cores(processors: Collection[int], system: Path = _SYSTEM) -> list[list[int]
 
 
 def num_nodes(processors: Collection[int], system: Path = _SYSTEM) -> int:
-    """How many NUMA nodes, each with memory of its own, these processors belong to."""
+    """The number of NUMA nodes, each with memory of its own, that these processors belong to."""
     return max(1, sum(not node.isdisjoint(processors) for node in _nodes(system)))
 
 

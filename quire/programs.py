@@ -91,7 +91,7 @@ class Program:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
         if self._pin is not None:
-            # Otherwise it ends by itself, and what the program raised must not be lost.
+            # A pin that stays ends by itself, and an error of the program must not be lost.
             with contextlib.suppress(QuireError):
                 await self._client.unpin_prefix(self._pin.pin_id, timeout_s=_UNPIN_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""How far a model is on its way into a worker, and the one line that shows it to a person.
+"""The progress of a model on its way into a worker, and the one line that shows it to a person.
 
 A worker reports a `LoadProgress` while it loads. The scheduler hands it on to its gateways: in the metadata of the
 status with which it refuses them, or in ReplicaState. Gateways show it in `/ready`, in GetServerInfo and so in
@@ -80,7 +80,7 @@ class LoadProgress:
 
 
 Report = Callable[[LoadProgress], object]
-"""Is told of progress, in any thread, as often as there is some."""
+"""Called with progress, in any thread, as often as there is some."""
 
 
 def no_report(progress: LoadProgress) -> None:
@@ -95,7 +95,7 @@ def of_bytes(done: int, total: int) -> tuple[str, str]:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """A size for people: "1.5 GiB", or "64 B". Rounded down, so that what is available is never exceeded by it."""
+    """A size for people: "1.5 GiB", or "64 B". Rounded down, so that it never exceeds the available size."""
     power = max(min((max(num_bytes, 1).bit_length() - 1) // 10, len(_UNITS) - 1), 0)
     tenths = num_bytes * 10 >> 10 * power
     return f"{tenths // 10}.{tenths % 10} {_UNITS[power]}" if power else f"{num_bytes} B"
@@ -123,7 +123,7 @@ class ProgressLine:
         self._shown_at = clock()
 
     def show(self, text: str) -> None:
-        """Shows `text` instead of what was shown before, where enough time has passed since then."""
+        """Replaces the shown text by `text`, if enough time has passed since the last change."""
         now = self._clock()
         if text == self._shown or now - self._shown_at < (_DRAW_EVERY_S if self._is_terminal else self._every_s):
             return

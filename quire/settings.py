@@ -160,7 +160,7 @@ def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] 
         program: The command that the user called, for example "quire worker", for `--help`.
 
     Raises:
-        ConfigurationError: one line that names flag, variable or file and key, the value and what was expected.
+        ConfigurationError: one line that names flag, variable or file and key, the value and the expectation.
         SystemExit: after `--help` was printed.
     """
     options = _options_of(cls)
@@ -462,7 +462,7 @@ def _as_text(value: object, source: str) -> str:
     raise ConfigurationError(f"{source} is {kind}; expected a text, a number, true or false")
 
 
-# Text to values. Every function raises ValueError that says what was expected.
+# Conversions of texts to values. Every function raises ValueError that names the expectation.
 
 
 def _parser_of(hint: Any) -> Callable[[str], Any]:

@@ -1,4 +1,4 @@
-"""Checks that the compose files are what the Compose specification allows.
+"""Checks the compose files against the Compose specification.
 
 usage: python -m tools.check_compose [FILE ...]   (later files change earlier ones)
 

@@ -31,7 +31,7 @@ _OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what is wrong; 1 when something is, or a package is missing."""
+    """Prints the problems; returns 1 if there are some, or if a package is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write deploy/rendered anew")
     parser.add_argument("--crds", type=Path, metavar="DIR", help="folder with CustomResourceDefinitions")

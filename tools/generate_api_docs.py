@@ -80,7 +80,8 @@ def _render_services(file: ProtoFile) -> Iterator[str]:
 
 
 def _render_message(file: ProtoFile, path: tuple[int, ...], name: str, message: DescriptorProto) -> Iterator[str]:
-    """The message at `path`, whose name is that of the messages that it is in and its own, and the messages in it."""
+    """The message at `path`, with the messages in it. Its `name` begins with the names of the messages that it is
+    in."""
     yield _heading(file, name, "message")
     if comment := file.comment_of(*path):
         yield _paragraphs(comment)

@@ -253,7 +253,7 @@ MEMORY = (
     ),
     Panel(
         "Blocks by state",
-        "cached blocks are free, and hold what a later request may use again. Pinned ones are among the others.",
+        "Cached blocks are free, and a later request may use them again. Pinned ones are among the others.",
         "short",
         ((gauge('quire_scheduler_gpu_blocks{state!="pinned"}', "state"), "{{state}}"),),
         stacked=True,
@@ -347,7 +347,7 @@ MEMORY = (
     ),
     Panel(
         "Time of a step",
-        "From its plan to its result, and what of that is planning.",
+        "From its plan to its result, and the part that is planning.",
         _SECONDS,
         (
             *quantiles("quire_scheduler_step_seconds"),

@@ -86,7 +86,7 @@ def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Ite
             yield f"Service {name}: its selector finds no pod"
         for pod in chosen:
             for port in service["spec"]["ports"]:
-                # A headless Service leads to the pod's own port, whatever it says.
+                # A headless Service leads to the pod's own port, and ignores its target port.
                 headless = service["spec"].get("clusterIP") == "None"
                 if headless and _gateway_is_inside(pod):
                     continue

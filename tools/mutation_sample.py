@@ -23,7 +23,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import hypothesis.stateful  # noqa: F401  (what the tests import is loaded once, before the forks)
+import hypothesis.stateful  # noqa: F401  (imports of the tests are loaded once, before the forks)
 import pytest
 from cosmic_ray.commands.init import _all_work_items  # pyright: ignore[reportMissingImports]
 from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]

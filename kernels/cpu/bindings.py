@@ -117,8 +117,8 @@ class _Shrunk:
 class CpuKernels:
     """The operations of one library. `kernels.ops` documents and checks the arguments.
 
-    The reference computes what the library does not support (float64, weights of another dtype than x). Tensors may be
-    views whose last dimension is contiguous; others are copied first.
+    The reference computes unsupported cases (float64, weights of another dtype than x). Tensors may be views whose last
+    dimension is contiguous; others are copied first.
 
     Args:
         make_empty: allocates the results of operations and their intermediate tensors.
@@ -674,7 +674,7 @@ def _num_panels(out_features: int, gated: bool) -> int:
 
 
 def _elements_of_word(dtype: torch.dtype, quantization: Quantization) -> int:
-    """How many elements of a token are a word of 32 bits, and are multiplied together."""
+    """Number of elements of a token in a word of 32 bits, which are multiplied together."""
     if quantization is Quantization.INT8_DYNAMIC:
         return 4
     return 1 if dtype == torch.float32 else 2

@@ -39,7 +39,7 @@ _CODED = {
     "kScaledFp8": Coding.FP8,
 }
 STORED_CODED = {coding: number for number, coding in enumerate(_CODED.values(), start=3)}
-"""The same enum."""
+"""The numbers of coded weights in the enum StoredAs."""
 PANEL, WORDS_OF_BLOCK = 32, 16
 """Columns of a panel of a packed weight, and words of a column in a block of it."""
 BF12_GROUP, BF12_GROUP_BYTES, BF12_HEAD_BYTES, BF12_EXCEPTION_BYTES = 128, 192, 64, 8

@@ -283,7 +283,7 @@ def decode_attention(
 
 
 def _partial_results(output: torch.Tensor, num_rows: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, S, Hq, D] for what each piece gives and [R, S, Hq] for its log-sum-exp; not used where there is one piece."""
+    """[R, S, Hq, D] for the results of pieces and [R, S, Hq] for their log-sum-exp; unused if there is one piece."""
     if num_splits == 1:
         return output, output
     _, num_heads, head_dim = output.shape

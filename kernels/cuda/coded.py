@@ -312,7 +312,7 @@ def _plane(parts: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def read(weight: CodedWeight) -> tuple[torch.Tensor, int, Scales]:
-    """The codes [out, in] uint8, their bits, and what they stand for."""
+    """The codes [out, in] uint8, their bits, and their values."""
     rows, grouped = weight.rows, weight.scales
     if grouped is None:
         bits, decode = _DECODERS[weight.coding]
@@ -342,7 +342,7 @@ def _float16(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous().view(torch.float16)[..., 0].t()
 
 
-# Blocks [R, n, bytes of a block] to codes, whose order is that of the inputs, and scales; as ggml documents them.
+# Convert blocks [R, n, bytes of a block] to codes in the order of inputs, and scales; as ggml documents them.
 
 
 def _k_with_minima(blocks: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, Scales]:

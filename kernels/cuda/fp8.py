@@ -29,7 +29,7 @@ class Fp8Weight(PackedWeight):
     """`data` is the weight, [out, in] in E4M3."""
 
     factors: torch.Tensor
-    """[1, out] float32, what each output is multiplied by."""
+    """[1, out] float32, the factor of each output."""
 
 
 def has_products(device: torch.device, dtype: torch.dtype) -> bool:

@@ -239,7 +239,7 @@ def _parse(text: str) -> TcpAddress | UnixAddress:
 
 
 def _resolve(addresses: Sequence[TcpAddress], look_up: LookUp) -> list[TcpAddress]:
-    """The same with IP addresses for names, each once; a name may have several."""
+    """The addresses with IP addresses for names, each once; a name may have several."""
     found: list[TcpAddress] = []
     unknown: list[str] = []
     for address in addresses:
@@ -286,7 +286,7 @@ def _options(target: Target) -> list[tuple[str, Any]]:
     options["grpc.enable_http_proxy"] = int(not (target.is_list or is_local(target.addresses[0])))
     options["grpc.service_config"] = json.dumps(service_config(spread=not target.is_one_place))
     if target.is_list:
-        # gRPC would take the whole list for the name of the server, and above for that of one host behind a proxy.
+        # gRPC would take the whole list for the name of the server, and above for the name of one host behind a proxy.
         options["grpc.default_authority"] = target.addresses[0] if target.hosts else "localhost"
     return list(options.items())
 

@@ -294,7 +294,7 @@ def _fill_options(message: Any, options: GenerationOptions | None) -> None:
 
 
 def fill_constraint(message: common_pb2.Constraint, constraint: Constraint, path: str = "constraint") -> None:
-    """Sets what a constraint says; `path` is the caller's name of it.
+    """Sets a constraint in a message; `path` is the caller's name of it.
 
     Raises:
         InvalidArgument: it does not say exactly one thing, or a value does not fit its field.
@@ -376,7 +376,7 @@ def from_generate_response(
 
 
 def with_parsed(answer: Generation, chat: ChatFields) -> Generation:
-    """The answer, whose sequences have what they say where the `response_format` of the chat is a schema."""
+    """The answer, with the parsed values of its sequences if the `response_format` of the chat is a schema."""
     wanted = chat.get("response_format")
     if wanted is None or isinstance(wanted, Constraint):
         return answer

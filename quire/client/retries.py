@@ -45,7 +45,7 @@ class RetryPolicy:
         lost_generations: Whether generations too are retried after UNAVAILABLE. A gateway may already run the first
             one: then the model works twice, and without a seed the two differ; the caller sees one. Durable streams
             do not need it.
-        resume_for_s: How long a durable stream that was lost tries to go on. A server that restarts takes as long as
+        resume_for_s: Seconds for which a lost durable stream tries to go on. A server that restarts takes as long as
             its model takes to load.
     """
 
@@ -70,7 +70,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """How long a call may take in all, waits included.
+    """The maximum time of a call in all, waits included.
 
     Attributes:
         end: When its time is over, on `clock`; None for no limit.
@@ -140,7 +140,7 @@ Start = Callable[[float | None], Any]
 """Makes the call that submits the request, given the remaining seconds."""
 
 Continue = Callable[[Sequence[generation_pb2.HeldSequence], float | None], Any]
-"""Makes the call that submits the request anew, to go on from what is held of each sequence."""
+"""Makes the call that submits the request anew, to continue after the received part of each sequence."""
 
 Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
 """Makes the call that resumes the request where a scheduler still has it."""
@@ -150,7 +150,7 @@ class Recovery(Protocol):
     """The received part of one stream, and how to get the rest."""
 
     def accept(self, event: StreamEvent) -> StreamEvent | None:
-        """Notes an event; returns what of it is new to the caller, None if nothing is."""
+        """Records an event; returns the part of it that is new to the caller, None if nothing is."""
         ...
 
     def found(self) -> None:
@@ -172,7 +172,7 @@ class Restart:
 
     Attributes:
         start: Submits the request.
-        attempts: How often.
+        attempts: Counts its submissions.
     """
 
     start: Start
@@ -197,7 +197,7 @@ class Restart:
 
 _TEXT, _REASONING = -1, -2
 Characters = Counter[int]
-"""How many characters there are of the text, of the reasoning, and of the name and arguments of each call."""
+"""The number of characters of the text, of the reasoning, and of the name and arguments of each call."""
 
 
 @dataclass(slots=True)

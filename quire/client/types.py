@@ -44,7 +44,7 @@ JsonSchema = str | Mapping[str, Any] | type
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """A constrained part of a text, between `begin` and `end`: exactly one of the three says what it is."""
+    """A constrained part of a text, between `begin` and `end`: exactly one of the three fields constrains it."""
 
     begin: str
     end: str = ""
@@ -273,7 +273,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of one tool call of a stream: what it adds to the arguments. The first part of a call has its id and name.
+    """A part of one tool call of a stream: its addition to the arguments. The first part of a call has its id and name.
 
     `index` is the position of the call among the calls of its sequence.
     """
@@ -359,7 +359,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of the model `parent`. `digest` is that of its files, in hexadecimal. Only operators see the
+    """A LoRA adapter of the model `parent`. `digest` is its files' digest, in hexadecimal. Only operators see the
     directory; it is empty for others."""
 
     name: str
@@ -382,7 +382,7 @@ class Replica:
     max_num_seqs: int
     max_num_batched_tokens: int
     loading: LoadProgress | None
-    """How far a worker that was lost is with loading its model anew."""
+    """The progress of a lost worker with loading its model anew."""
     device_name: str = ""
     """The device that the model runs on, for people; empty if the server does not say."""
     role: ReplicaRole = ReplicaRole.BOTH

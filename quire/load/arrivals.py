@@ -101,7 +101,7 @@ def make_arrivals(rate: float, burstiness: float = 1.0) -> Poisson | Gamma | AtO
 
 
 def first_until(arrivals: Arrivals, duration_s: float, seed: int) -> np.ndarray:
-    """The times before `duration_s`; of a trace, what it has of them. ValueError where all arrive at once."""
+    """The times before `duration_s`; of a trace, all that it has. ValueError if all arrive at once."""
     if isinstance(arrivals, Trace):
         times = arrivals.times(len(arrivals.recorded), seed)
         return times[times < duration_s]

@@ -77,7 +77,7 @@ class Dataset(Protocol):
     def name(self) -> str: ...
 
     def requests(self, seed: int) -> Iterator[LoadRequest]:
-        """The same requests for the same seed."""
+        """Yields the same requests for the same seed."""
         ...
 
 
@@ -90,13 +90,13 @@ def take(dataset: Dataset, num_requests: int, seed: int) -> list[LoadRequest]:
 class Independent:
     """Requests that know nothing of one another but the prefix that they may share.
 
-    A prompt without its prefix has at most half of what the prefix leaves of `max_model_len`, an output what the prompt
-    leaves.
+    A prompt without its prefix has at most half of the tokens that the prefix leaves of `max_model_len`, an output has
+    the tokens that the prompt leaves.
 
     Attributes:
         vocab_size: Token ids are drawn from FIRST_TOKEN_ID up to it, exclusive.
         prefix_len: Tokens that begin every prompt.
-        num_prefixes: How many different ones there are; requests take them in turn. `group` says which.
+        num_prefixes: Number of different prefixes; requests take them in turn, as in `group`.
     """
 
     name: str
@@ -244,7 +244,7 @@ def chat(
     scale: float = 1.0,
 ) -> Chat:
     """Conversations with messages and answers `scale` times as long as ShareGPT's; by default a prompt keeps half of
-    what the model takes."""
+    the model's maximum length."""
     longest = max_model_len // 2 if max_prompt_len is None else max_prompt_len
     lengths = (SHAREGPT_PROMPT.scaled(scale), SHAREGPT_OUTPUT.scaled(scale))
     return Chat(*lengths, max_model_len, vocab_size, longest, mean_turns, max_turns, delay_s)

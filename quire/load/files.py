@@ -25,7 +25,7 @@ def read_requests(path: Path, default_output_len: int | None = None) -> list[Loa
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: one line that names the file, the line and what is wrong.
+        ValueError: one line that names the file, the line and the error.
     """
     requests: list[LoadRequest] = []
     try:

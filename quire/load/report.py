@@ -99,7 +99,7 @@ class Report:
         request_rate: Arrivals a second that were planned; infinite where everything arrived at once.
         duration_s: From the beginning to the last end.
         cached_tokens: Cached tokens of all prompts; None if the server does not say. Likewise `preemptions`.
-        send_delay: How late requests were sent: waiting for a slot under a limit on concurrency, or for the client.
+        send_delay: Delay of sending: waiting for a slot under a limit on concurrency, or for the client.
         goodput: Requests a second that kept the SLO; None without one. `slo_share` is their share of all requests.
         client_cpu_share: Processor time of the load generator by duration: 1.0 is a whole core. None in simulations.
         counters: Further counters of a simulation or a server, by name.

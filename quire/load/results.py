@@ -47,7 +47,7 @@ class LoadResult:
     runs: tuple[Run, ...]
 
     def write(self, path: Path) -> None:
-        """The same result gives the same file, to the byte. A file that was there stays whole until then. Raises
+        """Writes the same file for the same result, to the byte. An existing file stays whole until then. Raises
         OSError."""
         runs = [{"report": run.report.as_json(), "requests": run.requests} for run in self.runs]
         head = {"format": _FORMAT, "source": self.source, "name": self.name, "facts": self.facts}

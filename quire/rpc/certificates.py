@@ -51,8 +51,8 @@ class Authority:
 
     @classmethod
     def open(cls, directory: Path) -> "Authority":
-        """Reads the authority in a directory, of several trusted ones that of ca.key. ConfigurationError when it cannot
-        be read."""
+        """Reads the authority in a directory; of several trusted ones, the authority of ca.key. ConfigurationError if
+        it cannot be read."""
         try:
             certificates = x509.load_pem_x509_certificates((directory / AUTHORITY_FILE).read_bytes())
             key = serialization.load_pem_private_key((directory / _AUTHORITY_KEY_FILE).read_bytes(), None)

@@ -32,7 +32,7 @@ REQUEST_ID_HEADER = "quire-request-id"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into the call's status.
+    """Turns a handler's exception into the call's status.
 
     A QuireError becomes its own status with details, before or in the middle of a stream. `context.abort` keeps its
     meaning and cancellation passes. Anything else becomes INTERNAL with reason "UNEXPECTED": the log gets the
@@ -158,7 +158,7 @@ def remake(
 
 
 def is_generator(behavior: Behavior) -> bool:
-    """Whether a handler answers a stream. A wrapper must keep the kind: grpc.aio tells handlers apart by it."""
+    """Whether a handler answers a stream. A wrapper must keep the kind, by which grpc.aio distinguishes handlers."""
     return inspect.isasyncgenfunction(behavior)
 
 

@@ -30,7 +30,7 @@ _DISTRIBUTIONS = {"zmq": "pyzmq"}
 _REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>\w+)['\"]")
 # Extras that are made of others, or for developers.
 _COLLECTIONS = ("all", "dev")
-# Options of mallopt(3): blocks from this size on are mapped, and what is free at the top is returned from this size on.
+# Options of mallopt(3): blocks from this size on are mapped, and free memory at the top is returned from this size on.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 18
 _M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 8 << 20
 _logger = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def stop_signals() -> list[signal.Signals]:
 async def return_freed_memory(interval_s: float) -> None:
     """Returns freed memory to the operating system: large blocks at once, the rest again and again, until cancelled.
 
-    glibc keeps what is free between blocks in use, and once a large block was freed it takes further ones from what it
-    keeps. Requests of megabytes leave a process with twice the memory that it uses. `malloc_trim` takes less than a
+    glibc keeps free memory between used blocks, and once a large block was freed it takes further ones from the kept
+    memory. Requests of megabytes leave a process with twice the memory that it uses. `malloc_trim` takes less than a
     millisecond where little is free and up to 30 ms otherwise; it runs in a thread, without the interpreter's lock.
     With a C library that lacks these functions nothing happens.
     """

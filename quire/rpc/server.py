@@ -36,7 +36,7 @@ _CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_na
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How much of a server its connections may take; None sets no limit.
+    """Limits of a server's connections; None sets no limit.
 
     Attributes:
         max_connections: Connections at once; further ones are closed.
@@ -44,7 +44,7 @@ class ConnectionLimits:
             until our code is done with it, too, which bounds the calls that a client can open and reset: of further
             calls at that moment some are refused, which clients see as UNAVAILABLE.
         handshake_timeout_s: A connection that is not set up by then is closed.
-        max_age_s: A client is told to open a new connection for its next calls when its connection is that old, 10%
+        max_age_s: A client is asked to open a new connection for its next calls when its connection is that old, 10%
             more or less. Calls that run in the old one continue, and none is lost.
     """
 
@@ -54,7 +54,7 @@ class ConnectionLimits:
     max_age_s: float | None = None
 
     def options(self) -> list[tuple[str, int]]:
-        """The same for a gRPC server, and the maximum metadata of a call."""
+        """The limits as options of a gRPC server, and the maximum metadata of a call."""
         limits = {
             "grpc.max_allowed_incoming_connections": self.max_connections,
             "grpc.max_connection_age_ms": None if self.max_age_s is None else int(self.max_age_s * 1000),

@@ -1,7 +1,7 @@
 """TLS on TCP links: identities of processes, permitted callers, and certificates that may change while they run.
 
-Certificates name the role of their holder; docs/security.md says how to make them. Each handshake uses the files as
-they are then; connections that are open keep what they began with. Unix sockets are not encrypted: a process that may
+Certificates name the role of their holder; docs/security.md explains how to make them. Each handshake uses the files as
+they are then; open connections keep the files that they began with. Unix sockets are not encrypted: a process that may
 open the file may call.
 """
 
@@ -234,7 +234,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
             wanted, had = " or ".join(sorted(roles)), ", ".join(sorted(shown)) or "no role"
             message = f"this is for {wanted}; the caller's certificate names {had}"
             if hasattr(request, "__aiter__"):
-                # A status that meets the first write of a stream reaches grpc.aio's clients as INTERNAL.
+                # A status at the first write of a stream reaches grpc.aio's clients as INTERNAL.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_FIRST_MESSAGE_S):
                         await anext(aiter(request), None)

@@ -1,6 +1,6 @@
 """Sends spans by OTLP. The only module that imports OpenTelemetry's SDK and exporter.
 
-OpenTelemetry's variables hold for what has no flag: sampler, headers, certificates, queue, resource.
+OpenTelemetry's variables set everything without a flag: sampler, headers, certificates, queue, resource.
 """
 
 import logging

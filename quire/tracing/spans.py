@@ -91,7 +91,7 @@ class Tracer:
         return Span(self._tracer.start_span(name, context, kind=trace.SpanKind.SERVER, attributes=attributes))
 
     def close(self) -> None:
-        """Sends what has ended, for two seconds at most, and drops the rest. Blocks."""
+        """Sends finished spans, for two seconds at most, and drops the rest. Blocks."""
         self._close()
 
 

@@ -87,7 +87,7 @@ struct ScoreRule {
         soft_cap(static_cast<float>(args.soft_cap)),
         slope(args.alibi_slopes == nullptr ? 0.0f : args.alibi_slopes[head]) {}
 
-  // `distance` is the position of the key in lane 0 less that of the query.
+  // `distance` is the position of the key in lane 0 less the position of the query.
   Vec operator()(Vec product, int64_t distance) const {
     Vec score = product * set1(scale);
     if (soft_cap != 0.0f) score = set1(soft_cap) * tanh(score / set1(soft_cap));

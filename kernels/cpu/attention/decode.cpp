@@ -49,7 +49,7 @@ inline int64_t span_end(int64_t token, int64_t end) {
   return next < end ? next : end;
 }
 
-// Scores of a head in a span, with room for what is read and written at once behind the last.
+// Scores of a head in a span, with room for a vector behind the last score.
 constexpr int kScores = kSpan + kWidth;
 
 // Tokens of a sequence that lie in one block.
@@ -415,7 +415,7 @@ class UnitHeads {
   // value may be no number.
   void add_seen_values(HeadGroup<Stored>& group, const Stored* values, int count, int64_t token,
                        PrefetchLines& ahead) {
-    // Rows see tokens in order: what the first and the last one see is seen by all.
+    // Rows see tokens in order: tokens that the first and the last row see are seen by all.
     Range common = seen_[0].within(seen_[unit_.num_rows - 1]).within({token, token + count});
     if (common.begin > common.end) common = {token, token};
     const Range parts[] = {{token, common.begin}, common, {common.end, token + count}};
@@ -473,8 +473,7 @@ int64_t scratch_of(const AttentionArgs& args, int64_t num_rows) {
                                   : UnitHeads<T>::scratch_bytes(args, num_rows);
 }
 
-// The states of one head: that of the first chunk takes the others in, which lie `stride` floats apart. Returns the
-// sum.
+// The states of one head, `stride` floats apart: the first chunk's state absorbs the others. Returns the sum.
 float merge_head(float* total, int64_t chunks, int64_t stride, int64_t head_dim) {
   Softmax softmax;
   softmax.max_score = total[0];

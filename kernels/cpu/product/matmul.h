@@ -52,8 +52,8 @@ inline void multiply_tile(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
     for (int i = 0; i < kVectors; ++i) store(c.line(m) + i * kWidth, sums[m][i]);
 }
 
-// C = A B, or C += A B. The numbers of columns and of words are multiples of 16, columns of 32 too; that of lines is
-// one of kLinesAtOnce.
+// C = A B, or C += A B. The numbers of columns and of words are multiples of 16, columns of 32 too; the number of lines
+// is one of kLinesAtOnce.
 template <class T>
 inline void multiply(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t k, bool add) {
   constexpr int kLines = 4, kColumns = kTileVectors * kWidth;

@@ -103,7 +103,7 @@ struct Stored<Q40> {
   }
 };
 
-// The file has what is added, which is a negative minimum.
+// The file has an addend, which is a negative minimum.
 inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 template <>

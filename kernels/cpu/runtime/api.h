@@ -21,7 +21,7 @@ enum Status : int32_t {
   kBadSlot = 3,      // a slot is not in the pool
   kBadPosition = 4,  // a position is not in the table of cosines and sines
   kNoMemory = 5,
-  kBadId = 6,  // an id is not that of a row
+  kBadId = 6,  // an id is not the index of a row
   kBadSlotOfAdapter = 7,
 };
 
@@ -99,7 +99,7 @@ enum Activation : int64_t {
   kGeluTanhAndMul = 5,
 };
 
-// The groups of inputs that have a scale, where codes and scales of a weight come apart (coded.h); else all zeros.
+// The groups of inputs that have a scale, if codes and scales of a weight are separate (coded.h); else all zeros.
 struct Grouping {
   int64_t pieces;       // of 32 inputs in a group; the last group of a row may have fewer
   int64_t scale_dtype;  // a Dtype

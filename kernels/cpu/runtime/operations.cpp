@@ -93,7 +93,7 @@ Status check_tokens(const RotaryArgs& args) {
   return kOk;
 }
 
-// The tokens of an operation that have adapters, slot by slot: so they share what they read of an adapter.
+// The tokens of an operation that have adapters, slot by slot, so that they share the reads of an adapter.
 class SortedTokens {
  public:
   template <class Args>

@@ -34,8 +34,8 @@ struct Units {
   int64_t begin, end;
 };
 
-// The units of a work, divided among threads: of as many units a thread has the same ones every time, so what they read
-// stays near to it. It takes them by a counter on a cache line of its own.
+// The units of a work, divided among threads: with an equal number of units a thread has the same ones every time, so
+// that their data stays near to it. It takes them by a counter on a cache line of its own.
 class Shares {
  public:
   explicit Shares(int64_t threads) : of_threads_(threads) {}

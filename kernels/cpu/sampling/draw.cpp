@@ -1,8 +1,9 @@
 // From the logits of a row to a token: the highest logit, scores and their weights, the lowest score that top-k, top-p
-// and min-p keep, and the inverse of the cumulative distribution. worker_svc/sampling says what each of them is.
+// and min-p keep, and the inverse of the cumulative distribution. worker_svc/sampling explains each of them.
 //
-// A threshold is found without sorting the vocabulary: sums at several scores in one pass say between which two it
-// lies, and the next pass reads what lies there. Sums are of floats within a line, of doubles from line to line.
+// A threshold is found without sorting the vocabulary: one pass sums at several scores and finds the two scores between
+// which the threshold lies; the next pass reads only the scores between them. Sums are of floats within a line, of
+// doubles from line to line.
 #include "runtime/isa.h"
 #include "vec/vec.h"
 
@@ -14,7 +15,7 @@ constexpr int64_t kLine = 256;
 constexpr int64_t kSorted = 48;
 // Scores at which one pass sums; the first is the lowest that can be the threshold.
 constexpr int kPlaces = 8;
-// `exp` of what is below is 0.
+// `exp` of lower numbers is 0.
 constexpr float kLowest = -88.0f;
 
 // Tokens in any order. There is room for kWidth more after the last one.
@@ -90,7 +91,7 @@ bool spread(float low, float high, float (&places)[kPlaces]) {
 template <bool kCounts>
 float threshold(Candidates list, double wanted, float low, const Candidates& rest) {
   float high = kInfinity;
-  double above = 0;  // the sum of what is at `high` and higher
+  double above = 0;  // the sum of the weights at `high` and higher
   while (list.size > kSorted) {
     float places[kPlaces];
     if (!spread(low, high, places)) return low;
@@ -246,7 +247,7 @@ class Row {
     return sums[0];
   }
 
-  // The first token at which the sum of what is kept passes its share of all; -1 where rounding hides it.
+  // The first token at which the sum of kept weights passes its share of all; -1 if rounding hides it.
   int64_t pick(float floor) {
     double total = 0;
     if (floor > -kInfinity) keep_from(floor);

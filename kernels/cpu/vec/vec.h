@@ -50,8 +50,8 @@ inline constexpr int kPrefetchCache = kFirstCache;
 inline constexpr int kPrefetchCache = kSecondCache;
 #endif
 
-// The same for what is read soon, and once: 9% more a second on an AMD processor, for keys and values and for weights
-// of one token. Not measured on others.
+// The same for data that is read soon, and once: 9% more a second on an AMD processor, for keys and values and for
+// weights of one token. Not measured on others.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 inline constexpr int kOnceCache = kNoCache;
 #else
