@@ -1,4 +1,4 @@
-"""Which implementation runs the operations on a device: the CPU library, the CUDA kernels, or the reference."""
+"""Selects the implementation of the operations for a device: the CPU library, the CUDA kernels, or the reference."""
 
 import functools
 import hashlib

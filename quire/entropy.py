@@ -17,7 +17,7 @@ class Entropy(Protocol):
 
 
 class SystemEntropy:
-    """The operating system's."""
+    """The operating system's source."""
 
     def random_bytes(self, count: int) -> bytes:
         return os.urandom(count)

@@ -1,10 +1,10 @@
-"""Models of a hub: from ORG/NAME to a snapshot in the cache that all tools of the Hugging Face Hub share.
+"""Fetches models of a hub: ORG/NAME becomes a snapshot in the cache that all tools of the Hugging Face Hub share.
 
     pull(HubName.parse("org/name@v1"), Parts.ALL)  # -> .../models--org--name/snapshots/COMMIT
 
-`huggingface_hub` finds, authenticates and stores: its variables hold here too (HF_ENDPOINT, HF_TOKEN, HF_HOME,
-HF_HUB_OFFLINE and so on). Two things are done here. Only the files that Quire reads are fetched. And a large file goes
-on where a killed process left it, which `huggingface_hub` does within one process only (ADR 42).
+`huggingface_hub` finds, authenticates and stores: its variables apply here, too (HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE and so on). This module adds two things: it fetches only the files that Quire reads, and it continues a
+large file where a killed process left it, which `huggingface_hub` does within one process only (ADR 42).
 """
 
 import errno

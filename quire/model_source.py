@@ -1,4 +1,4 @@
-"""Where the model that `--model` names comes from: a path, the embedded model, or a hub."""
+"""The source of the model that `--model` names: a path, the embedded model, or a hub."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from quire.common.v1 import common_pb2
 
 
 class ReplicaRole(enum.StrEnum):
-    """Which work of a request a replica gets by preference, `--role` of its scheduler."""
+    """The work that a replica gets by preference, `--role` of its scheduler."""
 
     BOTH = "both"
     PREFILL = "prefill"

@@ -1,4 +1,4 @@
-"""Flags and environment variables into one frozen dataclass per service, checked at start.
+"""Reads flags and environment variables into one frozen dataclass per service, and checks them at start.
 
     @dataclass(frozen=True, slots=True)
     class WorkerSettings:
@@ -76,8 +76,8 @@ class ConfigurationError(Exception):
 
 
 class TemporaryError(ConfigurationError):
-    """A later start may find it mended, such as a hub of models that cannot be reached. A service exits with another
-    status than 2, so that its supervisor starts it again."""
+    """A configuration that may work at a later start, for example once a hub of models can be reached. A service exits
+    with another status than 2, so that its supervisor starts it again."""
 
 
 @dataclass(frozen=True, slots=True)

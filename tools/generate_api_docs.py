@@ -80,8 +80,7 @@ def _render_services(file: ProtoFile) -> Iterator[str]:
 
 
 def _render_message(file: ProtoFile, path: tuple[int, ...], name: str, message: DescriptorProto) -> Iterator[str]:
-    """The message at `path`, with the messages in it. Its `name` begins with the names of the messages that it is
-    in."""
+    """The message at `path`, with the messages in it. Its `name` includes the names of the messages around it."""
     yield _heading(file, name, "message")
     if comment := file.comment_of(*path):
         yield _paragraphs(comment)

@@ -1,4 +1,4 @@
-"""Writes a version to every place that names the version of what stands here.
+"""Writes a version to every place in the repository that names its version.
 
 usage: python -m tools.set_version VERSION   (0.2.0, or 0.2.0.dev0 after a release)
 

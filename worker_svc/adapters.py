@@ -225,8 +225,7 @@ def takes_adapters(model: CausalLM) -> bool:
 
 
 def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
-    """The linear layers between the embedding and the head, except in routed experts, which compute only some
-    tokens."""
+    """The linear layers between embedding and head, except in routed experts, which compute only some tokens."""
     assert isinstance(model, NativeCausalLM)
     modules = list(model.layers.modules())
     of_experts = {id(each) for layer in modules if isinstance(layer, Experts) for each in layer.experts.modules()}

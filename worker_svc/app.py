@@ -26,8 +26,7 @@ from worker_svc.thread_binding import placed_threads
 _GRACE_S = 1.0
 _DEVICE_STOP_S = 5.0
 _FETCH_S = 15.0
-"""Seconds that a worker that ends waits for other replicas to fetch the blocks offered to them: a lease and some
-more."""
+"""Seconds that an ending worker waits for other replicas to fetch the blocks offered to them: a lease and some more."""
 _logger = logging.getLogger(__name__)
 
 

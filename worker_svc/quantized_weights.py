@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix that several tensors of a file stand for; `dtype` is what its codes are."""
+    """A matrix that is stored as several tensors of a file; `dtype` is the type of its codes."""
 
     file: Path
     name: str

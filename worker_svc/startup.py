@@ -420,9 +420,8 @@ def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNames
 def _open_disk_tier(
     model: CausalLM, settings: WorkerSettings, namespace: KvNamespace, blocks: PoolBlocks, pool: KvPool
 ) -> DiskTier | None:
-    """The blocks, or parts of blocks, that this rank has on disk. If it is the only rank, the pool then starts with the
-    newest blocks. Several ranks may have different blocks; the blocks that all have are read when a prompt needs
-    them."""
+    """The blocks, or parts of blocks, that this rank has on disk. A single rank reads the newest ones into the pool.
+    Several ranks may have different blocks; the blocks that all have are read when a prompt needs them."""
     if settings.kv_disk is None:
         return None
     if model.device.type != "cpu":

@@ -46,9 +46,8 @@ def placed_threads(settings: WorkerSettings) -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]
-        # OpenMP has bound the thread that imports it. Threads that this one starts while it loads a model must not be
-        # bound, but stay near the memory of the bound threads: memory lies in the node of the thread that uses it
-        # first.
+        # OpenMP has bound the thread that imports it. Threads that load a model must not be bound, but stay near the
+        # memory of the bound threads: memory lies in the node of the thread that uses it first.
         os.sched_setaffinity(0, in_nodes_of(processors, available))
 
 

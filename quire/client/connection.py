@@ -1,4 +1,4 @@
-"""A client's channel: which gateways it calls, how it is encrypted, what shows its API key, what gRPC retries."""
+"""A client's channel to gateways: its addresses, its encryption, its API key, and gRPC's retries."""
 
 import ipaddress
 import json

@@ -1,4 +1,4 @@
-"""Between the client's values and the messages of quire.gateway.v1."""
+"""Converts the client's values to messages of quire.gateway.v1 and back."""
 
 # Callers may not be type-checked: values of wrong types are refused by name.
 # pyright: reportUnnecessaryIsInstance=false

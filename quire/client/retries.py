@@ -31,11 +31,11 @@ _MAX_TIMEOUT_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """When a client calls again: where a gateway refuses and says when to retry (RESOURCE_EXHAUSTED with RetryInfo),
-    where UNAVAILABLE ends an idempotent call, and where the call reached no gateway, but not five times in a row. A
-    stream is started again only while nothing of it has come.
+    """When a client retries a call: if a gateway refuses it and says when to retry (RESOURCE_EXHAUSTED with RetryInfo),
+    if UNAVAILABLE ends an idempotent call, or if the call reached no gateway, except five times in a row. A stream is
+    started again only before its first event.
 
-    Between two calls it waits as long as the gateway says, or else `first_delay_s`, twice as long each time up to
+    Between two calls it waits as long as the gateway says; else `first_delay_s`, doubled each time up to
     `last_delay_s`, and up to a quarter more. It never waits beyond the call's `timeout_s`.
 
     Attributes:

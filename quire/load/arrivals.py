@@ -1,4 +1,4 @@
-"""When requests arrive: seconds since the run began, in order. A longer list of times begins as a shorter one."""
+"""Arrival times of requests: seconds since the run began, in order. A longer list of times begins as a shorter one."""
 
 import math
 from dataclasses import dataclass

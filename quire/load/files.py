@@ -1,4 +1,4 @@
-"""Files of one's own: JSON lines, each a request."""
+"""Loads from users' files: JSON lines, each a request."""
 
 import json
 import sys

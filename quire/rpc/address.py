@@ -1,5 +1,5 @@
-"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH", and "dns:///NAME:PORT" for all that a name has; and
-reserved ports that processes share."""
+"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH", and "dns:///NAME:PORT" for all addresses of a name;
+and reserved ports that processes share."""
 
 import errno
 import ipaddress

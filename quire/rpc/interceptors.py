@@ -1,4 +1,4 @@
-"""Server interceptors that every service uses, and what interceptors are made of."""
+"""Server interceptors that every service uses, and helpers for interceptors."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""Time limits of peers, which end no earlier because this process stood still."""
+"""Time limits for peers that allow for pauses of this process."""
 
 import asyncio
 from collections.abc import Callable

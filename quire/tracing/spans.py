@@ -1,4 +1,4 @@
-"""Contexts as they travel in headers and messages, spans, and what starts them; not where spans are sent."""
+"""Trace contexts as they travel in headers and messages, spans, and tracers, which start spans; without exporters."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

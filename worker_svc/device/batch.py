@@ -154,8 +154,7 @@ def find_lone_tokens(batch: Batch, num_prompt_tokens: NDArray[np.int64]) -> NDAr
 
 
 def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
-    """The batch padded to `num_rows` rows: additional rows compute the first token of `padding_row` and do not
-    sample."""
+    """The batch padded to `num_rows` rows: further rows compute the first token of `padding_row` and do not sample."""
     missing = num_rows - len(batch.rows)
     ones = np.ones(missing, np.int32)
     return Batch(

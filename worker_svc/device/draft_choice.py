@@ -6,12 +6,12 @@ from recent drafts of the row and from all rows. Each draft lengthens the pass, 
 its start. The most probable drafts are taken until a further one would lower the tokens per second.
 
 A row whose drafts are not verified gives no new evidence. Therefore its next guess is compared with the token that it
-samples (a "look"). Looks become rarer while the row's drafts do not pay, and their time is limited: to a small share of
-the time of passes, plus a part of the time that drafts saved lately. Rows without paying drafts thus cost nearly as
-little as without speculation, whatever their number.
+samples (a "look"). Looks become rarer while the row's drafts do not pay, and have a time budget: a small share of the
+time of passes, plus a part of the time that drafts saved lately. Any number of rows without paying drafts thus costs
+nearly as little as without speculation.
 
-The choice depends only on sampled tokens and on measurements, so that all ranks choose alike: with several ranks a step
-is one pass, and the time of passes is measured at the start only.
+All ranks choose alike, from sampled tokens and measurements: with several ranks a step is one pass, and the time of
+passes is measured at the start only.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,8 @@ _MAX_LONGER = 2.0
 """Maximum slowdown, compared to a pass without drafts, of a pass of several rows that exceeds the rest of its step's
 time: all rows get their tokens at the end of the pass, including rows without drafts."""
 _LOOKING_S, _LOOKING_ROW_S = 130e-6, 25e-6
-"""Cost of a look, per pass and per row, in a pass that is not the first of its step. It triples in the first pass,
-which shares the processors and the interpreter with the results of the previous step. A first pass therefore includes
-looks only if the previous step had a single pass, too."""
+"""Cost of a look, per pass and per row, except in the first pass of a step: there it triples, since the results of the
+previous step use the processors, too. A first pass therefore has looks only if the previous step had a single pass."""
 _KEPT = 0.9
 """Factor by which a row's evidence decays at its next draft."""
 _WEIGHT_OF_ALL = 2.0
@@ -56,7 +55,7 @@ class Guesses(NamedTuple):
     kinds: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     """At least 1."""
-    """Number of tokens of each row."""
+    lengths: NDArray[np.int64]
     """Tokens of each row."""
 
 
@@ -64,8 +63,8 @@ class DraftChoice(Protocol):
     """Chooses the drafts that are verified."""
 
     def enter(self, row: int) -> None:
-        """Another sequence has the row."""
         """Forgets the evidence of a row that a new sequence occupies."""
+        ...
 
     def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
         """Starts a pass, which has `num_rows` rows without drafts. Returns False if no row needs a guess. `is_first`
@@ -81,8 +80,7 @@ class DraftChoice(Protocol):
         ...
 
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
-        """Returns the number of tokens of each guess to verify in the pass, which has `num_rows` rows without
-        drafts."""
+        """Returns the number of tokens of each guess to verify in a pass that has `num_rows` rows without drafts."""
         ...
 
     def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
@@ -108,12 +106,11 @@ class PayingDrafts:
         self._checked_of_all = np.full(num_kinds, _WEIGHT_EXPECTED)
         # For each row, the pass in which it is looked at next, and the period of its looks.
         self._due_at, self._periods = np.zeros(max_num_rows, np.int64), np.ones(max_num_rows, np.int64)
-        # Whether the last look at a row led to drafts, and whether any row's did. No row is due before pass
-        # `due_from`.
+        # Whether the last look at a row led to drafts, and whether any row's did; no row is due before `_due_from`.
         self._pays, self._any_pays, self._due_from = np.zeros(max_num_rows, np.bool_), False, 0
         self._num_passes, self._was_first, self._may_look, self._max_period = 0, True, True, 1
-        # For passes of `_num_rows` rows: the budget that each pass adds, the maximum budget, and whether any drafts
-        # may # pay. The budget is negative after overspending.
+        # For passes of `_num_rows` rows: the budget that each adds, the maximum budget, and whether drafts may pay. The
+        # budget is negative after overspending.
         self._num_rows, self._share_s, self._max_budget_s, self._may_pay = 0, 0.0, 0.0, True
         self._budget_s, self._left_s = 0.0, 0.0
 

@@ -45,8 +45,8 @@ class Guessed:
 
 @dataclass(frozen=True, slots=True)
 class DraftedBatch:
-    """A batch whose drafted rows are there once for each of their tokens, in order. Its samples are all that may be
-    drawn, s of them."""
+    """A batch in which each drafted row occurs once for each of its tokens, in order. Its samples are the s tokens that
+    may be drawn."""
 
     batch: Batch
     places: NDArray[np.int64]

@@ -1,5 +1,4 @@
-"""The content of the rows of the persistent batch after the last accepted step; the event loop checks the next step
-against it.
+"""The content of the persistent batch's rows after the last accepted step; the event loop checks the next one by it.
 
 It does not import torch: a worker listens, and refuses an address in use, before it imports that.
 """

@@ -1,4 +1,4 @@
-"""From a model directory to a model that is ready to run."""
+"""Loads a model from its directory."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

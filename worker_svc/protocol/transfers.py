@@ -1,9 +1,8 @@
-"""Transfers of blocks: this worker's scheduler offers blocks to other workers, and fetches blocks from them or from a
+"""Transfers of blocks: a worker's scheduler offers its blocks to other workers, and fetches blocks from them or from a
 tier below the pool.
 
-A worker that fetches asks other workers for blocks by their hashes, under a lease. Each received block is checked by
-its CRC-32, and then written in a thread during the steps. No failure here is an error of a request: blocks that do not
-arrive are computed.
+Workers fetch blocks by their hashes, under a lease. Each received block is checked by its CRC-32, and then written in a
+thread during the steps. No failure here is an error of a request: blocks that do not arrive are computed.
 
 No byte may ever be wrong, therefore:
 
@@ -129,8 +128,7 @@ class Transfers:
         blocks, hashes = self._blocks_of(message.block_ids, message.hashes, "offer_blocks")
         now = clock.monotonic()
         self._offers = {lease: each for lease, each in self._offers.items() if each.num_calls or each.expires_at > now}
-        # A step with drafts counts as a writer of each block that its row may be in, including blocks that turn out
-        # final.
+        # A step with drafts counts as a writer of each block that its row may be in, even if the block turns out final.
         writes = self._call_device(partial(self._store.seals.num_writes, blocks))
         index_of = {content.tobytes(): index for index, content in enumerate(hashes)}
         lease_s = message.lease_ms / 1e3

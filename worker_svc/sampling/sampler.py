@@ -6,9 +6,8 @@ It comes from Philox4x32-10, the counter-based generator of Salmon et al., "Para
 (SC 2011), with the seed as its key and the position as its counter: neither the batch nor the rank nor the history of
 the process matters. It runs on the host, vectorised over rows: seeds and positions are known before the model runs.
 
-The order is the same as in vLLM's sampler: allowed tokens, bias, stop tokens before min_tokens and bad words, then
-repetition, frequency and presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and
-top_p.
+The order is vLLM's: allowed tokens, bias, stop tokens before min_tokens and bad words, then repetition, frequency and
+presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and top_p.
 """
 
 from dataclasses import dataclass
