@@ -315,9 +315,9 @@ def pack_coded(
     """The same as `pack_weight` for a coded weight, to be multiplied with tokens of `dtype`. `has_coded_products` is
     true.
 
-    Products have the same bits as with the weight in float32, rounded to `dtype`. If tokens are rounded to int8, too,
-    with one scale each, products have the bits of the weight in float32, and `quantization` is WEIGHT_AND_INPUT;
-    numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one group.
+    Products are bitwise the same as with the weight decoded to float32 and rounded to `dtype`. If tokens are rounded to
+    int8, too, with one scale each, the weight stays in float32, and `quantization` is WEIGHT_AND_INPUT; numbers in FP8
+    have no such products. Groups have whole blocks of 32 inputs, or there is only one group.
     """
     if quantization is Quantization.INT8_WEIGHT_ONLY:
         raise ValueError("quantization is int8-weight-only, and the weight is coded")

@@ -75,8 +75,8 @@ class GroupScales:
     """The values of codes that are stored apart from their scales: `(code - zero) * scale`, computed in float32.
 
     The difference is exact, and with scales of 16 bits the product, too, so that serving in bfloat16 rounds once.
-    Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which
-    is bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
+    Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which is
+    bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
     the bits are the same, in bfloat16 this is the closer number where they differ.
     """
 

@@ -3,6 +3,7 @@
 A thread writes blocks to the file soon after they are sealed. A worker that starts reads the newest ones back into its
 pool, and tells its scheduler which others are there; the scheduler has them read if a prompt needs them. Blocks are
 found by their hash; a new block replaces the one that was written, read or found in the pool longest ago.
+
     0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
     4096 + slot * size  `_SLOT`: CRC-32 of hash and content, a number that rises with each write, the hash, and the
                         CRC-32 of all that; the content

@@ -1,9 +1,9 @@
 """Linear layers: how weights are merged and split over ranks (as in Megatron-LM), and how they are multiplied.
 
-A layer multiplies with our own kernel if there is one, else from weights that oneDNN has packed once if that is
-faster, else as torch does. ADR 0007 compares our own kernel, for bfloat16, with oneDNN. Without our kernel,
-packed products of oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16; in float32 one token takes up to a
-tenth longer packed, four and more take a quarter less.
+A layer multiplies with our own kernel if there is one, else from weights that oneDNN has packed once if that is faster,
+else as torch does. ADR 0007 compares our own kernel, for bfloat16, with oneDNN. Without our kernel, packed products of
+oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16; in float32 one token takes up to a tenth longer packed,
+four and more take a quarter less.
 
 Int8 weights: linear layers round their weights when they are loaded, with one scale for each output. The embedding,
 norms, biases and the output layer keep the model's dtype: errors of the output layer would go straight to the logits,
