@@ -84,8 +84,7 @@ class SharedPages:
         return tensor.view(dtype).view(shape)
 
     def cut(self, tensor: Tensor, num_bytes: int) -> Tensor:
-        """The first bytes of a uint8 tensor of `empty`; what follows goes to the next one if the tensor was the
-        last."""
+        """The first bytes of a uint8 tensor of `empty`; the next tensor gets the rest if this one was the last."""
         with self._lock:
             if (memory := self._memory()) is not None:
                 start = tensor.data_ptr() - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

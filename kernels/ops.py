@@ -454,7 +454,7 @@ def can_draw(device: torch.device) -> bool:
 
 
 def draw(logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each row: the inverse of the cumulative distribution of what `rules` keep, in the order of ids.
+    """One token per row: the inverse of the cumulative distribution of the tokens kept by `rules`, in the order of ids.
 
     Tokens that tie with the last one that is kept are kept too. `can_draw` is true.
 

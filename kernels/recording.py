@@ -73,7 +73,7 @@ class Recording:
 
 
 def record(num_tokens: int, run: Callable[[], None]) -> Recording:
-    """Records what `run` does on the CPU by `kernels.ops`. Nothing is computed yet, so tensors have any content.
+    """Records the operations that `run` calls on the CPU. Nothing is computed yet, so tensors have any content.
 
     Args:
         num_tokens: the first dimension of the tensors: the largest number of tokens that the recording can run with.

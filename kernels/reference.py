@@ -354,7 +354,7 @@ def _attend(
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the last dimension; `sinks` broadcast to the scores, and what goes to them is left out."""
+    """Over the last dimension; `sinks` broadcast to the scores, and their share is left out."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     sinks = sinks.expand(*scores.shape[:-1], 1)

@@ -47,7 +47,7 @@ _OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
 _OF_TRAINING = ".lora_velora_embed"
-"""Ends the name of what VeLoRA saves in addition to A and B, which only its gradients read."""
+"""Ends the names of tensors that VeLoRA saves in addition to A and B, which only its gradients read."""
 _UNSUPPORTED = {
     "use_dora": "is DoRA",
     "modules_to_save": "brings whole modules",

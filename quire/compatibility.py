@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = frozenset({"_name_or_path", "name_or_path", "transformers_vers
 _OF_TEMPLATES = frozenset({"chat_template"})
 _GGUF_TOKENIZER, _GGUF_TEMPLATES = "tokenizer.", "tokenizer.chat_template"
 _GGUF_NOT_CONFIG = (_GGUF_TOKENIZER, "general.", "split.", "quantize.")
-"""Beginnings of keys of the tokenizer, of what says how the file came about, and of defaults of requests."""
+"""Beginnings of keys of the tokenizer, of the file's origin, and of defaults of requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Named places in services where a test ends or delays the process, to test the state that it leaves behind.
 
 `failpoint(name)` does nothing unless the context has something armed: a simulation sets `FAILPOINTS` in the context of
-a simulated process, and `arm` does so for a real one, which is for tests only. docs/internals/failpoints.md says what
-each name stands for.
+a simulated process, and `arm` does so for a real one, which is for tests only. docs/internals/failpoints.md explains
+each name.
 
 A real process watches a directory, into which orders are moved whole: a file NAME with the content "kill 3" ends the
 process by SIGKILL at the third pass of failpoint NAME from then on, and is gone before that, so that its successor

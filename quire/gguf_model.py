@@ -1,6 +1,6 @@
 """A GGUF file as a model: config.json, tokenizer.json and the rest, in the form that transformers' directories have.
 
-Nothing is written to disk: `ModelDirectory` takes what `describe` returns for the content of those files. Weights are
+Nothing is written to disk: `ModelDirectory` takes the result of `describe` as the content of those files. Weights are
 read by the worker (`worker_svc.gguf_weights`).
 """
 

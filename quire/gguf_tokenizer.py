@@ -258,8 +258,8 @@ def _scores(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> 
         raise fields.error("tokenizer.ggml.scores does not have a number for each token")
     normal = {score for score, kind in zip(scores, kinds, strict=True) if kind == _NORMAL}
     if fields.architecture.startswith("gemma") or len(normal) == 1:
-        # Tokens are merged in the order in which they are there, which the scores of Gemma do not follow. A converter
-        # that had no scores, but a tokenizer.json, gives all tokens the same one.
+        # Tokens are merged in their order in the file, which the scores of Gemma do not follow. A converter that had no
+        # scores, but a tokenizer.json, gives all tokens the same one.
         return [-place for place in range(len(tokens))]
     return scores
 
@@ -298,7 +298,7 @@ def _longest_beginnings(texts: Collection[str]) -> dict[str, str | None]:
     """For each of these texts, the longest other one that it begins with, except the empty text; None without one. A
     text comes after its beginnings."""
     found: dict[str, str | None] = {}
-    # Each text in it begins with the one before. The order of texts puts beginnings before what goes on.
+    # Each text in it begins with the one before. In sorted order, beginnings precede their continuations.
     open_texts: list[str] = []
     for text in sorted(texts):
         while open_texts and not text.startswith(open_texts[-1]):

@@ -19,8 +19,8 @@ SHORT_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2),
     *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Bounds for the time between two tokens. Dashboards made for vLLM let one choose a goal between 0.025 and 0.5, and
-read the bucket with that bound; likewise between 0.1 and 10 in SECONDS."""
+"""Bounds for the time between two tokens. Dashboards made for vLLM offer goals between 0.025 and 0.5, and read the
+bucket with that bound; likewise between 0.1 and 10 in SECONDS."""
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0),
@@ -35,7 +35,7 @@ SMALL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Bounds for numbers of sequences."""
 
 OTHER_TENANTS = "(other)"
-"""The label of the tenants that have none of their own. No tenant has this name."""
+"""The label of tenants without a label of their own. No tenant has this name."""
 
 
 class Distribution:

@@ -101,7 +101,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NUM_SHOWN_FILES = 8
 _DEFAULT_QUANTIZATION = "Q4_K_M"
-# Readers of images, and what files are quantized with.
+# Files of vision parts, and importance matrices for quantization.
 _NOT_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _T = TypeVar("_T")
 
@@ -454,7 +454,7 @@ class _Partial(FileIO):
 
 @contextmanager
 def _explained(model: HubName) -> Iterator[None]:
-    """Converts what goes wrong with a hub, a network and a disk to a ConfigurationError of one line."""
+    """Converts errors of a hub, a network and a disk to a ConfigurationError of one line."""
     try:
         yield
     except ConfigurationError:

@@ -33,7 +33,7 @@ class LogprobColumns:
     chosen_ranks: NDArray[np.int32]
     """[m], 1 for the most likely token."""
     top_counts: NDArray[np.int32]
-    """[m], how many of the most likely tokens each position has."""
+    """[m], number of the most likely tokens at each position."""
     top_token_ids: NDArray[np.int32]
     """[t], position by position."""
     top_logprobs: NDArray[np.float32]
@@ -168,7 +168,7 @@ class LogprobLog:
         )
 
     def take(self, num_positions: int) -> LogprobColumns:
-        """Removes the first positions and returns them, all where there are no more."""
+        """Removes the first positions and returns them; all if there are no more."""
         if num_positions >= len(self):
             taken, self._buffers = self.columns(), ()
             return taken

@@ -79,7 +79,7 @@ def _set_level(level: str) -> None:
     is_debug = level == "debug"
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.NOTSET if is_debug else logging.WARNING)
-    # Its warnings are about what clients upload.
+    # Its warnings are about clients' uploads.
     logging.getLogger("python_multipart").setLevel(logging.NOTSET if is_debug else logging.ERROR)
     # It logs every failed attempt to reach a collector; quire.tracing logs the first one.
     logging.getLogger("opentelemetry").setLevel(logging.NOTSET if is_debug else logging.CRITICAL)

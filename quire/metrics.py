@@ -166,8 +166,8 @@ def _only_for(roles: frozenset[Role], application: _Application) -> _Application
 
 
 def register_process(registry: CollectorRegistry, certificates: Iterable[Path | None] = ()) -> None:
-    """Adds what every service has: its version, its process (memory, processor time, open files, start), and how long
-    the certificates in files are valid; None is no file."""
+    """Adds the metrics of every service: its version, its process (memory, processor time, open files, start), and the
+    validity of the certificates in files; None is no file."""
     # Else each counter and histogram of the library has one more series, which says when it was made.
     disable_created_metrics()
     registry.register(_BuildInfo())

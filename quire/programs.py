@@ -109,7 +109,7 @@ class Program:
         return generation
 
     async def logprobs(self, token_ids: Sequence[int], start: int) -> list[float]:
-        """The log probability of each token from the position `start` on, after those before it."""
+        """The log probability of each token from the position `start` on, given the tokens before it."""
         options = GenerationOptions(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
         generation = await self._client.generate(token_ids, options, model=self._model)
         self.costs.add(generation)

@@ -25,7 +25,7 @@ PROFILING = "profiling"
 RECORDING = "recording"
 """The worker records CUDA graphs."""
 WARMING_UP = "warming up"
-"""The worker runs the first steps, which compile and initialize what later steps use."""
+"""The worker runs the first steps, which compile and initialize code for later steps."""
 
 ASLEEP = "asleep"
 """The worker is loaded, and gave the memory of its KV pool back until it is to wake up."""
@@ -140,7 +140,7 @@ class ProgressLine:
         self._write(line + "\n")
 
     def clear(self) -> None:
-        """Removes what stands on the terminal."""
+        """Removes the text on the terminal."""
         if self._is_terminal and self._shown:
             self._write(_CLEAR_LINE)
         self._shown = ""

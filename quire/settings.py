@@ -17,8 +17,8 @@ A class with the field `config` reads a configuration file in TOML, whose keys a
     kv-cache-memory = "4GiB"
     keys-file = ["a.json", "b.json"]
 
-A class may inherit fields. `--help` shows the flags that are marked as common first, then the class's own, then those
-of each base under the first line of the base's docstring.
+A class may inherit fields. `--help` shows the flags that are marked as common first, then the class's own, then the
+flags of each base under the first line of the base's docstring.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def setting(
 
 
 def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] | None, *, program: str) -> T:
-    """Reads the settings; flags win over `QUIRE_*` variables, those over the configuration file, that over defaults.
+    """Reads the settings; flags win over `QUIRE_*` variables, variables over the configuration file, it over defaults.
 
     Args:
         cls: A dataclass whose fields are made by `setting`.

@@ -26,7 +26,7 @@ RENDERED = DEPLOY / "rendered"
 DEFAULT = RENDERED / "default.yaml"
 """The manifests of the chart's own values."""
 KUBERNETES_VERSIONS = ("1.30", "1.37")
-"""The manifests fit both, and those between."""
+"""The manifests fit both, and the versions between."""
 _OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
 

@@ -82,7 +82,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def try_in_empty_environment(archive: Path) -> None:
-    """Installs the archive with its core dependencies and uses what works without an extra."""
+    """Installs the archive with its core dependencies, and uses the parts that work without an extra."""
     with tempfile.TemporaryDirectory() as directory:
         venv.create(directory, with_pip=False)
         python = Path(directory) / "bin" / "python"

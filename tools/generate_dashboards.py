@@ -1,7 +1,7 @@
 """Writes the Grafana dashboards in deploy/grafana/dashboards: `python -m tools.generate_dashboards [--check]`.
 
-A dashboard is a row of tiles and a list of panels here; places, sizes and what all panels have in common follow from
-that. Expressions see the data source and the instances that are chosen at the top of the page.
+A dashboard is a row of tiles and a list of panels here; places, sizes and common fields of panels follow from that.
+Expressions see the data source and the instances that are chosen at the top of the page.
 """
 
 import argparse

@@ -203,5 +203,5 @@ def known_variables(settings: type) -> set[str]:
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:
-    """As Kubernetes does: what names no variable stays as it is."""
+    """As Kubernetes does: a reference to an unknown variable stays as it is."""
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word)

@@ -279,7 +279,7 @@ def _socket_breaches(pod: Pod, container: Container, address: str) -> Iterator[s
 
 
 def _lets_in(manifests: Manifests, called: Pod, port: str, caller: Pod) -> bool:
-    """Whether all policies of a pod together let another one connect to a port; without any, everyone may."""
+    """Whether all policies of a pod together let another one connect to a port; without any, every pod may."""
     policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
     own = [spec for spec in policies if _selected(spec["podSelector"]["matchLabels"], [called])]
     return not own or any(_allows(rule, port, caller) for spec in own for rule in spec["ingress"])

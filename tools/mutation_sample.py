@@ -3,8 +3,8 @@
     python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants
 
 Places in the code are drawn with a fixed seed, and each is changed by one of cosmic-ray's operators. The test files run
-one after the other until one fails, those first that found most so far; then as many simulated worlds as asked for.
-Modules are changed in place and restored, so nothing else may use the checkout meanwhile. `make test-mutation` installs
+one after the other until one fails, the most successful ones first; then a chosen number of simulated worlds. Modules
+are changed in place and restored, so nothing else may use the checkout meanwhile. `make test-mutation` installs
 cosmic-ray, which nothing else needs.
 """
 

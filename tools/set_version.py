@@ -19,7 +19,7 @@ _VERSION = re.compile(r"(\d+\.\d+\.\d+)(?:\.dev(\d+))?")
 
 
 def of_chart(version: str) -> str:
-    """The version as Helm takes it. Raises ValueError where it is none of ours."""
+    """The version in Helm's form. Raises ValueError if it is not in ours."""
     match = _VERSION.fullmatch(version)
     if match is None:
         raise ValueError(f"{version} is no version: MAJOR.MINOR.PATCH or MAJOR.MINOR.PATCH.devN")

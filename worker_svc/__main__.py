@@ -1,4 +1,4 @@
-"""`python -m worker_svc`, and what `quire worker` calls."""
+"""`python -m worker_svc`, and the function that `quire worker` calls."""
 
 import os
 import signal

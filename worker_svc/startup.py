@@ -264,7 +264,7 @@ def make_worker(
 
 
 def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[AdapterSlots | None, int]:
-    """The slots of adapters, and how many there are. Before the KV pool, which takes what memory they leave.
+    """The slots of adapters, and their number. To be made before the KV pool, which takes the memory that they leave.
 
     Raises:
         ConfigurationError: the settings ask for adapters, and this model takes none.

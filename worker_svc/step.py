@@ -76,7 +76,7 @@ class WorkerLimits:
     max_adapters: int = 0
     """Slots of adapters; 0 has none."""
     max_drafts: int = 0
-    """By how many tokens more than one a sample may extend its row, each time the model runs."""
+    """Maximum tokens beyond one by which a sample may extend its row, each time the model runs."""
     fixed_tokens: int = 0
     """Time of a step of decodes that does not depend on its tokens, as the number of tokens that take as long."""
     max_passes: int = 1
@@ -89,7 +89,7 @@ class WorkerLimits:
 
     @property
     def max_growth(self) -> int:
-        """By how many tokens more than one a sample may extend its row in one step."""
+        """Maximum tokens beyond one by which a sample may extend its row in one step."""
         return self.max_passes * (1 + self.max_drafts) - 1
 
 
@@ -300,7 +300,7 @@ class Batch:
     samples: Int32Array
     """Pairs (row that samples, row of this batch from whose last token's logits)."""
     max_drafts: Int32Array = field(default_factory=_no_tokens)
-    """For each sample, by how many tokens more than one it may extend its row; empty: none."""
+    """For each sample, the maximum tokens beyond one by which it may extend its row; empty: none."""
     max_passes: int = 1
     """Maximum runs of the model; `max_drafts` counts a token for each run but one."""
 

@@ -53,8 +53,8 @@ class DecodeTiling:
         tile: tokens whose keys are loaded at once, a power of two of at least 16.
         programs_per_sm: programs that keep a multiprocessor's share of the memory busy; more may run at a time. One has
             two tiles on their way, 64 kB with heads of 128 in bfloat16; a multiprocessor of an H200 must have about 36
-            kB on their way (4.8 TB/s, an answer in 1 us). The second covers for what the first computes. Reckoned, not
-            measured.
+            kB on their way (4.8 TB/s, an answer in 1 us). The second covers for the time in which the first computes.
+            Estimated, not measured.
         shortest_split, longest_split: bounds on the tokens of a piece. Shorter ones cost more to join than they win;
             longer ones leave multiprocessors idle where rows differ in length.
     """
@@ -306,7 +306,7 @@ def split_length(tiling: DecodeTiling, num_programs: int, max_seq_len: int, num_
     many pieces, so that all multiprocessors have work; many rows get few.
 
     Args:
-        num_programs: rows times KV heads, what there is without a split.
+        num_programs: rows times KV heads, the number without a split.
         max_seq_len: the longest context.
         num_sms: multiprocessors of the device.
     """

@@ -165,7 +165,7 @@ def _product_kernel(
                 numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
             else:
                 if KIND == "iq4":
-                    # Eight bytes each, which are 128 more than what codes stand for.
+                    # Eight bytes each, which are 128 more than the values of codes.
                     eight = tl.where(codes < 8, _IQ4_LOWER, _IQ4_UPPER).to(tl.uint64)
                     codes = ((eight >> (codes % 8 * 8).to(tl.uint64)) & 255).to(tl.int32)
                 # 2^23 plus the code: an exact conversion without an instruction for that.
@@ -251,8 +251,8 @@ def _pieces(bits: int) -> int:
 
 
 def _parts(in_features: int, programs: int) -> tuple[int, int]:
-    """Programs that share the inputs of a tile, and the inputs of each: they follow from the weight, so that what a
-    token's sum is rounded to does not depend on other tokens."""
+    """Programs that share the inputs of a tile, and the inputs of each: they follow from the weight, so that the
+    rounding of a token's sum does not depend on other tokens."""
     parts = min(_MAX_PARTS, _PROGRAMS // programs, in_features // _INPUTS_OF_PART)
     part = ceil_div(in_features, max(parts, 1) * _MULTIPLE) * _MULTIPLE
     return ceil_div(in_features, part), part

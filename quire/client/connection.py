@@ -95,7 +95,7 @@ def open_channel(api: Any, address: str | Sequence[str], tls: ClientTls | None) 
     Raises:
         ConfigurationError: an address is malformed, a file of `tls` cannot be read, or gateways on several hosts come
             without a `server_name`.
-        Unavailable: none of several names is known.
+        Unavailable: all of several names are unknown.
     """
     target = find_target(address)
     options = _options(target)
@@ -216,7 +216,7 @@ def find_target(address: str | Sequence[str], look_up: LookUp = _look_up) -> Tar
 
     Raises:
         ConfigurationError: an address of several is malformed, or they mix TCP and unix sockets.
-        Unavailable: none of several names is known.
+        Unavailable: all of several names are unknown.
     """
     addresses = split_addresses(address)
     if len(addresses) == 1:

@@ -329,7 +329,7 @@ class Resumption:
             # Not by a caller: a gateway that ends, or a proxy, has reset the call.
             error = Unavailable(error.message)
         if isinstance(error, Unavailable):
-            # A request that ended since its model went is not resumed; with what came, the text would be of two models.
+            # A request that ended since its model went is not resumed: the text would be of two models.
             has_ended = error.reason == "MODEL_CHANGED"
             self._lost_by = error
             self._is_submitted = not has_ended

@@ -229,7 +229,7 @@ def shared_prefix(
     vocab_size: int,
     num_prefixes: int = 1,
 ) -> Independent:
-    """Prompts that begin alike, as with one system prompt; `prompt` is the length of what follows it."""
+    """Prompts that begin alike, as with one system prompt; `prompt` is the length of the rest."""
     return Independent("shared-prefix", prompt, output, max_model_len, vocab_size, prefix_len, num_prefixes)
 
 

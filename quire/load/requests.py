@@ -85,7 +85,7 @@ def frozen(token_ids: np.ndarray) -> TokenIds:
 
 
 def with_arrivals(requests: Iterable[LoadRequest], arrivals: Arrivals, seed: int) -> list[LoadRequest]:
-    """The requests with times of arrival. Turns that follow others have none: they wait for those.
+    """The requests with times of arrival. Turns that follow others have no times: they wait for the others.
 
     Where every turn shall arrive by itself, use `arriving_at(requests, arrivals.times(len(requests), seed))`.
     """

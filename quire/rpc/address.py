@@ -220,7 +220,7 @@ def _bind(family: int, sockaddr: tuple[object, ...], *, reuse_port: bool, reuse_
 
 
 def _lack_of_address(error: OSError, address: TcpAddress) -> OSError:
-    """The error where it says that this machine has no such address; raises what any other error means."""
+    """The error if it says that this machine has no such address; raises any other error."""
     if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return error
     if error.errno == errno.EADDRINUSE:

@@ -136,7 +136,7 @@ class CallEnds(grpc.aio.ServerInterceptor):
             code = grpc.StatusCode.DEADLINE_EXCEEDED if has_expired else grpc.StatusCode.CANCELLED
             raise
         except BaseException:
-            # gRPC makes UNKNOWN of what ends without `context.abort`.
+            # gRPC turns an end without `context.abort` into UNKNOWN.
             code = context.code() or grpc.StatusCode.UNKNOWN
             raise
         finally:
@@ -163,7 +163,7 @@ def is_generator(behavior: Behavior) -> bool:
 
 
 def around(behavior: Behavior, prepare: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]) -> Behavior:
-    """A handler of the same kind, which passes on what `prepare` makes of its request, or of its requests."""
+    """A handler of the same kind, which passes on its request, or its requests, as changed by `prepare`."""
     if is_generator(behavior):
 
         async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -278,6 +278,6 @@ async def _decode_each(decode: Callable[[Any], Any], requests: AsyncIterator[Any
     except grpc.aio.BaseError as error:
         _logger.debug("no more requests: %s", error)
     finally:
-        # gRPC's generator is in a cycle with what made it, and has the last message until it is closed.
+        # gRPC's generator is in a cycle with its maker, and has the last message until it is closed.
         if isinstance(received, AsyncGenerator):
             await received.aclose()

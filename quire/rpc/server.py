@@ -25,7 +25,7 @@ from quire.rpc.transport import TRANSPORT
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
-"""Up to what protobuf can hold, 2 GiB."""
+"""Up to protobuf's limit, 2 GiB."""
 DEFAULT_MAX_STREAMS = 4096
 # Twice gRPC's own limits, which every client lives with. A call's memory, and 1.35 times its metadata, is held before
 # any of our code runs, so that only this, the calls of a connection and the connections bound it.

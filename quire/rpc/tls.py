@@ -250,7 +250,7 @@ def role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) 
 
 
 def roles_of_certificate(certificate: Mapping[str, Any] | None) -> frozenset[Role]:
-    """The roles in a peer's certificate, given what `ssl.SSLSocket.getpeercert` returns; none without one."""
+    """The roles in a peer's certificate, the result of `ssl.SSLSocket.getpeercert`; none without one."""
     names = (certificate or {}).get("subjectAltName", ())
     return _roles_among(name for kind, name in names if kind == "URI")
 

@@ -1,6 +1,6 @@
 """Opens channels and servers: with gRPC, or with a simulation in its place.
 
-A transport has the surface of grpc.aio. `tests/sim/test_transport_conformance.py` holds what every one of them does.
+A transport has the surface of grpc.aio. `tests/sim/test_transport_conformance.py` tests the common behaviour.
 """
 
 from collections.abc import Sequence

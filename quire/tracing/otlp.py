@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_tracer(service: str, exporter: SpanExporter) -> Tracer:
-    """A tracer whose spans a thread sends in batches. Its queue is bounded: what does not fit is dropped."""
+    """A tracer whose spans a thread sends in batches. Its queue is bounded: further spans are dropped."""
     # A provider of our own, never the process's: libraries that look for that one would write spans, too.
     provider = TracerProvider(
         resource=_resource_of(service),

@@ -86,7 +86,7 @@ class Tracer:
         self._close = close
 
     def start(self, name: str, parent: TraceContext | None, attributes: Mapping[str, AttributeValue]) -> Span:
-        """A span of what another process asked for. Without a parent, or with a malformed one, it begins a trace."""
+        """A span of another process's request. Without a parent, or with a malformed one, it begins a trace."""
         context = trace.set_span_in_context(_span_of(parent))
         return Span(self._tracer.start_span(name, context, kind=trace.SpanKind.SERVER, attributes=attributes))
 

@@ -114,7 +114,7 @@ class BlockFile:
         return _SLOTS_AT + slot * self._slot_bytes
 
     def _read_index(self) -> OrderedDict[bytes, int]:
-        """The slot of each block, those written longest ago first."""
+        """The slot of each block, in the order of writing."""
         self._changes: dict[int, bytes | None] = {}
         number = max(0, -(-(os.fstat(self._file).st_size - _SLOTS_AT) // self._slot_bytes))
         heads = ((slot, _unpack(os.pread(self._file, _SLOT.size, self._offset(slot)))) for slot in range(number))
@@ -139,7 +139,7 @@ class BlockFile:
 
     @property
     def names(self) -> list[bytes]:
-        """The hashes of all blocks, those written or read last first."""
+        """The hashes of all blocks, the latest written or read first."""
         return list(reversed(self._slots))
 
     def entries(self) -> list[tuple[int, bytes]]:
@@ -213,7 +213,7 @@ def _pack(crc: int, number: int, name: bytes) -> bytes:
 
 
 def _unpack(head: Buffer) -> tuple[int, int, bytes] | None:
-    """CRC-32, number and hash of a slot; None of an empty or damaged one."""
+    """CRC-32, number and hash of a slot; None for an empty or damaged one."""
     if len(head) < _SLOT.size or head == _EMPTY:
         return None
     crc, number, name, own_crc = _SLOT.unpack(head)
@@ -256,7 +256,7 @@ class DiskTier:
 
     def restore(self) -> int:
         """Fills blocks of the pool that are not final with the newest blocks of the file, before the first step.
-        Returns how many."""
+        Returns their number."""
         sealed = self._store.seals.snapshot()
         held = {each.tobytes() for each in sealed.hashes}
         free = np.setdiff1d(np.arange(self._num_blocks, dtype=np.int32), sealed.block_ids).tolist()
@@ -349,8 +349,8 @@ class DiskTier:
             self.write_behind()
 
     def write_behind(self) -> None:
-        """Writes the blocks that became final since the last call. Never raises for a disk that fails: it then writes
-        no more."""
+        """Writes the blocks that became final since the last call. If the disk fails, it raises nothing and writes no
+        more."""
         self._renew()
         if not self._is_writing:
             return

@@ -7,8 +7,8 @@ to that position. It keeps its draws up to and including the first that differs 
 are wrong cost time and change nothing. Keys and values that they left are overwritten before they are read.
 
 The host must know the tokens of the step before when it launches the next one, as on the CPU. There a step of decodes
-may also run the model several times, which gives each row as many tokens: a small model needs no more time for a token
-than the messages of a step.
+may also run the model several times, with a token per row each time: a small model needs no more time for a token than
+the messages of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence

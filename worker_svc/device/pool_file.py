@@ -10,7 +10,7 @@ the same `KvNamespace` wrote it.
 
 The digest is written last and erased first, so that a worker that is killed while it writes the rest leaves a file that
 is worth nothing. Blocks lose their seal before they are written (`SealInventory`), and a process that is killed leaves
-behind what it wrote, in the order in which it did.
+behind its writes, in their order.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class KvNamespace:
         dtype, kv_dtype: of the model and of the pool.
         block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank, without a draft model.
         rank, world_size: which part of the model.
-        numerics: what rounding follows from: release, implementation of the model, quantization, kernels and their
+        numerics: The causes of rounding: release, implementation of the model, quantization, kernels and their
             instruction set, torch; and the rotation of a model that has several.
     """
 

@@ -31,7 +31,7 @@ from worker_svc.step import (
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """The samples of a step in flight that have drafts: which sequences they extend, and by how many tokens at most."""
+    """The samples of a step in flight that have drafts: the sequences that they extend, and the maximum tokens each."""
 
     step_id: int
     rows: Int32Array
@@ -77,7 +77,7 @@ class RowLedger:
         self._is_loaded[:] = False
 
     def begin_load(self, slot: int) -> None:
-        """An adapter is loaded into a slot: rows of the one before it are computed no more."""
+        """An adapter is loaded into a slot: rows of the previous one are not computed any more."""
         self._num_loads += 1
         self._slot_loads[slot], self._is_loaded[slot] = self._num_loads, False
 

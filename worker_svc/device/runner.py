@@ -436,7 +436,7 @@ class ModelRunner:
         return all(not set(token_ids[row, begin:end].tolist()).isdisjoint(endings[row]) for row, begin, end in places)
 
     def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:
-        """All passes that a batch of decodes may have, where its rows need no more than a draw and have no drafts."""
+        """All passes that a batch of decodes may have, if its rows need only a draw and have no drafts."""
         drafts, decodes = self._drafts, self._run_decodes
         if drafts is None or decodes is None or not samples_every_token(batch):
             return None

@@ -111,7 +111,7 @@ class ActivationKind:
 
     @property
     def is_gated_silu(self) -> bool:
-        """Whether it is what `ops.silu_and_mul` computes."""
+        """Whether it is the function of `ops.silu_and_mul`."""
         return self.gated and ACTIVATIONS[self.name] is _SILU
 
     @property
@@ -158,8 +158,8 @@ class LinearPart:
         first: outputs of the checkpoint's layer before these.
         of: outputs of the checkpoint's layer; None if these are all.
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
-        rotated: the head size, and how many dimensions of each head a rotation turns, i with i + rotated / 2, if it
-            does not turn all. Outputs are put so that these are i and i + head size / 2, as `ops.rotary` has them.
+        rotated: the head size, and the number of dimensions of each head that a rotation turns, i with i + rotated / 2,
+            if it does not turn all. Outputs are put so that these are i and i + head size / 2, as in `ops.rotary`.
     """
 
     name: str
@@ -321,7 +321,7 @@ class Linear(Loadable):
     @property
     def adapted_modules(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """For each part, the layers that it is (a part) of, by name: the inputs and outputs of the layer, and the
-        outputs of the checkpoint's layer before those."""
+        outputs of the checkpoint's layer before them."""
         return tuple(
             {part.name: (self._in_features, part.of or part.out_features, 0)}
             | ({} if part.apart is None else {part.apart: (self._in_features, part.out_features, part.first)})

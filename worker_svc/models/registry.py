@@ -205,8 +205,8 @@ def resolve_dtype(config: Mapping[str, Any], requested: str, device: torch.devic
     """The dtype to run in.
 
     Args:
-        requested: a name of DTYPES, or "auto" for what config.json says (float32 when it is silent). "auto" turns
-            float16 into bfloat16 on a CPU, where float16 is slow and overflows in what bfloat16 holds.
+        requested: a name of DTYPES, or "auto" for the dtype in config.json (float32 if it has none). "auto" turns
+            float16 into bfloat16 on a CPU, where float16 is slow and overflows for numbers that bfloat16 holds.
 
     Raises:
         ConfigurationError: a dtype that is not served.

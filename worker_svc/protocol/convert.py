@@ -218,7 +218,8 @@ class StepDecoder:
 
 
 def _check_cache_operations(operations: CacheOperations) -> None:
-    """No list writes a block twice, and no copy reads what another one writes, so that their order does not matter."""
+    """No list writes a block twice, and no copy reads a block that another one writes, so their order does not
+    matter."""
     if not any(map(len, (operations.swap_out, operations.swap_in, operations.copy))):
         return
     check_distinct(operations.swap_out[:, 1], "cache_operations.swap_out", "host block", "as destination")
@@ -326,7 +327,7 @@ def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
 
 
 def acknowledgement(output: StepOutput) -> RunResponse:
-    """The answer of a rank other than rank 0: its results are the same, so it sends only what shows that."""
+    """The answer of a rank other than rank 0: its results are the same, so it sends only a checksum of them."""
     crc32 = zlib.crc32(encode_int32(output.num_tokens), zlib.crc32(encode_int32(output.token_ids)))
     return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id, token_ids_crc32=crc32))
 

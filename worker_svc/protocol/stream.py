@@ -127,9 +127,9 @@ class Worker:
             agree: `Ranks.agree`, for a worker of several ranks.
             prepare: compiles the constraint of a serialized RowSampling; None if there is nothing to compile.
             adapters: there are some if `info.limits.max_adapters` is above 0.
-            blocks: what blocks hold, if `info.kv_namespace` says what that means; `tls` identifies this worker to
-                others that it fetches some from.
-            disk: where final blocks are kept, too.
+            blocks: the contents of blocks, if `info.kv_namespace` names their format; `tls` identifies this worker to
+                workers that it fetches blocks from.
+            disk: a further place for final blocks.
         """
         self.info = info
         self.decoder = StepDecoder(info)

@@ -242,7 +242,7 @@ class Transfers:
         return failed
 
     async def _fetch(self, move: Move, came: set[int]) -> None:
-        """Adds to `came` the blocks that are there. Raises what keeps the others from coming."""
+        """Adds the received blocks to `came`. Raises the error that keeps the others from coming."""
         if (source := move.source) is None:
             return await self._fetch_from_tier(move, came)
         if source.kv_namespace != self._info.kv_namespace or len(source.endpoints) != self._info.world_size:

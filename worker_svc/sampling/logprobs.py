@@ -182,7 +182,7 @@ class PromptPlan:
     first_tokens: NDArray[np.int64]
     """[r], index in the flat batch of the token before it."""
     num_logprobs: NDArray[np.int64]
-    """[r], how many of the most likely tokens each row asks for."""
+    """[r], number of the most likely tokens that each row requests."""
 
     def spread(self, values: NDArray[np.generic]) -> np.ndarray:
         """[r] -> one entry for each token that is scored."""

@@ -32,8 +32,8 @@ _NUMBERS = [each.name for each in SamplingParameters.DESCRIPTOR.fields if each.t
 class SamplingReader:
     """Reads how a row samples, for one worker.
 
-    The gateway has checked all values for its caller. This checks again what could harm other rows or the worker: a
-    value out of range fails its row, never the step.
+    The gateway has checked all values for its caller. This checks again the values that could harm other rows or the
+    worker: a value out of range fails its row, never the step.
     """
 
     def __init__(self, model: ModelGeometry, limits: WorkerLimits) -> None:
@@ -269,7 +269,7 @@ class SamplingColumns:
         self.refusal[row] = sampling.refusal
 
     def clear(self, rows: Int32Array) -> None:
-        """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
+        """Frees the objects of rows without a sequence; their numbers stay until `put` replaces them."""
         self.rules[rows] = self.refusal[rows] = self.followed[rows] = self.logprob_token_ids[rows] = None
         self.has_rules[rows] = self.has_constraint[rows] = self.is_refused[rows] = False
 

@@ -64,7 +64,7 @@ def _rank_floor(scores: Tensor, weights: Tensor, columns: SamplingColumns, floor
     top_k = to_device(np.where(has_top_k, columns.top_k, vocab_size), device)
     top_p = to_device(columns.top_p.astype(np.float64), device)
     head = _Head.of(scores, int(columns.top_k.max()) if has_top_k.all() else vocab_size, top_k, floor)
-    # With top-k the nucleus is a share of those k, else of all that min-p kept.
+    # With top-k the nucleus is a share of the k kept tokens, else of all tokens that min-p kept.
     mass = head.mass
     if not has_top_k.all():
         kept = weights * (scores >= floor[:, None]) if np.isfinite(columns.min_score).any() else weights
@@ -79,9 +79,9 @@ class _Head:
     scores: Tensor
     """[n, width] float32."""
     num_possible: Tensor
-    """[n] int64: how many of them min-p and top-k keep."""
+    """[n] int64: the number of tokens that min-p and top-k keep."""
     cumulative: Tensor
-    """[n, width] float64, sums of the weights of those."""
+    """[n, width] float64, cumulative sums of their weights."""
 
     @classmethod
     def of(cls, scores: Tensor, width: int, top_k: Tensor, floor: Tensor) -> "_Head":

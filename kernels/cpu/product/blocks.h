@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kCacheLine = 64;
 // Bytes of a token that are multiplied with a block.
 constexpr int64_t kLineBytes = kWordsOfBlock * 4;
-// 16-bit numbers of a block, and how many of them are expanded from the stored form at once.
+// 16-bit numbers of a block, and the number of them that are expanded from the stored form at once.
 constexpr int64_t kNumbersOfBlock = kPanel * kPanel;
 constexpr int64_t kExpandedAtOnce = Bf12Group::kNumbers;
 

@@ -288,7 +288,7 @@ class CodedBlocks {
         store(of_group_[what] + i, load(reinterpret_cast<const F16*>(group_) + i));
   }
 
-  // Scales in their own type, and what stands for 0, negative.
+  // Scales in their own type, and the negated codes of 0.
   void start_scaled_group() {
     const int64_t bytes = Format::scale_bytes(grouping_);
     for (int64_t i = 0; i < kPanel; i += kWidth) {

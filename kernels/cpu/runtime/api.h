@@ -1,4 +1,4 @@
-// The C interface of the library: what kernels/cpu/library.py loads and checks, and bindings.py calls.
+// The C interface of the library: kernels/cpu/library.py loads and checks it, and bindings.py calls it.
 //
 // Every operation takes a context and one struct. All fields have 8 bytes, so no struct has padding. Words as in
 // kernels/ops.py: T tokens, R rows, H heads, D head size, B block size. Strides count elements, and the last dimension

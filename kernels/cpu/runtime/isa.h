@@ -47,7 +47,7 @@ struct TokensBySlot {
   const int64_t* tokens;
   const TokensOfSlot* slots;
   int64_t num_slots;
-  // The operation that reads what the product before it prefetches; null where it is not known.
+  // The next operation, whose data the product prefetches; null if it is not known.
   const ShrinkArgs* next;
 };
 

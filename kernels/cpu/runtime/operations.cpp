@@ -322,7 +322,7 @@ Status Operations::add_all_gather(const AllGatherArgs& args) {
   return kOk;
 }
 
-// Runs what add(operations) adds.
+// Runs the operations that add(operations) adds.
 template <class Add>
 int32_t run_added(const Context& context, int64_t threads, const Add& add) {
   try {

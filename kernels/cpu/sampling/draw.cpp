@@ -24,7 +24,7 @@ struct Candidates {
   float* weights;
   int64_t size;
 
-  // None of the lanes behind the last one is above any threshold.
+  // No lane behind the last candidate is above any threshold.
   void close() const {
     store(scores + size, set1(-kInfinity));
     store(weights + size, zero());
@@ -86,8 +86,8 @@ bool spread(float low, float high, float (&places)[kPlaces]) {
   return has_inner;
 }
 
-// The highest score such that the candidates at or above it weigh, or count, `wanted` or more; `low` where all of those
-// from `low` on are less. `rest` is memory for as many candidates.
+// The highest score such that the candidates at or above it weigh, or count, `wanted` or more; `low` if all candidates
+// from `low` on are less. `rest` is memory for the same number of candidates.
 template <bool kCounts>
 float threshold(Candidates list, double wanted, float low, const Candidates& rest) {
   float high = kInfinity;

@@ -1,4 +1,4 @@
-// A vector of kWidth floats in the instruction set that this file is compiled for, and what kernels need of it.
+// A vector of kWidth floats in the instruction set that this file is compiled for, and its operations for kernels.
 //
 // Loads and stores convert from and to the element types. Loads and stores with a count touch only `count` elements:
 // the other lanes are 0. NaN goes through everything here but `max`, which may drop it.
