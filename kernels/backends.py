@@ -1,4 +1,4 @@
-"""Which implementation runs the operations on a device: the CPU library, the CUDA kernels, or the reference."""
+"""Selects the implementation of the operations for a device: the CPU library, the CUDA kernels, or the reference."""
 
 import functools
 import hashlib
@@ -24,7 +24,7 @@ _recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernel
 
 
 class Implementation(Protocol):
-    """The operations that `kernels.ops` calls after its checks. The arguments are those of its functions."""
+    """The operations that `kernels.ops` calls after its checks, with the same arguments."""
 
     def paged_attention(
         self,
@@ -94,7 +94,7 @@ class Products(Protocol):
 
 
 class PlainProducts(Products, Protocol):
-    """Those with weights that are not coded."""
+    """Products with weights that are not coded."""
 
     def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight: ...
 
@@ -261,7 +261,7 @@ def has_fp8_products_for(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def draws_for(device: torch.device) -> CpuKernels | None:
-    """What draws tokens on such a device, if it has that."""
+    """The implementation that draws tokens on such a device, if there is one."""
     implementation = fastest_for(device) if device.type == "cpu" else reference
     return implementation if isinstance(implementation, CpuKernels) else None
 

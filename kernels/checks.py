@@ -14,7 +14,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None]) -> None:
-    """None in `expected` allows any size of that dimension."""
+    """A None in `expected` allows any size of that dimension."""
     shape = tensor.shape
     if shape == expected:  # Five times as fast as the comparison below.
         return
@@ -156,7 +156,7 @@ def dtype_written_to(kv_cache: torch.Tensor) -> torch.dtype | None:
 
 
 def _fits(x: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Whether lines of x [T, H, D] are as long as those of the pool."""
+    """Whether lines of x [T, H, D] have the length of the pool's lines."""
     head_dim, width = x.size(2), kv_cache.size(4)
     return width == (int8.line_bytes(head_dim) if kv_cache.dtype == torch.int8 else head_dim)
 

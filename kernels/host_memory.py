@@ -61,7 +61,7 @@ class SharedPages:
 
     def __init__(self) -> None:
         self._memory: Callable[[], mmap.mmap | None] = lambda: None
-        """Of the next tensors; gone when the last tensor in it is."""
+        """The mapping of the next tensors; gone when the last tensor in it is."""
         self._used = 0
         self._lock = threading.Lock()
 
@@ -84,8 +84,7 @@ class SharedPages:
         return tensor.view(dtype).view(shape)
 
     def cut(self, tensor: Tensor, num_bytes: int) -> Tensor:
-        """The first bytes of a uint8 tensor of `empty`; what follows goes to the next one if the tensor was the
-        last."""
+        """The first bytes of a uint8 tensor of `empty`; the next tensor gets the rest if this one was the last."""
         with self._lock:
             if (memory := self._memory()) is not None:
                 start = tensor.data_ptr() - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -138,9 +137,8 @@ def _unmap(start: int, num_bytes: int) -> None:
 
 
 def collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:
-    """Puts bytes [start, start + num_bytes) of a tensor over a file into huge pages, as far as they are whole ones: the
-    system makes none for a file in memory by itself, unless it is told to. The content stays, and other threads may
-    write to it meanwhile.
+    """Puts the whole huge pages in bytes [start, start + num_bytes) of a tensor over a file into huge pages, which the
+    system does not make for a file in memory by itself. The content stays, and other threads may write to it meanwhile.
 
     Returns:
         Whether they are in huge pages now. Systems before Linux 6.1 cannot do it.
@@ -164,8 +162,8 @@ def populate(tensor: Tensor, start: int, num_bytes: int) -> bool:
 
 
 def release(tensor: Tensor, *, is_over_file: bool) -> bool:
-    """Gives the whole pages of a tensor in private memory, or in that of `map_file`, back to the system. What they held
-    is zero then, and the system allocates them again when they are touched.
+    """Gives the whole pages of a tensor, in private memory or in memory of `map_file`, back to the system. Their
+    content is zero then, and the system allocates them again when they are touched.
 
     Returns:
         Whether the system did it.

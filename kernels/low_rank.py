@@ -1,7 +1,7 @@
 """Low-rank addends of products, as LoRA adapters have them: `scale * B (A x)` for each token by its own A and B.
 
-The parts of a linear layer (query, key and value; gate and up) have A and B of their own, any of which may be missing.
-Slot 0 of a table is for tokens without an adapter, which get nothing added.
+Each part of a linear layer (query, key and value; gate and up) has its own A and B, which may be missing. Slot 0 of a
+table is for tokens without an adapter, which get nothing added.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one part: `scale * b @ (a @ x)`, in any dtype."""
+    """The addend of an adapter for one part: `scale * b @ (a @ x)`, in any dtype."""
 
     a: torch.Tensor
     """[rank, in]"""
@@ -38,7 +38,7 @@ class LowRankTable(Generic[P]):
 
     @abstractmethod
     def put(self, slot: int, packed: P | None) -> None:
-        """Replaces what a slot from 1 on has; None empties it."""
+        """Replaces the adapter in a slot from 1 on; None empties it."""
 
     @abstractmethod
     def num_bytes(self, packed: P) -> int:
@@ -53,9 +53,9 @@ class MaskedLowRank:
 
 
 class MaskedTable(LowRankTable[MaskedLowRank]):
-    """A table for products of torch: all slots are multiplied with all tokens, and what is not of a token's own slot is
-    left out. Shapes depend on the number of tokens alone, so it can be part of a CUDA graph; memory is allocated for
-    `max_rank` of all slots.
+    """A table for products of torch: all slots are multiplied with all tokens, and only the results of a token's own
+    slot are added. Shapes depend only on the number of tokens, so the products can be part of a CUDA graph; memory is
+    allocated for `max_rank` of all slots.
 
     Args:
         like: an empty tensor of the model's dtype on its device.

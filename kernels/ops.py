@@ -240,7 +240,7 @@ def rotary_and_cache(
 ) -> torch.Tensor:
     """`rotary` and `reshape_and_cache` in one: the rotated keys go to their slots and nowhere else.
 
-    The arguments are those of the two, and may be views of one tensor (the output of a merged linear layer).
+    It takes the arguments of both; they may be views of one tensor (the output of a merged linear layer).
 
     Returns:
         The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: query and key as they were are lost.
@@ -277,9 +277,9 @@ def pack_weight(
     """Puts a weight into the order in which `product` reads it; the weight itself is not kept if that pays.
 
     Args:
-        weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
+        weight: [out, in]; gated: the rows of the gates, then the same number of rows of the other factors.
         gated: the product is to be `activation(gate) * up`, an activation of `GATES`.
-        quantization: what of the product is to be rounded to int8.
+        quantization: the parts of the product that are rounded to int8.
     """
     check_shape("weight", weight, (None, None))
     check_dtype("weight", weight, FLOATING)
@@ -300,8 +300,8 @@ def has_coded_products(
 
 
 def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype are rounded to FP8 on such a device where the format of a weight does so: products
-    are those of `pack_coded` no longer."""
+    """Whether tokens of this dtype are rounded to FP8 on such a device if the format of a weight does so: products then
+    differ from `pack_coded`'s."""
     return has_fp8_products_for(device, dtype)
 
 
@@ -315,9 +315,9 @@ def pack_coded(
     """The same as `pack_weight` for a coded weight, to be multiplied with tokens of `dtype`. `has_coded_products` is
     true.
 
-    Products are those of the weight that is brought to float32 and rounded to `dtype`, bit for bit. Where tokens are
-    rounded to int8 too, with one scale for each, they are those of the weight in float32, and `quantization` is
-    WEIGHT_AND_INPUT; numbers in FP8 have no such products. Groups have whole blocks of 32 inputs, or there is only one.
+    Products are bitwise the same as with the weight decoded to float32 and rounded to `dtype`. If tokens are rounded to
+    int8, too, with one scale each, the weight stays in float32, and `quantization` is WEIGHT_AND_INPUT; numbers in FP8
+    have no such products. Groups have whole blocks of 32 inputs, or there is only one group.
     """
     if quantization is Quantization.INT8_WEIGHT_ONLY:
         raise ValueError("quantization is int8-weight-only, and the weight is coded")
@@ -343,7 +343,7 @@ def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.b
         [T, in].
 
     Raises:
-        IndexError: an id is not that of a row.
+        IndexError: an id is not the index of a row.
     """
     check_shape("ids", ids, (None,))
     check_dtype("ids", ids, torch.int64)
@@ -402,9 +402,9 @@ def product(
         x: [..., in], of the dtype of the weight.
         bias: [out], of that dtype too.
         activation: one of `ACTIVATIONS`, None for the identity; of the gates one of `GATES`, None for silu.
-        output_dtype: that of x, or float32.
-        addends: of low rank, for weights of which `takes_addends` is true. They change no bit of tokens in slot 0, and
-            those of a token depend on no other token.
+        output_dtype: the dtype of x, or float32.
+        addends: Low-rank addends, for weights whose `takes_addends` is true. They change no bit of tokens in slot 0,
+            and the addends of a token depend on no other token.
 
     Returns:
         [..., out], half as many if the weight is gated.
@@ -454,7 +454,7 @@ def can_draw(device: torch.device) -> bool:
 
 
 def draw(logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each row: the inverse of the cumulative distribution of what `rules` keep, in the order of ids.
+    """One token per row: the inverse of the cumulative distribution of the tokens kept by `rules`, in the order of ids.
 
     Tokens that tie with the last one that is kept are kept too. `can_draw` is true.
 
@@ -489,7 +489,7 @@ def name_of(device: torch.device) -> str:
 
 
 def numerics_of(device: torch.device) -> tuple[str, ...]:
-    """What the rounding of the operations on a device follows from: its name and the build of the kernels."""
+    """The device's name and the build of the kernels, which determine the rounding of operations."""
     return numerics_for(device)
 
 

@@ -9,12 +9,11 @@ import torch
 ACTIVATIONS = ("identity", "relu", "silu", "gelu_tanh")
 """Operations that a product can apply to its sums before they are rounded."""
 GATES = ("silu", "gelu_tanh")
-"""Those that it can apply to the gates of a gated weight."""
+"""Operations that it can apply to the gates of a gated weight."""
 
 
 class Quantization(Enum):
-    """The parts of a product that are rounded to int8, as in `kernels.int8`; the values are those of
-    `--quantization`."""
+    """The parts of a product that are rounded to int8, as in `kernels.int8`, under the names of `--quantization`."""
 
     NONE = "none"
     INT8_WEIGHT_ONLY = "int8-weight-only"
@@ -26,8 +25,9 @@ class Quantization(Enum):
 class Coding(Enum):
     """How a file stores the rows of a weight: groups of inputs, whose numbers have codes of a few bits and scales.
 
-    Values are the names of GGUF, by which ggml documents them. Of the last three rows hold only codes (`GroupScales`):
-    whole numbers from 0 on, of 4 bits with the first of two in the lower half of a byte, or numbers in E4M3 but NaN.
+    Values are the names of GGUF, by which ggml documents them. The rows of the last three hold only codes
+    (`GroupScales`): integers from 0 on, 4-bit ones with the first of two in the lower half of a byte, or E4M3 numbers
+    except NaN.
     """
 
     Q4_K = "Q4_K"
@@ -46,7 +46,7 @@ class Coding(Enum):
 
     @property
     def group(self) -> tuple[int, int]:
-        """Inputs of a group, and its bytes; where rows hold only codes, of as many as fill bytes."""
+        """Inputs of a group, and its bytes; if rows hold only codes, the smallest number of inputs that fills bytes."""
         return _GROUPS[self]
 
 
@@ -72,18 +72,18 @@ _NUMBERS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class GroupScales:
-    """What codes stand for that come apart from their scales: `(code - zero) * scale`, computed in float32.
+    """The values of codes that are stored apart from their scales: `(code - zero) * scale`, computed in float32.
 
-    The difference is exact, and with scales of 16 bits the product too, so that what is served in bfloat16 is rounded
-    once. Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which
-    is bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
+    The difference is exact, and with scales of 16 bits the product, too, so that serving in bfloat16 rounds once.
+    Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which is
+    bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
     the bits are the same, in bfloat16 this is the closer number where they differ.
     """
 
     values: torch.Tensor
     """[out, groups] float32, bfloat16 or float16."""
     zeros: torch.Tensor | None
-    """[out, groups] uint8, the codes that stand for 0; None: the one in the middle does, and in FP8 that of 0."""
+    """[out, groups] uint8, the codes of 0; None: the code in the middle, or 0 in FP8."""
     inputs: int
     """Inputs of a group. The last one may have fewer."""
 
@@ -96,7 +96,7 @@ class CodedWeight:
     rows: torch.Tensor
     """[out, bytes of a row] uint8, which may be a view of the file."""
     scales: GroupScales | None = None
-    """Of codings whose rows hold only codes."""
+    """Set for codings whose rows hold only codes."""
     rounds_inputs: bool = False
     """The format rounds the inputs of products to FP8 too. Implementations may do so or not."""
 
@@ -123,7 +123,7 @@ class CodedWeight:
         return replace(self, rows=self.rows[outputs, columns], scales=scales)
 
     def to(self, device: torch.device) -> "CodedWeight":
-        """The same there: itself where it is there, which may be a view of a file."""
+        """The weight on that device: itself if it is there already, perhaps as a view of a file."""
         scales = self.scales
         if scales is not None:
             zeros = None if scales.zeros is None else scales.zeros.to(device)
@@ -175,11 +175,11 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of a packed weight whose codes and scales come apart.
+    """The groups of a packed weight whose codes and scales are separate.
 
     Attributes:
-        pieces: Of 32 inputs in a group.
-        scale_dtype: Of its scale.
+        pieces: Pieces of 32 inputs in a group.
+        scale_dtype: Dtype of the group's scale.
         has_zeros: Whether each group says which code stands for 0.
     """
 
@@ -207,9 +207,9 @@ class PackedWeight:
     """The first half of the outputs are gates: the product is `activation(gate) * up`."""
     quantization: Quantization
     coding: Coding | None = None
-    """That of `data`, if its numbers are coded."""
+    """The coding of `data`, if its numbers are coded."""
     grouping: Grouping | None = None
-    """Of codings whose scales come apart from codes."""
+    """Set for codings whose scales are stored apart from codes."""
     is_bf12: bool = False
     """Whether `data` holds the bfloat16 numbers in 12 bits each, bit for bit."""
 

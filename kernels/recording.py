@@ -73,7 +73,7 @@ class Recording:
 
 
 def record(num_tokens: int, run: Callable[[], None]) -> Recording:
-    """Records what `run` does on the CPU by `kernels.ops`. Nothing is computed yet, so tensors have any content.
+    """Records the operations that `run` calls on the CPU. Nothing is computed yet, so tensors have any content.
 
     Args:
         num_tokens: the first dimension of the tensors: the largest number of tokens that the recording can run with.
@@ -127,7 +127,7 @@ class Recorder:
             raise NotRecordableError(f"{name} cannot be recorded")
         lines = getattr(arguments, operation.lines_field)
         if not lines or lines % self._num_tokens:
-            raise NotRecordableError(f"{name} over {lines} lines, which are not those of {self._num_tokens} tokens")
+            raise NotRecordableError(f"{name} over {lines} lines, which {self._num_tokens} tokens do not divide")
         self._calls.append(RecordedCall(operation, arguments, lines // self._num_tokens))
 
 

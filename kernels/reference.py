@@ -79,7 +79,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     if not offset:
         return functional.rms_norm(x, weight.shape, weight, eps)
-    # float64 stays what it is.
+    # float64 is not narrowed.
     wide = torch.promote_types(x.dtype, torch.float32)
     return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
@@ -159,7 +159,7 @@ def product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
 ) -> torch.Tensor:
     if weight.scales is None:
-        # float64 stays what it is.
+        # float64 is not narrowed.
         wide = torch.promote_types(weight.dtype, torch.float32)
         sums = functional.linear(x.to(wide), weight.data.to(wide), None if bias is None else bias.to(wide))
     elif weight.quantization is Quantization.INT8_WEIGHT_ONLY:
@@ -175,7 +175,7 @@ def product(
 
 
 def activated(sums: torch.Tensor, gated: bool, activation: str, output_dtype: torch.dtype) -> torch.Tensor:
-    """What a product does to its sums, [..., out], half of which are gates where it is gated."""
+    """Applies an activation to the sums of a product, [..., out]; the first half are gates if `gated`."""
     if gated:
         gate, up = sums.chunk(2, dim=-1)
         return (_ACTIVATIONS[activation](gate) * up).to(output_dtype)
@@ -204,8 +204,8 @@ def paged_attention(
     """Gathers the blocks of a row into contiguous keys and values, then attends densely: decodes together in groups of
     similar length, prefill chunks one row at a time.
 
-    What a row gets depends on its own context only: slots outside it are cleared after the gather, so that a NaN in a
-    shared or recycled block cannot reach another row. On a GPU a batch of decodes alone never waits for the device; one
+    A row's result depends only on its own context: slots outside it are cleared after the gather, so that a NaN in a
+    shared or recycled block cannot reach another row. On a GPU, a batch of only decodes never waits for the device; one
     with prefill chunks reads lengths from it.
     """
     num_rows = seq_lens.shape[0]
@@ -354,7 +354,7 @@ def _attend(
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the last dimension; `sinks` broadcast to the scores, and what goes to them is left out."""
+    """Over the last dimension; `sinks` broadcast to the scores, and their share is left out."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     sinks = sinks.expand(*scores.shape[:-1], 1)

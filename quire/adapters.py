@@ -30,12 +30,12 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 _MAX_NUMBER = 1e30
-"""Of alpha: scales are numbers in 32 bits."""
+"""Maximum alpha: scales are numbers in 32 bits."""
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight", re.ASCII)
 _PATTERN = re.compile(r"\^?(?:\w|\\?\.)+", re.ASCII)
-"""Of alpha_pattern: without repetitions, of which a hostile one takes hours."""
+"""Expressions allowed in alpha_pattern: no repetitions, since a hostile one takes hours to match."""
 _OF_IMAGES = "visual."
-"""What reads images in Qwen2-VL and Qwen2.5-VL as transformers had them before 4.52: beside the language model."""
+"""Prefix of the vision modules of Qwen2-VL and Qwen2.5-VL, next to the language model, in transformers before 4.52."""
 _EMBEDDINGS = ("lora_embedding_", "embed_tokens", "embed_positions", "wte.", "wpe.", "lm_head")
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element."""
@@ -47,7 +47,7 @@ _OF_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
 _OF_TRAINING = ".lora_velora_embed"
-"""Ends the name of what VeLoRA saves in addition to A and B, which only its gradients read."""
+"""Ends the names of tensors that VeLoRA saves in addition to A and B, which only its gradients read."""
 _UNSUPPORTED = {
     "use_dora": "is DoRA",
     "modules_to_save": "brings whole modules",
@@ -61,13 +61,13 @@ _UNSUPPORTED = {
     "use_bdlora": "is BD-LoRA",
     "kasa_config": "is KaSA",
 }
-"""Fields of adapter_config.json that must be absent or false, and what an adapter with them is."""
+"""Fields of adapter_config.json that must be absent or false, and the kind of adapter that has them."""
 _SUPPORTED = "supported are LoRA and rsLoRA of linear layers"
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """What an adapter adds to one linear layer: `scale` * B A x, with A [rank, num_inputs], B [num_outputs, rank]."""
+    """An adapter's addend to one linear layer: `scale` * B A x, with A [rank, num_inputs], B [num_outputs, rank]."""
 
     rank: int
     num_inputs: int
@@ -81,11 +81,11 @@ class Adapter:
 
     Attributes:
         digest: SHA-256 over the configuration and `files`, DIGEST_BYTES long.
-        files: Those of the weights.
+        files: The files of the weights.
         rank: The maximum rank of its modules.
         alpha: lora_alpha; `modules` have the scales that follow from it.
         target_modules: The last parts of the names of its modules, sorted: "down_proj", "q_proj".
-        base_model: base_model_name_or_path, which nothing depends on; empty where it is missing.
+        base_model: base_model_name_or_path, which nothing depends on; empty if it is missing.
         modules: By the name of the linear layer in the model: "model.layers.0.self_attn.q_proj". Tensors have it after
             "base_model.model.".
     """
@@ -146,7 +146,7 @@ def read_adapter(directory: Path | str) -> Adapter:
 
 
 def check_digest(adapter: Adapter, digest: bytes) -> None:
-    """Raises UnusableAdapterError where the files are not those that the digest was computed of."""
+    """Raises UnusableAdapterError if the files do not have this digest."""
     if adapter.digest != digest:
         raise UnusableAdapterError(
             f"the files of adapter {adapter.directory} have changed since it was loaded: their digest is "
@@ -164,8 +164,8 @@ def check_distinct(directory: Path, names: Mapping[str, str]) -> None:
 
 
 def check_fits(adapter: Adapter, config: Mapping[str, Any]) -> None:
-    """Raises UnusableAdapterError where the adapter is of another shape than the model with this config.json, as far as
-    that says. The worker knows all of its layers."""
+    """Raises UnusableAdapterError if the adapter's shape contradicts the model's config.json. The worker checks all
+    layers, which this function does not know."""
     num_layers = config.get("num_hidden_layers", config.get("n_layer"))
     hidden_size = config.get("hidden_size", config.get("n_embd"))
     for name, module in adapter.modules.items():
@@ -243,8 +243,8 @@ class _Config:
         return AdaptedModule(rank, num_inputs, b[0], alpha / (math.sqrt(rank) if self.uses_rslora else rank))
 
     def _alpha_of(self, name: str) -> float:
-        """That of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT, where a pattern
-        is a regular expression."""
+        """The alpha of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT, where a
+        pattern is a regular expression."""
         for pattern, alpha in self.alpha_pattern.items():
             if pattern.fullmatch(name):
                 return alpha
@@ -252,7 +252,7 @@ class _Config:
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
-    """The single file, or else those of the index, or else what torch has written."""
+    """The single file, or else the files of the index, or else the file that torch has written."""
     single = directory / WEIGHTS_FILE
     index, pickled = single.with_name(f"{WEIGHTS_FILE}.index.json"), single.with_suffix(PICKLED)
     if single.exists() or not (index.is_file() or pickled.exists()):
@@ -369,7 +369,7 @@ class _StoredTensor:
     def rebuilt(
         cls, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
     ) -> Self:
-        """What stands for torch._utils._rebuild_tensor_v2. ValueError unless it is all of the storage, row by row."""
+        """Replaces torch._utils._rebuild_tensor_v2. ValueError unless the tensor is all of the storage, row by row."""
         strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
         is_plain = (offset, stride) == (0, strides) and all(type(size) is int and size > 0 for size in shape)
         if not is_plain or math.prod(shape) != storage.num_elements:
@@ -378,7 +378,7 @@ class _StoredTensor:
 
 
 class _TensorsAlone(pickle._Unpickler):  # The one of Python, whose memory is that of the pickle.
-    """Unpickles a dictionary of tensors, and calls nothing: of names, it knows those that tensors are written with."""
+    """Unpickles a dictionary of tensors, and calls nothing: it knows only the names with which tensors are written."""
 
     def __init__(self, file: IO[bytes], sizes: Mapping[str, int]) -> None:
         super().__init__(file)
@@ -403,7 +403,7 @@ class _TensorsAlone(pickle._Unpickler):  # The one of Python, whose memory is th
 
 
 def _pickled_tensors(file: Path) -> list[_Tensor]:
-    """The same of a file of torch.save: a zip archive with a pickle of the names and shapes, and a file for each
+    """The tensors of a file of torch.save: a zip archive with a pickle of the names and shapes, and a file for each
     storage. No class and no function that the pickle names is called."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -419,7 +419,7 @@ def _pickled_tensors(file: Path) -> list[_Tensor]:
     except Exception as error:  # A pickle may do anything wrong.
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnusableAdapterError(
-            f"{file} is no dictionary of tensors alone, as torch.save writes it: {said:.300}"
+            f"{file} is no dictionary of only tensors, as torch.save writes it: {said:.300}"
         ) from error
     return tensors
 

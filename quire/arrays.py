@@ -46,7 +46,7 @@ def decode_int32(
         columns: Values of one row, 2 for pairs.
 
     Raises:
-        InvalidArgument: the length is not that of whole rows, or a value is out of range.
+        InvalidArgument: the length does not fit whole rows, or a value is out of range.
     """
     array = _decode(data, field, _INT32, columns)
     if data and (minimum is not None or below is not None):
@@ -69,7 +69,7 @@ def decode_float32(data: bytes, field: str) -> NDArray[np.float32]:
     NaN and infinities pass: log probabilities may be -inf.
 
     Raises:
-        InvalidArgument: the length is not that of whole numbers.
+        InvalidArgument: the length does not fit whole numbers.
     """
     return _decode(data, field, _FLOAT32, columns=1)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What tells a process the time."""
+    """The source of a process's time."""
 
     def monotonic(self) -> float:
         """Seconds since some moment; never goes back."""

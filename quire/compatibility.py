@@ -1,8 +1,8 @@
-"""Whether two processes fit each other: the versions of the contract that they speak, and the model that they have.
+"""Checks whether two processes are compatible: the versions of their contract, and their model.
 
-Each side of a connection states both in its first message and checks those of the other, so that one line on both sides
-names what does not fit. A release that changes the meaning of a message raises `newest`; it keeps `oldest` where
-it still does what the version before says, so that services can be upgraded one by one.
+Each side of a connection states both in its first message and checks the other's, so that one line on both sides names
+the mismatch. A release that changes the meaning of a message raises `newest`; it keeps `oldest` while it still supports
+the previous version, so that services can be upgraded one by one.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = frozenset({"_name_or_path", "name_or_path", "transformers_vers
 _OF_TEMPLATES = frozenset({"chat_template"})
 _GGUF_TOKENIZER, _GGUF_TEMPLATES = "tokenizer.", "tokenizer.chat_template"
 _GGUF_NOT_CONFIG = (_GGUF_TOKENIZER, "general.", "split.", "quantize.")
-"""Beginnings of keys of the tokenizer, of what says how the file came about, and of defaults of requests."""
+"""Beginnings of keys of the tokenizer, of the file's origin, and of defaults of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class ProtocolVersions:
 
 
 SCHEDULER_PROTOCOL = ProtocolVersions(2, 2)
-"""What this release speaks of quire.scheduler.v1, on both sides."""
+"""The versions of quire.scheduler.v1 that this release speaks, on both sides."""
 WORKER_PROTOCOL = ProtocolVersions(2, 3)
-"""What this release speaks of quire.worker.v1, on both sides."""
+"""The versions of quire.worker.v1 that this release speaks, on both sides."""
 PREPARES_CONSTRAINTS = 3
 """The version of quire.worker.v1 from which workers take PrepareConstraint."""
 
@@ -89,8 +89,8 @@ class ModelFingerprint:
 
     @classmethod
     def _of_gguf(cls, header: GgufHeader) -> Self:
-        """Of what the file has, not of the configuration and the tokenizer that this release derives from it: a release
-        that derives them better has the same model."""
+        """The fingerprint of the file's content, not of the configuration and the tokenizer that this release derives
+        from it: a release that derives them better has the same model."""
         config = {
             key: value
             for key, value in header.metadata.items()
@@ -135,8 +135,8 @@ def check_protocol(contract: str, ours: ProtocolVersions, theirs: ProtocolVersio
 
 
 def unknown_field(message: Message) -> str | None:
-    """A field that the sender has set and this release does not have, at any depth, as TYPE.NUMBER; None if there is
-    none. For messages of which nothing may be ignored."""
+    """A field that the sender has set and this release does not have, at any depth, as TYPE.NUMBER; None if there is no
+    such field. For messages in which nothing may be ignored."""
     for unknown in UnknownFieldSet(message):
         return f"{message.DESCRIPTOR.full_name}.{unknown.field_number}"
     for name, is_repeated in _message_fields(message.DESCRIPTOR):

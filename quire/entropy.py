@@ -1,7 +1,7 @@
 """Random bytes and numbers of services: one seam, so that a simulation can draw them from its seed.
 
-What must not be guessed (keys, nonces, ids that grant something) and what only spreads load in time come from the same
-source. Draws of tokens do not: they are functions of a request's seed and a position.
+Secrets (keys, nonces, ids that grant something) and random delays that only spread load come from the same source.
+Draws of tokens do not: they are functions of a request's seed and a position.
 """
 
 import os
@@ -17,7 +17,7 @@ class Entropy(Protocol):
 
 
 class SystemEntropy:
-    """The operating system's."""
+    """The operating system's source."""
 
     def random_bytes(self, count: int) -> bytes:
         return os.urandom(count)
@@ -28,12 +28,12 @@ ENTROPY: ContextVar[Entropy] = ContextVar("quire entropy", default=SystemEntropy
 
 
 def random_bytes(count: int) -> bytes:
-    """Bytes that nobody can guess."""
+    """Unpredictable bytes."""
     return ENTROPY.get().random_bytes(count)
 
 
 def random_hex(num_bytes: int) -> str:
-    """Twice as many hexadecimal digits that nobody can guess."""
+    """Unpredictable hexadecimal digits, two per byte."""
     return random_bytes(num_bytes).hex()
 
 

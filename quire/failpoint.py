@@ -1,8 +1,8 @@
-"""Named places in services where a test ends or delays the process, to see what it leaves behind.
+"""Named places in services where a test ends or delays the process, to test the state that it leaves behind.
 
 `failpoint(name)` does nothing unless the context has something armed: a simulation sets `FAILPOINTS` in the context of
-a simulated process, and `arm` does so for a real one, which is for tests only. docs/internals/failpoints.md says what
-each name stands for.
+a simulated process, and `arm` does so for a real one, which is for tests only. docs/internals/failpoints.md explains
+each name.
 
 A real process watches a directory, into which orders are moved whole: a file NAME with the content "kill 3" ends the
 process by SIGKILL at the third pass of failpoint NAME from then on, and is gone before that, so that its successor
@@ -21,7 +21,7 @@ from quire import clock
 from quire.settings import ConfigurationError
 
 VARIABLE = "QUIRE_FAILPOINTS"
-"""The environment variable with the directory. For tests: whoever writes there can end the service."""
+"""The environment variable with the directory. For tests: a process that writes there can end the service."""
 
 NAMES = (
     "scheduler.submit.before_queue",
@@ -51,10 +51,10 @@ NAMES = (
 
 
 class Failpoints(Protocol):
-    """What happens at failpoints."""
+    """The actions at failpoints."""
 
     def passed(self, name: str) -> None:
-        """The process passes a failpoint. Where it is to end there, this does not return."""
+        """The process passes a failpoint. Does not return if the process is to end there."""
         ...
 
 
@@ -82,8 +82,8 @@ def arm(environ: Mapping[str, str]) -> None:
 
 @dataclass(slots=True)
 class _Order:
-    """What a file says, and how often its failpoint was passed since it was found. A file that is written anew is
-    another order."""
+    """The order in a file, and the number of passes of its failpoint since it was found. A rewritten file is another
+    order."""
 
     written_ns: int
     verb: str

@@ -1,4 +1,4 @@
-"""What `quire doctor` finds out about a part of a machine."""
+"""Findings of `quire doctor` about a part of a machine."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +14,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about one part; `advice` says what to do, empty where there is nothing to do."""
+    """The state of one part; `advice` says what to do, and is empty if there is nothing to do."""
 
     part: str
     verdict: Verdict

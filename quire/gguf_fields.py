@@ -1,5 +1,5 @@
 """A model as the metadata of a GGUF file: the fields that `quire.gguf_model` and `quire.gguf_tokenizer` read, as
-llama.cpp's converter names them. What a file cannot say is found by reading back and comparing with the model."""
+llama.cpp's converter names them. Losses are found by reading the file back and comparing it with the model."""
 
 import json
 import math
@@ -44,7 +44,7 @@ _NUMBERS = {
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
-# What has several forms (rotations are refused as they are written), or may be null and is made of the rest.
+# Fields that have several forms (rotations are refused when they are written), or may be null and follow from others.
 _NOT_COMPARED = {
     "architectures",
     "model_type",
@@ -65,7 +65,7 @@ _OF_YARN = {
 }
 _LONG_ROPE = ("longrope", "su")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-# How a text is split is known by the tokens of these; those of the second kind decide between equals.
+# The tokens of these texts identify the way in which a tokenizer splits; the second group decides between equals.
 _TEXTS = (
     "The cats aren't 12345 years old,\t  WE'LL see!\n\n\n x = a_b[3] + fooBar(\"y\")...",
     " caf\u00e9 \u4e2d\u6587\u5b57\r\n ",
@@ -116,7 +116,7 @@ def check_read_back(model: ModelDirectory, header: GgufHeader) -> Mapping[str, A
 
 
 def rotation_factors(model: ModelDirectory) -> Mapping[str, Sequence[float]]:
-    """What frequencies are divided by, by the names of tensors of the file; empty where fields say all."""
+    """Divisors of frequencies, by the names of tensors of the file; empty if fields are enough."""
     rope = _rope_section(model.config)
     kind = rope.get("rope_type", rope.get("type"))
     if kind in _LONG_ROPE:
@@ -176,7 +176,7 @@ def _with_tokenizer(model: ModelDirectory, fields: Mapping[str, Any]) -> dict[st
     content = model.tokenizer()
     bpe: Mapping[str, Any] = content["model"]
     if bpe["type"] != "BPE":
-        raise _error(model, f"a tokenizer of the type {bpe['type']!r:.80} is not written to GGUF files, BPE alone")
+        raise _error(model, f"a tokenizer of the type {bpe['type']!r:.80} is not written to GGUF files, only BPE is")
     size = max(model.config["vocab_size"], 1 + max(bpe["vocab"].values()))
     tokens, kinds = [f"[PAD{index}]" for index in range(size)], [_UNUSED] * size
     for token, index in bpe["vocab"].items():

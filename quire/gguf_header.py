@@ -21,7 +21,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# Several times what the largest models have. A damaged or malicious file must not make us take memory without bound.
+# Several times the size of the largest models. A damaged or malicious file must not take memory without bound.
 _MAX_ENTRIES = 1 << 20
 _MAX_ELEMENTS = 1 << 23
 _MAX_TEXT_BYTES = 1 << 24
@@ -38,8 +38,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """The names of all files of a model, in order, one of which is `name`: several where it ends as llama.cpp's
-    `gguf-split` names parts, in -00002-of-00003.gguf."""
+    """The names of all files of a model, in order, including `name`: several if it ends as the parts of llama.cpp's
+    `gguf-split`, in -00002-of-00003.gguf."""
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return (name,)
@@ -48,11 +48,11 @@ def part_names(name: str) -> tuple[str, ...]:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """The same of files beside `path`. ConfigurationError where one of them is missing."""
+    """The files of these names in the directory of `path`. ConfigurationError if one of them is missing."""
     found = tuple(path.with_name(name) for name in part_names(path.name))
     for part in found:
         if not part.is_file():
-            raise ConfigurationError(f"{path} is one of {len(found)} parts of a model; {part.name} is not beside it")
+            raise ConfigurationError(f"{path} is one of {len(found)} parts of a model; {part.name} is not next to it")
     return found
 
 
@@ -83,7 +83,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a model says of itself. Values of the metadata are numbers, texts, bools, and lists of these.
+    """The description of a model. Values of the metadata are numbers, texts, bools, and lists of these.
 
     Attributes:
         path: The file, or the first of the parts.
@@ -132,7 +132,7 @@ class GgufHeader:
         expected = self.metadata.get("split.tensors.count", num_tensors)
         if len(parts) > 1 and num_tensors != expected:
             raise ConfigurationError(
-                f"{self.path} and the parts beside it have {num_tensors} tensors, and {expected} are expected; they "
+                f"{self.path} and the parts next to it have {num_tensors} tensors, and {expected} are expected; they "
                 "are parts of several models"
             )
 
@@ -152,7 +152,7 @@ class GgufHeader:
         found.sort(key=lambda tensor: tensor[3])
         starts = [data + offset for *_, offset in found]
         tensors: dict[str, GgufTensor] = {}
-        # Not strict: a file without tensors, of which there are some, has no last one that ends with it.
+        # Not strict: a file without tensors has no last tensor to end with it. Such files exist.
         for (name, kind, shape, _), start, end in zip(found, starts, [*starts[1:], len(content)], strict=False):
             if start >= len(content):
                 raise ValueError(f"tensor {name!r:.80} begins after its end; the file is cut short")
@@ -195,7 +195,7 @@ class GgufFields:
         return self._lists[key]
 
     def shared(self, key: str) -> float | None:
-        """A number that does not depend on the architecture, by its whole key; None where it is not there."""
+        """A number that does not depend on the architecture, by its whole key; None if it is missing."""
         if key not in self.header.metadata:
             return None
         value = self._typed(key, (int, float), "a number")
@@ -262,7 +262,7 @@ class GgufFields:
 
 
 class _Reader:
-    """Reads one value after another. Raises ValueError for what no file of a model has."""
+    """Reads one value after another. Raises ValueError for values that no file of a model has."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
@@ -288,7 +288,7 @@ class _Reader:
     def count(self, what: str) -> int:
         value = self.number("Q")
         if value > _MAX_ENTRIES:
-            raise ValueError(f"it counts {value} {what}, of which at most {_MAX_ENTRIES} are read")
+            raise ValueError(f"it counts {value} {what}; at most {_MAX_ENTRIES} are read")
         return value
 
     def text(self) -> str:
@@ -301,7 +301,7 @@ class _Reader:
         return self._take(length).decode("utf-8", errors="replace")
 
     def _texts(self, count: int) -> list[str]:
-        """The same as so many calls of `text`, in half the time: a vocabulary has more than 100,000."""
+        """Same as `count` calls of `text`, in half the time: a vocabulary has more than 100,000."""
         content, place, found = self._content, self.place, list[str]()
         end = min(len(content), _MAX_METADATA_BYTES)
         for _ in range(count):
@@ -309,7 +309,7 @@ class _Reader:
             length = int.from_bytes(content[place:start], "little")
             if length > _MAX_TEXT_BYTES or start + length > end:
                 self.place = place
-                self.text()  # raises what is wrong
+                self.text()  # raises the error
             place = start + length
             found.append(content[start:place].decode("utf-8", errors="replace"))
         self.place = place

@@ -1,6 +1,6 @@
 """A GGUF file as a model: config.json, tokenizer.json and the rest, in the form that transformers' directories have.
 
-Nothing is written to disk: `ModelDirectory` takes what `describe` returns for the content of those files. Weights are
+Nothing is written to disk: `ModelDirectory` takes the result of `describe` as the content of those files. Weights are
 read by the worker (`worker_svc.gguf_weights`).
 """
 
@@ -31,7 +31,7 @@ SAMPLING = {
 """Fields of general.sampling, which converters take from generation_config.json, by the names that they have there."""
 _NOT_MODELS = {
     "mmproj": "the part of a model that reads images or sound, which Quire does not; name that of the language model",
-    "adapter": "an adapter (LoRA), not a model; Quire serves models alone",
+    "adapter": "an adapter (LoRA), not a model; Quire serves only models",
     "imatrix": "an importance matrix, from which quantized files are made, not a model",
 }
 
@@ -45,19 +45,19 @@ class GgufDescription:
     generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
     tokenizer: Mapping[str, Any]
-    """Of tokenizer.json, where merges are tuples."""
+    """The content of tokenizer.json, with merges as tuples."""
     eos_token_ids: tuple[int, ...]
     chat_templates: dict[str, str]
     """By name, as in a directory: "default", "tool_use"."""
 
 
 def describe(path: Path) -> GgufDescription:
-    """Raises ConfigurationError, one line, for a damaged file and for what is not read."""
+    """Raises ConfigurationError, one line, for a damaged file and for unsupported models."""
     return describe_header(GgufHeader.read(path))
 
 
 def describe_header(header: GgufHeader) -> GgufDescription:
-    """The same of a header that has been read, or is to be written."""
+    """The description by a header that has been read, or will be written."""
     kind = header.metadata.get("general.type")
     if isinstance(kind, str) and kind in _NOT_MODELS:
         raise ConfigurationError(f"{header.path} is {_NOT_MODELS[kind]}")
@@ -104,7 +104,7 @@ def _config(fields: GgufFields) -> dict[str, Any]:
             "docs/models.md says which others are served from a directory as transformers saves it"
         )
     if not fields.header.tensors:
-        raise fields.error("it has no tensors, a vocabulary alone")
+        raise fields.error("it has no tensors, only a vocabulary")
     embedding = fields.header.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise fields.error(f"tensor {_EMBEDDING} is missing, or no matrix")
@@ -118,7 +118,7 @@ def _config(fields: GgufFields) -> dict[str, Any]:
 
 
 def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
-    """What others multiply by and count to is what the tensors say, so a damaged number takes no memory."""
+    """Takes sizes and counts from the tensors, so that a damaged number does not exhaust memory."""
     width, num_layers = fields.size("embedding_length"), fields.size("block_count")
     if width != embedding.shape[1]:
         raise fields.error(f"embedding_length is {width}, and {_EMBEDDING} has {embedding.shape[1]} columns")
@@ -134,7 +134,7 @@ def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
 
 
 def _dtype(fields: GgufFields) -> str:
-    """That of the matrices: those of experts' gates and all vectors are float32 in any file."""
+    """The dtype of the matrices; experts' gates and all vectors are float32 in any file."""
     kinds = {tensor.ggml_type for tensor in fields.header.tensors.values() if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"
@@ -142,7 +142,7 @@ def _dtype(fields: GgufFields) -> str:
 
 
 def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str, Any]:
-    """What all families but GPT-2 have. Where each layer has experts, a file may omit the width of other layers."""
+    """The sizes of all families but GPT-2. If each layer has experts, a file may omit the width of other layers."""
     heads, width = fields.size("attention.head_count"), fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", max(width // heads, 1))
     rotated = fields.size("rope.dimension_count", head_dim)
@@ -190,7 +190,7 @@ def _phi_3(fields: GgufFields) -> dict[str, Any]:
     length = fields.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = fields.own("attention.sliding_window", int, "a whole number", 0) or None
     config |= {"original_max_position_embeddings": length, "sliding_window": window}
-    # Not that of transformers, which small vocabularies do not have.
+    # Not the default of transformers, which small vocabularies do not have.
     config["pad_token_id"] = fields.token_id("padding")
     if _LONG_FACTORS not in fields.header.tensors:
         return config
@@ -344,7 +344,7 @@ _CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
     "mistral": _llama,
     "qwen2": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
     "qwen3": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
-    # Of models that read images, too: their rotation is the usual one in texts.
+    # The language models of vision models: their rotation is the usual one in texts.
     "qwen2vl": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
     "qwen3vl": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": lambda fields: _qwen_with_experts(fields, "Qwen2MoeForCausalLM", "qwen2_moe"),
@@ -389,8 +389,8 @@ _LLAMA_3_LOW, _LLAMA_3_HIGH, _LLAMA_3_LENGTH = 1.0, 4.0, 8192
 def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
     """The scaling that divides each frequency by a factor of its own.
 
-    Llama 3.1 and later have such factors in place of their parameters, of which only `factor`, the greatest one,
-    differs between the models. Others are a longrope that has the same factors at all lengths.
+    Llama 3.1 and later have such factors in place of their parameters; of these, only `factor`, the greatest factor,
+    differs between the models. Other files with factors are a longrope with the same factors at all lengths.
     """
     stored = _read_factors(fields, _ROPE_FACTORS, head_dim // 2)
     factor, theta = max(stored, default=1.0), fields.positive("rope.freq_base", 10_000.0)
@@ -422,7 +422,7 @@ def llama_3_factors(
     high: float = _LLAMA_3_HIGH,
     length: float = _LLAMA_3_LENGTH,
 ) -> Iterator[float]:
-    """What Llama 3.1 and later divide each frequency by."""
+    """The factors by which Llama 3.1 and later divide the frequencies."""
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
         smooth = min(max((length / wavelength - low) / (high - low), 0.0), 1.0)

@@ -9,7 +9,7 @@ from quire.gguf_header import GgufFields
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
-# A file has one token that ends a text, where generation_config.json may have several. Those that end a turn are known
+# A file has one token that ends a text, where generation_config.json may have several. Tokens that end a turn are known
 # by their texts, as in llama.cpp, and are special whatever their type says.
 ENDS_OF_TURNS = frozenset(
     (
@@ -68,9 +68,9 @@ class _Split:
     """How byte-level BPE splits a text before it merges.
 
     Attributes:
-        patterns: What each step cuts out; what is between is a piece too.
+        patterns: The texts that each step cuts out; the text between them is a piece, too.
         then_as_gpt_2: Whether a last step splits as GPT-2 does.
-        whole: Whether a piece that is a token is one, whatever the merges say.
+        whole: Whether a piece that is a token stays one, in spite of the merges.
         with_bos: Whether the first token comes before a text, unless the file says otherwise.
         normalized: Whether the text is brought to the normal form NFC first, as transformers does and llama.cpp does
             not.
@@ -109,7 +109,7 @@ SPLIT_NAMES = tuple(reversed({split: name for name, split in reversed(_SPLITS.it
 """One name for each way to split, the first that has it."""
 _UNNAMED = "default"
 _MAX_TOKEN_CHARS = 4096
-# Ten times those of Gemma. Few tokens can have many merges: 4,096 of one repeated character have 8 million.
+# Ten times Gemma's. A few tokens can have many merges: 4,096 tokens of one repeated character have 8 million.
 _MAX_MERGED_CHARS = 1 << 26
 
 
@@ -258,8 +258,8 @@ def _scores(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> 
         raise fields.error("tokenizer.ggml.scores does not have a number for each token")
     normal = {score for score, kind in zip(scores, kinds, strict=True) if kind == _NORMAL}
     if fields.architecture.startswith("gemma") or len(normal) == 1:
-        # Tokens are merged in the order in which they are there, which the scores of Gemma do not follow. A converter
-        # that had no scores, but a tokenizer.json, gives all tokens the same one.
+        # Tokens are merged in their order in the file, which the scores of Gemma do not follow. A converter that had no
+        # scores, but a tokenizer.json, gives all tokens the same one.
         return [-place for place in range(len(tokens))]
     return scores
 
@@ -272,7 +272,7 @@ def _merges_of(
     is_text = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
     places = {token: place for place, token in enumerate(tokens)}
     # Where a token may be cut: bit n of a number stands for after n characters. So all cuts of a token are found at
-    # once, whatever its length and however many tokens it begins with.
+    # once, however long it is and however many tokens it begins with.
     after_beginnings, before_ends = dict[str, int](), dict[str, int]()
     for text, beginning in _longest_beginnings(is_text).items():
         after_beginnings[text] = 0 if beginning is None else after_beginnings[beginning] | 1 << len(beginning)
@@ -295,10 +295,10 @@ def _merges_of(
 
 
 def _longest_beginnings(texts: Collection[str]) -> dict[str, str | None]:
-    """The longest of these texts with which each of them begins, except itself and the empty text; None without one.
-    A text comes after those that it begins with."""
+    """For each of these texts, the longest other one that it begins with, except the empty text; None without one. A
+    text comes after its beginnings."""
     found: dict[str, str | None] = {}
-    # Each text in it begins with the one before. The order of texts puts beginnings before what goes on.
+    # Each text in it begins with the one before. In sorted order, beginnings precede their continuations.
     open_texts: list[str] = []
     for text in sorted(texts):
         while open_texts and not text.startswith(open_texts[-1]):

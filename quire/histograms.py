@@ -1,4 +1,4 @@
-"""Histograms that take many observations at once, and what is common to the metrics of all services.
+"""Histograms that take many observations at once, and the common part of all services' metrics.
 
 A step has a value for each of its tokens. `prometheus_client.Histogram` takes them one by one, and walks over its
 buckets for each; here they are counted in one call a step.
@@ -19,8 +19,8 @@ SHORT_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2),
     *(0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Bounds for the time between two tokens. Dashboards made for vLLM let one choose a goal between 0.025 and 0.5, and
-read the bucket with that bound; likewise between 0.1 and 10 in SECONDS."""
+"""Bounds for the time between two tokens. Dashboards made for vLLM offer goals between 0.025 and 0.5, and read the
+bucket with that bound; likewise between 0.1 and 10 in SECONDS."""
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0),
@@ -35,17 +35,17 @@ SMALL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Bounds for numbers of sequences."""
 
 OTHER_TENANTS = "(other)"
-"""The label of the tenants that have none of their own. No tenant has this name."""
+"""The label of tenants without a label of their own. No tenant has this name."""
 
 
 class Distribution:
-    """How many observations fell into each bucket, and their sum.
+    """The number of observations in each bucket, and their sum.
 
-    One thread adds, others may read meanwhile: what they read may lack the newest observations, or their sum.
+    One thread adds, others may read meanwhile: their result may lack the newest observations, or their sum.
 
     Attributes:
-        bounds: The upper bounds of the buckets, rising; one more bucket has what is above all of them.
-        sum: Of all observations.
+        bounds: The upper bounds of the buckets, rising; one more bucket has the values above all of them.
+        sum: The sum of all observations.
     """
 
     __slots__ = ("_counts", "_edges", "bounds", "sum")
@@ -81,7 +81,7 @@ class Distribution:
 
     @classmethod
     def of(cls, bounds: Sequence[float], counts: Sequence[int], sum_: float) -> Self:
-        """What another process has counted. Raises ValueError unless there is one count more than bounds."""
+        """The distribution counted by another process. Raises ValueError unless there is one count more than bounds."""
         if len(counts) != len(bounds) + 1:
             raise ValueError(f"{len(bounds)} bounds have {len(counts)} counts")
         distribution = cls(bounds)
@@ -109,7 +109,7 @@ class Histograms(Collector):
     """Histograms of one service, by name."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
-        """`prefix` is that of all names."""
+        """`prefix` begins all names."""
         self._prefix = prefix
         self._families: dict[str, tuple[str, Distribution]] = {}
         registry.register(self)
@@ -130,7 +130,7 @@ class Histograms(Collector):
 class TenantLabels:
     """The label of each tenant in metrics: its name for the first ones that come, one label for all others.
 
-    So the number of series is bounded, whatever the number of tenants.
+    So the number of series is bounded for any number of tenants.
     """
 
     def __init__(self, max_tenants: int) -> None:

@@ -1,10 +1,10 @@
-"""Models of a hub: from ORG/NAME to a snapshot in the cache that all tools of the Hugging Face Hub share.
+"""Fetches models of a hub: ORG/NAME becomes a snapshot in the cache that all tools of the Hugging Face Hub share.
 
     pull(HubName.parse("org/name@v1"), Parts.ALL)  # -> .../models--org--name/snapshots/COMMIT
 
-`huggingface_hub` finds, authenticates and stores: its variables hold here too (HF_ENDPOINT, HF_TOKEN, HF_HOME,
-HF_HUB_OFFLINE and so on). Two things are done here. Only the files that Quire reads are fetched. And a large file goes
-on where a killed process left it, which `huggingface_hub` does within one process only (ADR 42).
+`huggingface_hub` finds, authenticates and stores: its variables apply here, too (HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE and so on). This module adds two things: it fetches only the files that Quire reads, and it continues a
+large file where a killed process left it, which `huggingface_hub` does within one process only (ADR 42).
 """
 
 import errno
@@ -68,7 +68,7 @@ _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-# What `ModelDirectory` reads beside these.
+# Further files that `ModelDirectory` reads.
 _SMALL = (
     _TOKENIZER,
     "generation_config.json",
@@ -81,16 +81,16 @@ _SMALL = (
     EMBEDDING_MODULES,
 )
 _FURTHER_TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
-# Smaller files are fetched whole, larger ones than the second by `huggingface_hub`: the hub sends them by Xet alone.
+# Smaller files are fetched whole; larger ones than the second, by `huggingface_hub`: the hub sends them only by Xet.
 _LARGE_BYTES = 8 << 20
 _MAX_HTTP_BYTES = 50_000_000_000
 _SUFFIX = ".quire.incomplete"
 _FIRST_SERVER_ERROR = 500
 _NUM_THREADS = 4
-# To connect to the hub; and, once connected, for what it says of a model.
+# Timeouts for the connection to the hub, and then for its description of a model.
 _CONNECT_S = 5.0
 _LISTING_S = 60.0
-# What `http_get` repeats itself before it raises it; anything else is tried once more where the file has not grown.
+# Errors that `http_get` retries itself before it raises them; after others it is called once more if no byte came.
 _REPEATED = ("ConnectError", "ConnectTimeout", "ReadTimeout", "WriteTimeout", "PoolTimeout", "RemoteProtocolError")
 _MAX_FRUITLESS_ATTEMPTS = 2
 _FORBIDDEN = 403
@@ -101,7 +101,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NUM_SHOWN_FILES = 8
 _DEFAULT_QUANTIZATION = "Q4_K_M"
-# Readers of images, and what files are quantized with.
+# Files of vision parts, and importance matrices for quantization.
 _NOT_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _T = TypeVar("_T")
 
@@ -111,7 +111,7 @@ class Parts(Enum):
 
     ALL = "all"
     WITHOUT_WEIGHTS = "without weights"
-    """What a gateway reads: configuration, tokenizer, chat templates."""
+    """The files that a gateway reads: configuration, tokenizer, chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class _Listed:
     etag: str | None
 
     def missing_bytes(self, blobs: Path) -> int:
-        """What is not in the cache, as this or as a revision with the same content has left it."""
+        """Bytes missing in the cache, where this or a revision with the same content may have left some."""
         if self.etag is None:
             return self.size
         if (blobs / self.etag).exists():
@@ -137,15 +137,15 @@ class _Listed:
 
 
 def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -> Path:
-    """Fetches what is missing in the cache; returns the snapshot's directory, or the file of a name with one.
+    """Fetches the files missing in the cache; returns the snapshot's directory, or the file of a name with one.
 
     A branch or tag is looked up at the hub. Without the hub the cache answers, where it has all files.
 
     Args:
-        report: is told of the bytes of large files.
+        report: called with the bytes of large files.
 
     Raises:
-        ConfigurationError: one line that says what is in the way, and the way out.
+        ConfigurationError: one line with the obstacle and the way out.
     """
     disable_progress_bars()
     set_verbosity_error()
@@ -154,7 +154,7 @@ def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -
 
 
 def cached(model: HubName) -> Path | None:
-    """The same where the cache has all of it; None else. The hub is not asked."""
+    """The same if the cache has all of it; else None. The hub is not asked."""
     try:
         with _explained(model):
             return _Pull(model, no_report, offline="the hub is not asked").run(Parts.ALL)
@@ -179,7 +179,7 @@ class _Pull:
             return self._gguf_model(self._model.file)
         if self._model.quantization is not None or (self._offline is not None and self._has_files_alone()):
             return self._gguf_model(self._gguf_file())
-        # The one look-up of the revision: all other files are those of the commit that has this one.
+        # The only look-up of the revision: all other files are taken from the commit of this one.
         try:
             snapshot = self._fetch(_CONFIG, self._model.revision).parent
         except RemoteEntryNotFoundError:
@@ -205,7 +205,7 @@ class _Pull:
         return snapshot
 
     def _look_for_hub(self) -> str | None:
-        """Why the hub cannot be asked; None where it answers, whatever it says. One attempt: `huggingface_hub` makes
+        """The reason why the hub cannot be asked; None if it answers in any way. One attempt: `huggingface_hub` makes
         several with pauses between them, up to minutes, for each file that is not in the cache."""
         if constants.HF_HUB_OFFLINE:
             return "HF_HUB_OFFLINE is set"
@@ -308,7 +308,7 @@ class _Pull:
         return snapshot
 
     def _info(self, revision: str | None) -> ModelInfo | None:
-        """What the hub says of a revision; None where it cannot be asked, or fails. Raises HfHubHTTPError."""
+        """The hub's description of a revision; None if it cannot be asked, or fails. Raises HfHubHTTPError."""
         if self._offline is not None:
             return None
         try:
@@ -339,7 +339,7 @@ class _Pull:
             raise _not_cached(self._model, self._offline) from None
 
     def _fetch_large(self, files: Mapping[str, _Listed], commit: str) -> None:
-        """Fetches those of the files that are large into the cache's blobs, where `_fetch` finds them."""
+        """Fetches the large ones of the files into the cache's blobs, where `_fetch` finds them."""
         folder = self._folder()
         snapshot, blobs = folder / "snapshots" / commit, folder / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
@@ -399,10 +399,10 @@ class _Partial(FileIO):
     @classmethod
     @contextmanager
     def open(cls, blobs: Path, etag: str, count: Callable[[int], None]) -> "Iterator[_Partial | None]":
-        """Opens it once no other process has it open; None where the blob is complete by then.
+        """Opens it once no other process has it open; None if the blob is complete by then.
 
         Args:
-            count: is told of its size as it grows, under this process or another one.
+            count: Called with its size as it grows, under this process or another one.
         """
         path, blob = blobs / f"{etag}{_SUFFIX}", blobs / etag
         while not blob.exists():
@@ -435,7 +435,7 @@ class _Partial(FileIO):
         return written
 
     def finish(self, *, is_resumed: bool) -> None:
-        """Makes it the blob. Raises ConfigurationError where what was kept of it is not of this file."""
+        """Makes it the blob. Raises ConfigurationError if an earlier part of it is not from this file."""
         if is_resumed and _SHA256.fullmatch(self._blob.name):
             self.seek(0)
             if hashlib.file_digest(self, "sha256").hexdigest() != self._blob.name:
@@ -454,7 +454,7 @@ class _Partial(FileIO):
 
 @contextmanager
 def _explained(model: HubName) -> Iterator[None]:
-    """Converts what goes wrong with a hub, a network and a disk to a ConfigurationError of one line."""
+    """Converts errors of a hub, a network and a disk to a ConfigurationError of one line."""
     try:
         yield
     except ConfigurationError:
@@ -523,7 +523,7 @@ def _token_state() -> str:
 
 
 def _missing(text: str) -> ConfigurationError:
-    """The error for what the cache has not, where the hub is not asked or does not answer."""
+    """The error for a file that the cache lacks, if the hub is not asked or does not answer."""
     return ConfigurationError(text) if constants.HF_HUB_OFFLINE else TemporaryError(text)
 
 
@@ -539,7 +539,7 @@ def _check_space(model: HubName, needed: int, folder: Path) -> None:
     if needed > free:
         _, needed_text = of_bytes(needed, needed)
         _, free_text = of_bytes(free, free)
-        raise _disk_full(model, folder, f" and needs {needed_text} more, of which {free_text} are free")
+        raise _disk_full(model, folder, f" and needs {needed_text} more; {free_text} are free")
 
 
 def _disk_full(model: HubName, folder: Path, sizes: str) -> ConfigurationError:
@@ -558,7 +558,7 @@ def _files(info: ModelInfo) -> dict[str, _Listed]:
 
 
 def _gguf_files(names: Iterable[str]) -> list[str]:
-    """Of language models, of those in several parts the first ones."""
+    """The files of language models; the first part of models in several parts."""
     found = (name for name in names if name.endswith(GGUF_SUFFIX) and not _NOT_MODELS.search(name))
     return sorted({part_names(name)[0] for name in found})
 

@@ -33,7 +33,7 @@ class LogprobColumns:
     chosen_ranks: NDArray[np.int32]
     """[m], 1 for the most likely token."""
     top_counts: NDArray[np.int32]
-    """[m], how many of the most likely tokens each position has."""
+    """[m], number of the most likely tokens at each position."""
     top_token_ids: NDArray[np.int32]
     """[t], position by position."""
     top_logprobs: NDArray[np.float32]
@@ -48,7 +48,7 @@ class LogprobColumns:
         top_logprobs: NDArray[np.float32],
         top_counts: NDArray[np.integer] | None = None,
     ) -> Self:
-        """From lines of equal width, [m, k]; with `top_counts` a position has only the first so many of its line."""
+        """From lines of equal width, [m, k]; with `top_counts` a position has only this number of its line's items."""
         num_positions, width = top_token_ids.shape
         if top_counts is None:
             counts = np.full(num_positions, width, np.int32)
@@ -58,12 +58,12 @@ class LogprobColumns:
         return cls(chosen_logprobs, chosen_ranks, counts, top_token_ids[kept], top_logprobs[kept])
 
     def __len__(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return len(self.chosen_logprobs)
 
     @property
     def size(self) -> int:
-        """How many log probabilities."""
+        """Number of log probabilities."""
         return len(self) + len(self.top_logprobs)
 
     @property
@@ -77,7 +77,7 @@ class LogprobColumns:
         return self._view(begin, end, first, first + int(self.top_counts[begin:end].sum()))
 
     def split(self, lengths: Iterable[int]) -> Iterator[Self]:
-        """Consecutive parts of so many positions each, as views."""
+        """Consecutive parts with these numbers of positions, as views."""
         top_ends = np.cumsum(self.top_counts)
         begin = top_begin = 0
         for length in lengths:
@@ -122,12 +122,12 @@ class LogprobLog:
         self._buffers: tuple[bytearray, ...] = ()
 
     def __len__(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return len(self._buffers[0]) // _FLOAT32.itemsize if self._buffers else 0
 
     @property
     def size(self) -> int:
-        """How many log probabilities."""
+        """Number of log probabilities."""
         return len(self) + len(self._buffers[-1]) // _FLOAT32.itemsize if self._buffers else 0
 
     def append(self, columns: LogprobColumns) -> None:
@@ -156,7 +156,7 @@ class LogprobLog:
         return _columns_of(map(bytes, self._buffers or [b""] * 5))
 
     def part(self, begin: int, end: int) -> LogprobColumns:
-        """The positions from `begin` to `end`, exclusive, as a copy of these alone."""
+        """Copies only the positions from `begin` to `end`, exclusive."""
         if not self._buffers:
             return self.columns()
         counts = np.frombuffer(self._buffers[2][: end * _INT32.itemsize], _INT32)
@@ -168,7 +168,7 @@ class LogprobLog:
         )
 
     def take(self, num_positions: int) -> LogprobColumns:
-        """Removes the first positions and returns them, all where there are no more."""
+        """Removes the first positions and returns them; all if there are no more."""
         if num_positions >= len(self):
             taken, self._buffers = self.columns(), ()
             return taken

@@ -49,8 +49,8 @@ def begin_logging(
 
 
 def _is_no_fault_of_a_caller(record: logging.LogRecord) -> bool:
-    """gRPC logs, with tracebacks, names and metadata of calls that are not UTF-8, whole, and answers to clients that
-    have left: anybody could fill disks."""
+    """gRPC logs, whole and with tracebacks, names and metadata of calls that are not UTF-8, and answers to clients that
+    have left: any caller could fill disks."""
     kind = None if record.exc_info is None else record.exc_info[0]
     return kind is None or kind.__name__ not in ("UnicodeDecodeError", "ExecuteBatchError")
 
@@ -61,7 +61,7 @@ def set_request_id(request_id: str) -> None:
 
 
 def change_level(level: str | None) -> str:
-    """Sets the level, None that of `configure_logging`; returns it. The log says so, except at error."""
+    """Sets the level, or with None the level of `configure_logging`; returns it. Logs the change, except at error."""
     changed = configured_level() if level is None else level
     _set_level(changed)
     _logger.warning("the log level is %s from now on", changed)
@@ -69,7 +69,7 @@ def change_level(level: str | None) -> str:
 
 
 def configured_level() -> str:
-    """That of `configure_logging`; without it that of Python's own configuration."""
+    """The level of `configure_logging`; without it the level of Python's own configuration."""
     ours = [each.configured_level for each in logging.getLogger().handlers if isinstance(each, ServiceHandler)]
     return ours[0] if ours else "warning"
 
@@ -79,7 +79,7 @@ def _set_level(level: str) -> None:
     is_debug = level == "debug"
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.NOTSET if is_debug else logging.WARNING)
-    # Its warnings are about what clients upload.
+    # Its warnings are about clients' uploads.
     logging.getLogger("python_multipart").setLevel(logging.NOTSET if is_debug else logging.ERROR)
     # It logs every failed attempt to reach a collector; quire.tracing logs the first one.
     logging.getLogger("opentelemetry").setLevel(logging.NOTSET if is_debug else logging.CRITICAL)
@@ -110,7 +110,7 @@ class ServiceHandler(logging.StreamHandler[Any]):
 
 
 class _TextFormatter(logging.Formatter):
-    """One line a record, whatever texts of callers are in it; a traceback follows behind."""
+    """One line per record, with any texts of callers in it; a traceback follows."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return super().formatMessage(record).translate(_ESCAPES)

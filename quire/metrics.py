@@ -93,7 +93,7 @@ class _Server(ThreadingWSGIServer):
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def server_bind(self) -> None:
-        """Replaces that of http.server, which asks for the full name of the host: where name servers do not answer, for
+        """Does not ask for the full name of the host, unlike http.server: if name servers do not answer, that takes
         many seconds, in which the event loop of the service stands still."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
@@ -166,8 +166,8 @@ def _only_for(roles: frozenset[Role], application: _Application) -> _Application
 
 
 def register_process(registry: CollectorRegistry, certificates: Iterable[Path | None] = ()) -> None:
-    """Adds what every service has: its version, its process (memory, processor time, open files, start), and how long
-    the certificates in files are valid; None is no file."""
+    """Adds the metrics of every service: its version, its process (memory, processor time, open files, start), and the
+    validity of the certificates in files; None is no file."""
     # Else each counter and histogram of the library has one more series, which says when it was made.
     disable_created_metrics()
     registry.register(_BuildInfo())
@@ -184,7 +184,7 @@ class _BuildInfo(Collector):
 
 
 class CallCounts(Collector):
-    """How many gRPC calls to a service are over, by method and status."""
+    """The number of finished gRPC calls to a service, by method and status."""
 
     def __init__(self, service: str, registry: CollectorRegistry) -> None:
         self._name = f"quire_{service}_grpc_calls"
@@ -204,10 +204,10 @@ class CallCounts(Collector):
 
 
 class CertificateExpiry(Collector):
-    """How long the certificates in files are valid, as the files are at each scrape.
+    """The validity of the certificates in files, as the files are at each scrape.
 
-    Services have no library that reads certificates, and Python's `ssl` reads only those of authorities: here the one
-    field is found that is needed.
+    Services have no library that reads certificates, and Python's `ssl` reads only certificates of authorities: this
+    finds the one field that is needed.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:

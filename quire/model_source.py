@@ -1,4 +1,4 @@
-"""Where the model that `--model` names comes from: a path, the embedded model, or a hub."""
+"""The source of the model that `--model` names: a path, the embedded model, or a hub."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ from quire.progress import Report, no_report
 from quire.settings import ConfigurationError
 
 _PACKAGE = Path(__file__).resolve().parent
-# A wheel carries the model inside the package; a checkout has it beside.
+# A wheel carries the model inside the package; a checkout has it next to the package.
 _ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 
 
 def hub_name(name_or_path: str | None) -> HubName | None:
-    """The model of a hub that `--model` names; None where it is a path or the embedded model.
+    """The model of a hub that `--model` names; None if it is a path or the embedded model.
 
-    What exists here is a path. What begins with ".", "/" or "~", or has no slash, is a path in any case.
+    An existing name is a path. A name that begins with ".", "/" or "~", or has no slash, is a path in any case.
     """
     if name_or_path is None or name_or_path == EMBEDDED_MODEL or Path(name_or_path).exists():
         return None
@@ -27,7 +27,7 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
 
     Args:
         with_weights: Whether a download includes the weights; without them it has all that a gateway reads.
-        report: Is told how far a download is.
+        report: Called with the progress of a download.
 
     Raises:
         ConfigurationError: there is no such directory, or no way to have the model.
@@ -38,7 +38,7 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
         return download(name, with_weights=with_weights, report=report)
     try:
         path = Path(name_or_path).expanduser()
-    except RuntimeError as error:  # "~" of a user who is not known
+    except RuntimeError as error:  # "~" of an unknown user
         raise ConfigurationError(f"model directory {name_or_path} cannot be found: {error}") from error
     if not (path.is_dir() or is_gguf(path)):
         raise not_a_directory(path)
@@ -46,8 +46,8 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
 
 
 def check_local_model(name_or_path: str | None) -> None:
-    """Raises ConfigurationError where `--model` names a directory that is not there, or has no model that is supported.
-    Of a GGUF file only that it is there, as to read it takes long; a hub is not asked."""
+    """Raises ConfigurationError if `--model` names a directory that does not exist or has no supported model. For a
+    GGUF file it checks only the existence, since reading takes long; it does not ask a hub."""
     if hub_name(name_or_path) is None:
         path = resolve_model(name_or_path)
         if not is_gguf(path):

@@ -22,13 +22,13 @@ SHORT_BYTES = 8
 
 
 def salt_digest(salt: str) -> bytes:
-    """What stands for a caller's salt outside of its gateway."""
+    """The digest that replaces a caller's salt outside of its gateway."""
     return blake2b(salt.encode(), digest_size=SALT_BYTES, person=b"quire/salt").digest() if salt else b""
 
 
 def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> BlockHash:
-    """The root hash of a tenant's sequences, with an adapter and with a `salt_digest`: those with different salts share
-    no blocks."""
+    """The root hash of a tenant's sequences, with an adapter and with a `salt_digest`: sequences with different salts
+    share no blocks."""
     root = _unsalted_root(tenant, adapter)
     if not salt:
         return root
@@ -36,8 +36,8 @@ def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> B
 
 
 def _unsalted_root(tenant: str, adapter: bytes | None) -> BlockHash:
-    """The root hash of a tenant: tenants share no blocks, and cannot probe what others computed. With the digest of an
-    adapter it is that of the tenant's sequences with this adapter, whose keys and values are others."""
+    """The root hash of a tenant: tenants share no blocks, and cannot probe each other's computations. With the digest
+    of an adapter it is the root of the tenant's sequences with this adapter, which have other keys and values."""
     if adapter is not None:
         return BlockHash(blake2b(adapter + tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/a").digest())
     return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())

@@ -1,4 +1,4 @@
-"""The processors and the memory that this process may use: those of the machine, within its container's limit."""
+"""The processors and the memory that this process may use, within its machine and its container's limit."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -26,12 +26,12 @@ def cores(processors: Collection[int], system: Path = _SYSTEM) -> list[list[int]
 
 
 def num_nodes(processors: Collection[int], system: Path = _SYSTEM) -> int:
-    """How many NUMA nodes, each with memory of its own, these processors belong to."""
+    """The number of NUMA nodes, each with memory of its own, that these processors belong to."""
     return max(1, sum(not node.isdisjoint(processors) for node in _nodes(system)))
 
 
 def in_nodes_of(processors: Collection[int], available: Collection[int], system: Path = _SYSTEM) -> set[int]:
-    """Those of the `available` processors that share a NUMA node with one of `processors`."""
+    """The `available` processors that share a NUMA node with one of `processors`."""
     near = set[int]().union(*(node for node in _nodes(system) if not node.isdisjoint(processors)))
     return near & set(available) or set(available)
 
@@ -51,7 +51,7 @@ def _listed(text: str) -> set[int]:
 def available_memory(
     cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS, machine: Path = Path("/proc/meminfo")
 ) -> int | None:
-    """Bytes that can be allocated now without a process being killed; None where the system does not say."""
+    """Bytes that can be allocated now without a process being killed; None if the system does not say."""
     in_kib = _fields(machine).get("MemAvailable:")
     available = [] if in_kib is None else [in_kib * 1024]
     available += [left for group in _groups_of("memory", cgroups, own) if (left := _memory_left(group)) is not None]
@@ -90,7 +90,7 @@ def _groups_of(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
             root = cgroups / controller
         else:
             continue
-        # Inside a container the path may be that of the host, of which only the root is visible.
+        # Inside a container the path may be the host's; only its root is visible.
         group = root / path.lstrip("/")
         yield from (directory for directory in (group, *group.parents) if directory.is_relative_to(root))
 

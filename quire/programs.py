@@ -5,7 +5,7 @@
         await join(draft.gen("summary", max_tokens=60, seed=seed) for seed, draft in enumerate(drafts))
 
 The prefix is pinned while the program runs, and a branch begins with exactly the text of its parent, so the common
-prefix of branches is computed once. The terms are those of SGLang (Zheng et al., 2024, section 2).
+prefix of branches is computed once. The terms are SGLang's (Zheng et al., 2024, section 2).
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Program:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
         if self._pin is not None:
-            # Otherwise it ends by itself, and what the program raised must not be lost.
+            # A pin that stays ends by itself, and an error of the program must not be lost.
             with contextlib.suppress(QuireError):
                 await self._client.unpin_prefix(self._pin.pin_id, timeout_s=_UNPIN_TIMEOUT_S)
 
@@ -109,7 +109,7 @@ class Program:
         return generation
 
     async def logprobs(self, token_ids: Sequence[int], start: int) -> list[float]:
-        """The log probability of each token from the position `start` on, after those before it."""
+        """The log probability of each token from the position `start` on, given the tokens before it."""
         options = GenerationOptions(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
         generation = await self._client.generate(token_ids, options, model=self._model)
         self.costs.add(generation)
@@ -207,7 +207,7 @@ class Branch:
         return text
 
     async def _score(self, before: tuple[int, ...], position: int, choice: str) -> float:
-        """The mean log probability of the tokens of the choice. `before` are those of the branch."""
+        """The mean log probability of the tokens of the choice. `before` are the tokens of the branch."""
         if isinstance(self.prompt, str):
             # A tokenizer may join the end of the text with the beginning of the choice.
             whole = await self.program.tokenize(self.prompt + choice)

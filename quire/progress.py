@@ -1,4 +1,4 @@
-"""How far a model is on its way into a worker, and the one line that shows it to a person.
+"""The progress of a model on its way into a worker, and the one line that shows it to a person.
 
 A worker reports a `LoadProgress` while it loads. The scheduler hands it on to its gateways: in the metadata of the
 status with which it refuses them, or in ReplicaState. Gateways show it in `/ready`, in GetServerInfo and so in
@@ -25,7 +25,7 @@ PROFILING = "profiling"
 RECORDING = "recording"
 """The worker records CUDA graphs."""
 WARMING_UP = "warming up"
-"""The worker runs the first steps, which compile and initialize what later steps use."""
+"""The worker runs the first steps, which compile and initialize code for later steps."""
 
 ASLEEP = "asleep"
 """The worker is loaded, and gave the memory of its KV pool back until it is to wake up."""
@@ -55,7 +55,7 @@ class LoadProgress:
 
     @property
     def percent(self) -> int | None:
-        """Of this phase's bytes, rounded down; None where it counts none."""
+        """Percentage of this phase's bytes, rounded down; None if it counts none."""
         return min(100 * self.done_bytes // self.total_bytes, 100) if self.total_bytes else None
 
     @classmethod
@@ -67,7 +67,7 @@ class LoadProgress:
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, str]) -> Self | None:
-        """From the metadata of an error; None where it has none, or numbers of another release."""
+        """From the metadata of an error; None if it has none, or numbers of another release."""
         phase = metadata.get(_PHASE)
         done, total = metadata.get(_BYTES_DONE, "0"), metadata.get(_BYTES_TOTAL, "0")
         if not phase or not (done.isdecimal() and total.isdecimal()):
@@ -80,11 +80,11 @@ class LoadProgress:
 
 
 Report = Callable[[LoadProgress], object]
-"""Is told of progress, in any thread, as often as there is some."""
+"""Called with progress, in any thread, as often as there is some."""
 
 
 def no_report(progress: LoadProgress) -> None:
-    """A `Report` that nobody reads."""
+    """A `Report` that discards the progress."""
 
 
 def of_bytes(done: int, total: int) -> tuple[str, str]:
@@ -95,7 +95,7 @@ def of_bytes(done: int, total: int) -> tuple[str, str]:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """A size for people: "1.5 GiB", or "64 B". Rounded down, so that what is available is never exceeded by it."""
+    """A size for people: "1.5 GiB", or "64 B". Rounded down, so that it never exceeds the available size."""
     power = max(min((max(num_bytes, 1).bit_length() - 1) // 10, len(_UNITS) - 1), 0)
     tenths = num_bytes * 10 >> 10 * power
     return f"{tenths // 10}.{tenths % 10} {_UNITS[power]}" if power else f"{num_bytes} B"
@@ -123,7 +123,7 @@ class ProgressLine:
         self._shown_at = clock()
 
     def show(self, text: str) -> None:
-        """Shows `text` instead of what was shown before, where enough time has passed since then."""
+        """Replaces the shown text by `text`, if enough time has passed since the last change."""
         now = self._clock()
         if text == self._shown or now - self._shown_at < (_DRAW_EVERY_S if self._is_terminal else self._every_s):
             return
@@ -140,7 +140,7 @@ class ProgressLine:
         self._write(line + "\n")
 
     def clear(self) -> None:
-        """Removes what stands on the terminal."""
+        """Removes the text on the terminal."""
         if self._is_terminal and self._shown:
             self._write(_CLEAR_LINE)
         self._shown = ""

@@ -9,8 +9,8 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes, mode: int) -> None:
     """Replaces a file atomically, so that no reader sees a part of it, also after a loss of power.
 
-    A new file gets `mode`. One that replaces another keeps its mode, and its owner and group where this process may set
-    them: a service that runs as another user than who calls this could not read it otherwise. OSError where it cannot.
+    A new file gets `mode`. One that replaces another keeps its mode, and its owner and group if this process may set
+    them: a service of a user other than the caller could not read it otherwise. Raises OSError if it fails.
     """
     # The path may be a symbolic link.
     target = Path(os.path.realpath(path))

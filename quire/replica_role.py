@@ -1,4 +1,4 @@
-"""What a replica is for, where prompts are computed apart from the tokens after them."""
+"""The role of a replica, if prompts and the tokens after them are computed by different replicas."""
 
 import enum
 
@@ -6,7 +6,7 @@ from quire.common.v1 import common_pb2
 
 
 class ReplicaRole(enum.StrEnum):
-    """Which work of a request a replica gets by preference, `--role` of its scheduler."""
+    """The work that a replica gets by preference, `--role` of its scheduler."""
 
     BOTH = "both"
     PREFILL = "prefill"

@@ -1,8 +1,8 @@
 """Flags that several services have, and the place to declare a new one.
 
-Each flag is declared once: here where several services have it, else in one of the two classes of its service. Of the
-worker's, `WorkerFlags` has what `quire serve` takes as well and hands on; `WorkerSettings` adds what `quire serve`
-decides for each process that it starts. The docstrings of these classes are the headings of `--help`.
+Each flag is declared once: here if several services have it, else in one of the two classes of its service.
+`WorkerFlags` has the worker's flags that `quire serve` takes, too, and passes on; `WorkerSettings` adds the flags that
+`quire serve` decides for each process that it starts. The docstrings of these classes are the headings of `--help`.
 """
 
 from dataclasses import dataclass

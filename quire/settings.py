@@ -1,4 +1,4 @@
-"""Flags and environment variables into one frozen dataclass per service, checked at start.
+"""Reads flags and environment variables into one frozen dataclass per service, and checks them at start.
 
     @dataclass(frozen=True, slots=True)
     class WorkerSettings:
@@ -17,8 +17,8 @@ A class with the field `config` reads a configuration file in TOML, whose keys a
     kv-cache-memory = "4GiB"
     keys-file = ["a.json", "b.json"]
 
-A class may inherit fields. `--help` shows the flags that are marked as common first, then the class's own, then those
-of each base under the first line of the base's docstring.
+A class may inherit fields. `--help` shows the flags that are marked as common first, then the class's own, then the
+flags of each base under the first line of the base's docstring.
 """
 
 import argparse
@@ -56,9 +56,9 @@ T = TypeVar("T")
 _METADATA_KEY = "quire.setting"
 _CONFIG_FIELD = "config"
 _VARIABLE_PREFIX = "QUIRE_"
-# Of two names of which one is the other with a mistake, by difflib.
+# Minimum similarity, by difflib, of two names if one is the other with a mistake.
 _SAME_LETTERS = 0.9
-# Of argparse's messages.
+# Messages of argparse.
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<flag>--[\w-]+)")
 _VALUE_OF_BOOL = re.compile(r"argument (?P<flag>--\S+)/(?P<negated>--no-\S+): ignored explicit argument (?P<value>.+)")
 _TRUE = frozenset({"true", "1", "yes", "on"})
@@ -76,8 +76,8 @@ class ConfigurationError(Exception):
 
 
 class TemporaryError(ConfigurationError):
-    """A later start may find it mended, such as a hub of models that cannot be reached. A service exits with another
-    status than 2, so that its supervisor starts it again."""
+    """A configuration that may work at a later start, for example once a hub of models can be reached. A service exits
+    with another status than 2, so that its supervisor starts it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,12 @@ def setting(
         metavar: How help calls the value.
         minimum: The least value allowed, inclusive.
         maximum: The greatest value allowed, inclusive.
-        positional: An argument without a flag and without a variable, which may be left out; of a tuple, any number.
+        positional: An argument without a flag and without a variable, which may be left out; a tuple takes any number.
         common: Most users need it: `--help` lists it first.
-        aliases: Earlier names of the flag, which work as it does. Not of a bool.
-        refuses_empty: Of a tuple: an empty text is refused, such as that of a shell's variable that is not set, since
-            it would turn off what the caller wants to have. A comma alone is the empty tuple. The environment variable
-            of any other field counts as absent where it is empty.
+        aliases: Earlier names of the flag, which work as it does. Not for a bool.
+        refuses_empty: For a tuple: refuses an empty text, for example from an unset shell variable, since it would turn
+            off what the caller wants to have. A single comma is the empty tuple. For any other field, an empty
+            environment variable counts as absent.
     """
     choices = None if choices is None else tuple(choices)
     described = _Setting(
@@ -151,16 +151,16 @@ def setting(
 
 
 def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] | None, *, program: str) -> T:
-    """Reads the settings; flags win over `QUIRE_*` variables, those over the configuration file, that over defaults.
+    """Reads the settings; flags win over `QUIRE_*` variables, variables over the configuration file, it over defaults.
 
     Args:
         cls: A dataclass whose fields are made by `setting`.
         argv: The command line without the program.
-        environ: Usually os.environ. Variables that no field has are ignored. None where the program reads none.
-        program: What the user called, for example "quire worker", for `--help`.
+        environ: Usually os.environ. Variables that no field has are ignored. None if the program reads none.
+        program: The command that the user called, for example "quire worker", for `--help`.
 
     Raises:
-        ConfigurationError: one line that names flag, variable or file and key, the value and what was expected.
+        ConfigurationError: one line that names flag, variable or file and key, the value and the expectation.
         SystemExit: after `--help` was printed.
     """
     options = _options_of(cls)
@@ -185,8 +185,8 @@ def variables_of(cls: type) -> list[str]:
 
 
 def misspelt_variables(cls: type, environ: Mapping[str, str], *, program: str) -> list[str]:
-    """A line for each variable that is almost one of the class. Others that the class does not have are left alone:
-    services share files of variables, and NAME_2 is of a second one."""
+    """A line for each variable that is almost one of the class. Other variables are ignored: services share files of
+    variables, and NAME_2 belongs to a second service."""
     known = variables_of(cls)
     lines: list[str] = []
     for name in sorted(environ):
@@ -232,7 +232,7 @@ def flags_of(cls: type) -> list[tuple[str, list["Option"]]]:
         (common if option.setting.common else rest).append(option)
     groups = [("The flags that most users need", common)] if common else []
     for declared_by, options in itertools.groupby(rest, attrgetter("declared_by")):
-        own_heading = "Flags of this command alone" if common else ""
+        own_heading = "Flags only of this command" if common else ""
         heading = own_heading if declared_by is cls else _heading(declared_by)
         groups.append((heading, list(options)))
     return groups
@@ -253,7 +253,7 @@ class Option:
     setting: _Setting
 
     def text_in(self, environ: Mapping[str, str]) -> str | None:
-        """What the environment says; None where it says nothing."""
+        """The text in the environment; None if it has none."""
         text = environ.get(self.variable) if self.variable else None
         return text if text or self.setting.refuses_empty else None
 
@@ -319,7 +319,7 @@ class Option:
 
 @functools.cache
 def _options_of(cls: type) -> tuple[Option, ...]:
-    """The options that the class declares, then those of each base class, without options that were redeclared."""
+    """The options that the class declares, then the options of each base class, except redeclared ones."""
     hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
     return tuple(
         _option(base, fields.pop(name), hints[name])
@@ -442,7 +442,7 @@ def _read_config(path: Path, options: Sequence[Option], program: str) -> dict[st
 
 
 def _hint(key: str, value: object, known: Mapping[str, Option]) -> str:
-    """What the writer of an unknown key may have meant."""
+    """A suggestion for the writer of an unknown key."""
     positive = key.removeprefix("no-")
     if positive != key and positive in known and known[positive].is_bool:
         return f"; write {positive} = false"
@@ -462,7 +462,7 @@ def _as_text(value: object, source: str) -> str:
     raise ConfigurationError(f"{source} is {kind}; expected a text, a number, true or false")
 
 
-# Text to values. Every function raises ValueError that says what was expected.
+# Conversions of texts to values. Every function raises ValueError that names the expectation.
 
 
 def _parser_of(hint: Any) -> Callable[[str], Any]:

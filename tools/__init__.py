@@ -1,1 +1,1 @@
-"""Programs that build and check what the repository ships; no service imports them."""
+"""Programs that build and check the repository's products; no service imports them."""

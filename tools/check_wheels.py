@@ -1,4 +1,4 @@
-"""Builds what a registry accepts, a source distribution and a manylinux wheel, and tries both in empty environments.
+"""Builds a source distribution and a manylinux wheel for a registry, and tries both in empty environments.
 
 usage: python -m tools.check_wheels [--out DIR]   (default: dist; takes minutes, and installs from a registry)
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _repair(wheel: Path, out: Path) -> Path:
-    """The wheel with a manylinux tag: what it needs of the system is no more than the tag promises."""
+    """The wheel with a manylinux tag: it needs no more of the system than the tag promises."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as directory:
         _run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", directory, str(wheel))
@@ -82,7 +82,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def try_in_empty_environment(archive: Path) -> None:
-    """Installs the archive with its core dependencies and uses what works without an extra."""
+    """Installs the archive with its core dependencies, and uses the parts that work without an extra."""
     with tempfile.TemporaryDirectory() as directory:
         venv.create(directory, with_pip=False)
         python = Path(directory) / "bin" / "python"

@@ -32,7 +32,7 @@ NOTICE = "<!-- Made by tools/generate_api_docs.py (make api-docs) from docs/api_
 
 WIDTH = 120
 
-# Where a line must not break: what begins a list or a heading at the start of a line.
+# Places where a line must not break: texts that begin a list or a heading at the start of a line.
 STARTS_A_BLOCK = re.compile(r" (?=(?:[-+#>]|\d+[.)]) )")
 
 # The public contract first, then the messages that it uses, then the internal contracts.
@@ -80,7 +80,7 @@ def _render_services(file: ProtoFile) -> Iterator[str]:
 
 
 def _render_message(file: ProtoFile, path: tuple[int, ...], name: str, message: DescriptorProto) -> Iterator[str]:
-    """The message at `path`, whose name is that of the messages that it is in and its own, and the messages in it."""
+    """The message at `path`, with the messages in it. Its `name` includes the names of the messages around it."""
     yield _heading(file, name, "message")
     if comment := file.comment_of(*path):
         yield _paragraphs(comment)
@@ -193,7 +193,7 @@ def _paragraphs(comment: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Markdown that shows `text` as it is; what stands in backticks stays untouched."""
+    """Markdown that shows `text` as it is; text in backticks stays untouched."""
     parts = re.split(r"(`[^`]*`)", text)
     escaped = (part if part.startswith("`") else re.sub(r"([*\\])", r"\\\1", part) for part in parts)
     return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in escaped)

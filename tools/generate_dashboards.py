@@ -1,7 +1,7 @@
 """Writes the Grafana dashboards in deploy/grafana/dashboards: `python -m tools.generate_dashboards [--check]`.
 
-A dashboard is a row of tiles and a list of panels here; places, sizes and what all panels have in common follow from
-that. Expressions see the data source and the instances that are chosen at the top of the page.
+A dashboard is a row of tiles and a list of panels here; places, sizes and common fields of panels follow from that.
+Expressions see the data source and the instances that are chosen at the top of the page.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def quantiles(histogram: str) -> tuple[tuple[str, str], ...]:
 
 
 def everywhere(expression: str) -> str:
-    """Over all instances: those that are chosen are of another service."""
+    """Selects all instances: the chosen ones are of another service."""
     return expression.replace(', instance=~"$instance"', "")
 
 
@@ -216,7 +216,7 @@ TENANTS = (
     ),
     Panel(
         "gRPC calls by status",
-        "Calls that are over, those of health excepted. CANCELLED: the client left.",
+        "Finished calls, without health checks. CANCELLED: the client left.",
         _PER_S,
         ((rate("quire_gateway_grpc_calls_total", "code"), "{{code}}"),),
         stacked=True,
@@ -253,7 +253,7 @@ MEMORY = (
     ),
     Panel(
         "Blocks by state",
-        "cached blocks are free, and hold what a later request may use again. Pinned ones are among the others.",
+        "Cached blocks are free, and a later request may use them again. Pinned ones are among the others.",
         "short",
         ((gauge('quire_scheduler_gpu_blocks{state!="pinned"}', "state"), "{{state}}"),),
         stacked=True,
@@ -347,7 +347,7 @@ MEMORY = (
     ),
     Panel(
         "Time of a step",
-        "From its plan to its result, and what of that is planning.",
+        "From its plan to its result, and the part that is planning.",
         _SECONDS,
         (
             *quantiles("quire_scheduler_step_seconds"),
@@ -413,7 +413,7 @@ WORKER = (
     ),
     Panel(
         "Tokens",
-        "Tokens that were computed, and those that were sampled.",
+        "Computed tokens, and sampled tokens.",
         _TOKENS_PER_S,
         ((rate("quire_worker_tokens_total"), "computed"), (rate("quire_worker_sampled_tokens_total"), "sampled")),
     ),
@@ -451,7 +451,7 @@ WORKER = (
     ),
     Panel(
         "Blocks",
-        "Of the KV pool on the device, and of the one in host memory.",
+        "Blocks of the KV pool on the device, and of the pool in host memory.",
         "short",
         ((gauge("quire_worker_kv_blocks", "where"), "{{where}}"),),
     ),
@@ -467,7 +467,7 @@ OVERVIEW = (
     ),
     Panel(
         "KV cache in use",
-        "Of each replica.",
+        "Share of each replica.",
         _SHARE,
         ((everywhere(gauge("quire_scheduler_kv_cache_usage", "instance", "max")), "{{instance}}"),),
     ),
@@ -528,7 +528,7 @@ TILES = (
     ),
     Tile(
         "KV cache in use",
-        "Of the fullest replica.",
+        "Share of the fullest replica.",
         _SHARE,
         everywhere(gauge("quire_scheduler_kv_cache_usage", how="max")),
         ((0.8, "yellow"), (0.95, "red")),
@@ -569,7 +569,7 @@ def json_of(dashboard: Dashboard) -> dict[str, Any]:
 
 def _variables(metric: str) -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
-    # All matches series without the label, too: those of no Kubernetes.
+    # All matches series without the label, too, as outside of Kubernetes.
     yield _variable("namespace", f"label_values({metric}, namespace)")
     yield _variable("instance", f"label_values({metric}{{{_IN_NAMESPACE}}}, instance)")
 
@@ -613,7 +613,7 @@ def _tiles(tiles: Sequence[Tile]) -> Iterator[dict[str, Any]]:
 
 
 def _panels(panels: Sequence[Panel], *, behind: int) -> Iterator[dict[str, Any]]:
-    """The graphs, below so many tiles."""
+    """The graphs, below `behind` tiles."""
     top = _TILE_HEIGHT if behind else 0
     for index, panel in enumerate(panels):
         row, column = divmod(index, _COLUMNS // _WIDTH)

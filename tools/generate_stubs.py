@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def generate(protos: Path, out: Path) -> list[Path]:
     """Writes the stubs of every file below `protos` into `out`, in the folder of its package; returns the files.
 
-    Those of packages that are not ours come below `out`/quire.
+    Stubs of foreign packages come below `out`/quire.
 
     Raises RuntimeError when protoc refuses a file.
     """

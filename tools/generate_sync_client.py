@@ -2,7 +2,7 @@
 
 usage: python -m tools.generate_sync_client [--check]   (--check writes nothing and fails when the file is not current)
 
-The two differ in keywords and in names alone: what behaves differently stands in pairs in quire/client/waiting.py.
+The two differ only in keywords and names: code that behaves differently is in pairs in quire/client/waiting.py.
 """
 
 import argparse

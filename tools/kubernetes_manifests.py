@@ -1,4 +1,4 @@
-"""The manifests that the Helm chart makes, as far as they speak of Quire: pods and what runs in them."""
+"""The part of the Helm chart's manifests that concerns Quire: pods, and the services that run in them."""
 
 import dataclasses
 import math
@@ -42,8 +42,8 @@ class Container:
     """A container that runs a service.
 
     Attributes:
-        arguments: Of `quire`, the name of the service first.
-        settings: What the service would run with.
+        arguments: The arguments of `quire`, the name of the service first.
+        settings: The settings that the service would run with.
         variables: The environment of the container, by name.
         spec: As the manifest has it.
     """
@@ -98,7 +98,7 @@ class Pod:
 
     Attributes:
         owner: The workload that has the template.
-        hostname: Of a StatefulSet or a LeaderWorkerSet, the name by which others find the pod; of others its own name.
+        hostname: The name by which others find a pod of a StatefulSet or a LeaderWorkerSet; else its own name.
         containers: In the order in which they start; the last one ends first.
     """
 
@@ -178,7 +178,7 @@ class Manifests:
     def _variables(self, container: Mapping[str, Any], hostname: str) -> Iterator[tuple[str, str]]:
         configs = {each["metadata"]["name"]: each["data"] for each in self.of_kind("ConfigMap")}
         for source in container.get("envFrom", ()):
-            if "configMapRef" in source:  # What a Secret has is not known here.
+            if "configMapRef" in source:  # The values of a Secret are not known here.
                 yield from configs[source["configMapRef"]["name"]].items()
         for variable in container.get("env", ()):
             if "value" in variable:
@@ -203,5 +203,5 @@ def known_variables(settings: type) -> set[str]:
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:
-    """As Kubernetes does: what names no variable stays as it is."""
+    """As Kubernetes does: a reference to an unknown variable stays as it is."""
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word)

@@ -1,4 +1,4 @@
-"""What must hold between the Kubernetes manifests and the services' flags; each rule yields a line for each breach."""
+"""The rules between the Kubernetes manifests and the services' flags; each rule yields a line for each breach."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ Rule = Callable[[Manifests, list[Pod]], Iterator[str]]
 
 
 def breaches(manifests: Manifests) -> list[str]:
-    """What is wrong. ConfigurationError where a service would not start with its flags and variables."""
+    """All breaches. ConfigurationError if a service would not start with its flags and variables."""
     pods = manifests.pods()
     return [line for rule in RULES for line in rule(manifests, pods)]
 
@@ -86,7 +86,7 @@ def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Ite
             yield f"Service {name}: its selector finds no pod"
         for pod in chosen:
             for port in service["spec"]["ports"]:
-                # A headless Service leads to the pod's own port, whatever it says.
+                # A headless Service leads to the pod's own port, and ignores its target port.
                 headless = service["spec"].get("clusterIP") == "None"
                 if headless and _gateway_is_inside(pod):
                     continue
@@ -97,7 +97,7 @@ def services_lead_to_ports_of_pods(manifests: Manifests, pods: list[Pod]) -> Ite
 
 
 def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    """By sockets in a pod, else by names of headless Services or those that they give pods, past NetworkPolicies."""
+    """By sockets in a pod, else by names of headless Services or of their pods, past NetworkPolicies."""
     for pod, container in _containers(pods):
         for text in (*getattr(container.settings, "workers", ()), *getattr(container.settings, "schedulers", ())):
             address = parse_target(text)
@@ -107,7 +107,7 @@ def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[
             if isinstance(address, DnsName):
                 called = _behind(manifests, pods, address.host)
             else:
-                # Of several replicas the first one stands for all.
+                # The first of several replicas stands for all.
                 first = re.sub(r"-replica-\d+(?=[-.])", "-replica-0", address.host)
                 called = [each for each in pods if _host_of(manifests, each) == first]
             if not called:
@@ -144,7 +144,7 @@ def ranks_are_complete(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
 
 
 def _rank_breaches(pods: list[Pod]) -> Iterator[str]:
-    """Of the pods of one replica."""
+    """Breaches among the pods of one replica."""
     workers = [each for _, each in _containers(pods) if isinstance(each.settings, WorkerSettings)]
     schedulers = [each for _, each in _containers(pods) if each.service == "scheduler"]
     if not workers and not schedulers:
@@ -171,7 +171,7 @@ def files_are_mounted(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
 
 
 def a_stop_leaves_time_to_drain(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    """Containers of a pod end one after the other, those that others need last."""
+    """Containers of a pod end one after the other; containers that others need end last."""
     for pod in pods:
         needed_s = 0.0
         for container in pod.containers:
@@ -195,7 +195,7 @@ def gateways_stay_while_requests_wait(manifests: Manifests, pods: list[Pod]) -> 
 
 
 def custom_resources_speak_of_what_is_there(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
-    """What scales, what is scraped and what is routed to."""
+    """Scalers name workloads and use the queue metric; selectors and routes find pods and their ports."""
     workloads = {(each.owner["kind"], each.owner["metadata"]["name"]) for each in pods}
     for scaler in manifests.of_kind("HorizontalPodAutoscaler", "ScaledObject"):
         target = scaler["spec"]["scaleTargetRef"]
@@ -259,7 +259,7 @@ def _behind(manifests: Manifests, pods: list[Pod], host: str) -> list[Pod]:
 
 
 def _host_of(manifests: Manifests, pod: Pod) -> str | None:
-    """The name by which other pods find it; None where no headless Service gives it one."""
+    """The name by which other pods find it; None if no headless Service gives it one."""
     if pod.owner["kind"] == "LeaderWorkerSet":  # Its controller makes the Service.
         return f"{pod.hostname}.{pod.owner['metadata']['name']}.{NAMESPACE}.svc"
     service = pod.owner["spec"].get("serviceName")
@@ -279,7 +279,7 @@ def _socket_breaches(pod: Pod, container: Container, address: str) -> Iterator[s
 
 
 def _lets_in(manifests: Manifests, called: Pod, port: str, caller: Pod) -> bool:
-    """Whether all policies of a pod together let another one connect to a port; without any, everyone may."""
+    """Whether all policies of a pod together let another one connect to a port; without any, every pod may."""
     policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
     own = [spec for spec in policies if _selected(spec["podSelector"]["matchLabels"], [called])]
     return not own or any(_allows(rule, port, caller) for spec in own for rule in spec["ingress"])
@@ -292,7 +292,7 @@ def _allows(rule: Mapping[str, Any], port: str, caller: Pod) -> bool:
 
 
 def _files_of(container: Container) -> list[PurePosixPath]:
-    """What the service reads of secrets."""
+    """The files of secrets that the service reads."""
     settings, files = container.settings, []
     if settings.tls_dir is not None:
         role = container.service

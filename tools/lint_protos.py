@@ -1,4 +1,4 @@
-"""Compiles the contracts, lints them, and compares them with those of each release, by buf (the package buf-bin).
+"""Compiles and lints the contracts, and compares them with each release's, by buf (the package buf-bin).
 
 A field that a release has keeps its number, its type and its name; one that goes leaves its number reserved. The
 contracts of releases are tests/compat/VERSION/contracts.binpb.gz.

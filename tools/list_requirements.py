@@ -1,4 +1,4 @@
-"""Prints what the distribution requires, one requirement a line, so that an image can install it ahead of the code.
+"""Prints the distribution's requirements, one a line, so that an image can install them ahead of the code.
 
 usage: list_requirements.py EXTRA...
 """

@@ -3,8 +3,8 @@
     python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants
 
 Places in the code are drawn with a fixed seed, and each is changed by one of cosmic-ray's operators. The test files run
-one after the other until one fails, those first that found most so far; then as many simulated worlds as asked for.
-Modules are changed in place and restored, so nothing else may use the checkout meanwhile. `make test-mutation` installs
+one after the other until one fails, the most successful ones first; then a chosen number of simulated worlds. Modules
+are changed in place and restored, so nothing else may use the checkout meanwhile. `make test-mutation` installs
 cosmic-ray, which nothing else needs.
 """
 
@@ -23,7 +23,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import hypothesis.stateful  # noqa: F401  (what the tests import is loaded once, before the forks)
+import hypothesis.stateful  # noqa: F401  (imports of the tests are loaded once, before the forks)
 import pytest
 from cosmic_ray.commands.init import _all_work_items  # pyright: ignore[reportMissingImports]
 from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
@@ -37,7 +37,7 @@ _OPERATORS = ("AddNot", "NumberReplacer", "Replace", "ZeroIteration")
 _EXCLUDED = re.compile("_BitOr_|_Is_(Eq|NotEq|Lt|Gt)|_IsNot_(Eq|NotEq|Lt|Gt)")
 
 _CPU_SECONDS, _MEMORY = 60, 8 << 30
-"""What one test file or world may use: a change may make a loop endless."""
+"""Limits of one test file or world: a change may make a loop endless."""
 _WORLDS = "worlds"
 
 
@@ -122,7 +122,7 @@ def _in_silence(run: Callable[[Any], int], argument: object) -> None:
 
 def _run(file: str) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-    # Nobody reads the smallest example.
+    # The smallest example is not needed.
     engine.MAX_SHRINKING_SECONDS = 0
     # No limit by the clock: on a busy machine a test that finds nothing would seem to have found the change.
     arguments = [file, "-q", "-x", "--timeout", "0", "-p", "no:cacheprovider"]

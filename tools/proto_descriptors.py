@@ -19,7 +19,7 @@ class ProtoFile:
     """One file of the contract.
 
     Attributes:
-        descriptor: What it declares.
+        descriptor: The declarations of the file.
         comments: The comment above each declaration, by its path in the descriptor (see SourceCodeInfo.Location).
     """
 

@@ -1,4 +1,4 @@
-"""Writes a version to every place that names the version of what stands here.
+"""Writes a version to every place in the repository that names its version.
 
 usage: python -m tools.set_version VERSION   (0.2.0, or 0.2.0.dev0 after a release)
 
@@ -19,7 +19,7 @@ _VERSION = re.compile(r"(\d+\.\d+\.\d+)(?:\.dev(\d+))?")
 
 
 def of_chart(version: str) -> str:
-    """The version as Helm takes it. Raises ValueError where it is none of ours."""
+    """The version in Helm's form. Raises ValueError if it is not in ours."""
     match = _VERSION.fullmatch(version)
     if match is None:
         raise ValueError(f"{version} is no version: MAJOR.MINOR.PATCH or MAJOR.MINOR.PATCH.devN")

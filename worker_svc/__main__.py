@@ -1,4 +1,4 @@
-"""`python -m worker_svc`, and what `quire worker` calls."""
+"""`python -m worker_svc`, and the function that `quire worker` calls."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # OpenMP reads it when torch is imported. Threads that spin at the end of each operation wait for a partner that
         # has lost its core to another process, which costs a time slice, again and again (ADR 0005).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # What serves takes a while to import: --help and errors in the flags must not wait for it.
+        # The server takes a while to import: --help and errors in the flags must not wait for it.
         with imports_that_stay():
             from worker_svc.app import serve
 

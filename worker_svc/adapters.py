@@ -1,7 +1,7 @@
 """The LoRA adapters that a worker holds in its memory, by slot (ADR 0054).
 
-The scheduler decides which adapter is in which slot. A load reads the files and packs the tensors beside the steps;
-then they are put into the slot between two steps.
+The scheduler decides which adapter is in which slot. A load reads the files and packs the tensors during the steps; the
+tensors are then put into the slot between two steps.
 """
 
 import ctypes
@@ -39,13 +39,13 @@ from worker_svc.models.base import CausalLM, NativeCausalLM
 _logger = logging.getLogger(__name__)
 
 _MAX_READERS = 16
-"""Loads at once. Schedulers have two underway; more are those that do not end, as of a network file system that is
-gone, or of sessions before."""
+"""Maximum simultaneous loads. Schedulers have two underway; more are loads that do not end, as from a network file
+system that is gone, or loads of earlier sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter in memory, ready to be put into a slot: what each linear layer of the model has of it."""
+    """An adapter in memory, ready to be put into a slot: its part for each linear layer of the model."""
 
     adapter: Adapter
     packed: tuple[tuple[Linear, Any], ...]
@@ -73,7 +73,7 @@ class AdapterSlots:
             linear.accept_adapters(model.token_slots, max_adapters, max_rank)
         parts = (part for linear in self._linears for part in linear.adapted_modules)
         self._shapes = {name: shape[:2] for part in parts for name, shape in part.items()}
-        # Of each slot. Tables of torch have a copy of what was loaded.
+        # The adapter of each slot; torch's tables hold a copy of it.
         self._adapted: list[tuple[Linear, ...]] = [()] * max_adapters
         self._num_bytes = [0] * max_adapters
         self._readers: list[threading.Thread] = []
@@ -154,8 +154,8 @@ class AdapterSlots:
             self.put(slot, None)
 
     def _name_of(self, name: str, module: AdaptedModule, adapter: Adapter) -> str:
-        """The name of a module in the model. An adapter of the base model alone lacks the prefix; one of a model that
-        reads images too, whose language model this is, has a part more."""
+        """The name of a module in the model. It lacks the prefix in an adapter of the base model only, and has a
+        further part in an adapter of a model with image inputs, which contains this language model."""
         name = name_within(name)
         prefixed = f"{self._base_prefix}{name}"
         name = prefixed if prefixed in self._shapes else name
@@ -225,7 +225,7 @@ def takes_adapters(model: CausalLM) -> bool:
 
 
 def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
-    """The linear layers between the embedding and the head, except those of experts that only compute some tokens."""
+    """The linear layers between embedding and head, except in routed experts, which compute only some tokens."""
     assert isinstance(model, NativeCausalLM)
     modules = list(model.layers.modules())
     of_experts = {id(each) for layer in modules if isinstance(layer, Experts) for each in layer.experts.modules()}
@@ -233,7 +233,7 @@ def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
 
 
 def _use_one_thread() -> None:
-    """Operations of the calling thread use no other threads: those of the steps would lose their processors to them."""
+    """Restricts the calling thread to one thread per operation; more would take processors from the steps' threads."""
     torch.get_num_threads()  # Otherwise torch would set it anew at the first operation.
     with suppress(LibraryUnavailableError, OSError, AttributeError):
         ctypes.CDLL(str(find_open_mp())).omp_set_num_threads(1)

@@ -26,13 +26,13 @@ from worker_svc.thread_binding import placed_threads
 _GRACE_S = 1.0
 _DEVICE_STOP_S = 5.0
 _FETCH_S = 15.0
-"""How long a worker that ends waits for other replicas to fetch what is offered to them: a lease and some more."""
+"""Seconds that an ending worker waits for other replicas to fetch the blocks offered to them: a lease and some more."""
 _logger = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
     """Serves until it is cancelled, a sleep discards the weights, or the device hangs, which ends the process. Listens
-    from the start, and tells how far the model is loaded; health says SERVING when it is.
+    from the start, and reports the progress of loading; health says SERVING when the model is loaded.
 
     Raises:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
@@ -54,7 +54,7 @@ async def serve(settings: WorkerSettings) -> None:
             )
 
         def load() -> Worker:
-            # torch takes seconds to import. What does not need it is refused before, and the event loop answers health
+            # torch takes seconds to import. Errors that need no torch come before, and the event loop answers health
             # checks meanwhile.
             with imports_that_stay(), placed_threads(settings):
                 from worker_svc.startup import build_worker
@@ -102,7 +102,7 @@ async def serve_until_discarded(
     """Loads the model, and serves it until a sleep discards its weights.
 
     Args:
-        guard: starts what runs beside, and ends the process where its device hangs.
+        guard: Starts the background tasks, and ends the process if its device hangs.
         when_attached: loads the model when a scheduler attaches this worker, and not before.
     """
     if when_attached:
@@ -151,7 +151,7 @@ async def _start_server(
 
 
 async def _stop_device(device_loop: DeviceLoop) -> bool:
-    """Whether it has finished, which it has unless the process was told to stop while it loads or hangs."""
+    """Returns whether it has finished; it has not if the process was stopped while it loads or hangs."""
     has_finished = await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S)
     if not has_finished:
         _logger.warning("the device did not finish within %.0f s", _DEVICE_STOP_S)

@@ -1,4 +1,4 @@
-"""What a worker finds on this machine: torch, kernels for the CPU, GPUs. For `quire doctor`."""
+"""Examines this machine as workers see it: torch, kernels for the CPU, GPUs. For `quire doctor`."""
 
 import importlib.metadata
 import importlib.util

@@ -1,5 +1,5 @@
-"""Numbers to the codes of GGUF's types. The package `gguf` makes those of the older types and reads all; the K-quants
-and IQ4 are made here, so that what it reads from them is near the numbers.
+"""Encodes numbers as the codes of GGUF's types. The package `gguf` encodes the older types and decodes all; the
+K-quants and IQ4 are encoded here, by a search for the scales that keep decoded numbers near the originals.
 
 A number of such a type is code * scale, or code * scale - minimum, and the scales of groups are codes too. For each
 group several scales are tried: each rounds the numbers to codes, and the codes have a best scale, by weighted least
@@ -18,10 +18,10 @@ from quire.processors import num_processors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK = 256
-# Numbers at a time, so that what is computed from them stays in a cache of a processor.
+# Numbers per chunk, so that intermediate results stay in a processor's cache.
 _CHUNK = 1 << 16
 _SMALLEST = np.float32(1e-20)
-# Of IQ4_NL and IQ4_XS: what the 16 codes stand for.
+# The values of the 16 codes of IQ4_NL and IQ4_XS.
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 # The nearest code, by the double of a number from -128 to 128: all bounds between codes are multiples of a half.
 _IQ4_CODES = np.searchsorted((_IQ4_VALUES[1:] + _IQ4_VALUES[:-1]) / 2, np.arange(-128, 128, 0.5), side="right").astype(
@@ -60,7 +60,7 @@ def _scales_and_minima(groups: Array, largest: int) -> tuple[Array, Array]:
     weighted = weights * groups
     num_all, sum_all = weights.sum(-1), weighted.sum(-1)
     best = np.full(num_all.shape, np.inf, np.float32)
-    # Of numbers that are all the same, for which there is nothing to search.
+    # The default is for groups of equal numbers, which need no search.
     scales, minima = width[..., 0] / largest, -low[..., 0]
     for extra in np.arange(-1.0, 1.0, 0.15).astype(np.float32):
         codes = np.clip(np.rint((groups - low) * ((largest + extra) / width)), 0, largest)
@@ -101,7 +101,7 @@ def _signed_scales(groups: Array, lowest: float, nearest: Callable[[Array], Arra
         heavy = weights * values
         sum_squares = np.maximum(np.einsum("...i,...i", heavy, values), _SMALLEST)
         sum_products = np.einsum("...i,...i", heavy, groups)
-        # What the scale takes away from the squared error.
+        # The reduction of the squared error by the scale.
         gain = sum_products * sum_products / sum_squares
         is_better = gain > best
         best, scales = np.where(is_better, gain, best), np.where(is_better, sum_products / sum_squares, scales)
@@ -109,13 +109,13 @@ def _signed_scales(groups: Array, lowest: float, nearest: Callable[[Array], Arra
 
 
 def _half(numbers: Array) -> tuple[Array, Array]:
-    """Numbers as float16, in bytes [..., 2], and as what is read from them."""
+    """Numbers as float16, in bytes [..., 2], and the values that these bytes decode to."""
     stored = np.clip(numbers, -65504, 65504).astype("<f2")[..., None]
     return stored.view(np.uint8), stored.astype(np.float32)
 
 
 def _rounded(numbers: Array, unit: Array, lowest: int, highest: int) -> Array:
-    """How many units each number is, to the nearest; 0 where the unit is 0."""
+    """Each number in units, rounded to the nearest integer; 0 if the unit is 0."""
     return np.clip(np.rint(numbers / np.where(unit == 0, np.inf, unit)), lowest, highest)
 
 
@@ -163,7 +163,7 @@ def _nearest_iq4(numbers: Array) -> Array:
 
 
 def _iq4_pairs(groups: Array, step: Array) -> Array:
-    """Of groups of 32, two codes a byte."""
+    """Packs groups of 32 as two codes per byte."""
     codes = _nearest_iq4(groups / np.where(step == 0, np.inf, step)[..., None])
     return codes[..., :16] | codes[..., 16:] << 4
 

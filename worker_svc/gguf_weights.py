@@ -46,7 +46,7 @@ _OF_LLAMA = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Converters may merge tensors into one (--fuse-qkv, --fuse-gate-up-exps), whose rows are those of these in turn.
+# Converters may merge these tensors into one (--fuse-qkv, --fuse-gate-up-exps), which has their rows in this order.
 _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 # "*" is the number of an expert; all are one tensor in the file.
 _OF_MIXTRAL = _OF_LLAMA | {
@@ -100,7 +100,7 @@ _OF_CONFIGURATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fact
 _LAYERS = {"gpt2": "transformer.h"}
 _TRANSPOSED = re.compile(r"(attn|mlp)\.c_\w+\.weight")
 _ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
-# Of these, a file has the factors of norms, and transformers what they differ from 1 by.
+# For these, a file has the factors of norms, and transformers has the factors minus 1.
 _GEMMA = ("gemma", "gemma2", "gemma3")
 
 
@@ -135,8 +135,8 @@ class GgufWeight:
         return self._arrange(self._dequantized())
 
     def coded(self) -> CodedWeight | None:
-        """The matrix as the file has it, in mapped memory; None where it is no matrix of a `Coding`, or is not stored
-        row by row as transformers has it."""
+        """The matrix as the file has it, in mapped memory; None if it is no matrix of a `Coding`, or is not stored row
+        by row as in transformers."""
         if not self._has_rows or self.dtype not in _CODINGS or len(self._stored.shape) != 2:
             return None
         # Copy on write, since torch takes no memory that must not be written to.
@@ -153,7 +153,7 @@ class GgufWeight:
         gguf = _gguf()
         kind = gguf.GGMLQuantizationType(self._stored.ggml_type)
         rows = data.reshape(math.prod(shape[:-1]), -1)
-        # Not by torch: each thread here would have an OpenMP team of its own, bound as that of the steps.
+        # Not by torch: each thread here would have an OpenMP team of its own, bound to the steps' processors.
         result = np.empty((rows.shape[0], shape[-1]), np.float32)
         step = max(_CHUNK_ELEMENTS // shape[-1], 1)
 
@@ -201,7 +201,7 @@ def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, G
 
 
 def _num_bytes(tensor: GgufTensor) -> int:
-    """Of the tensor in its file. Raises ConfigurationError where the file ends before."""
+    """Bytes of the tensor in its file. Raises ConfigurationError if the file ends before."""
     elements_per_block, block_bytes = _gguf().GGML_QUANT_SIZES[_kind_of(tensor)]
     num_bytes = math.prod(tensor.shape) // elements_per_block * block_bytes
     if tensor.start + num_bytes > tensor.file.stat().st_size or tensor.shape[-1] % elements_per_block:
@@ -210,7 +210,7 @@ def _num_bytes(tensor: GgufTensor) -> int:
 
 
 def _scales(header: GgufHeader) -> Mapping[str, Sequence[float]]:
-    """What weights in NVFP4 are multiplied by: one number, or one for each expert."""
+    """Factors of weights in NVFP4: one number, or one for each expert."""
     found: dict[str, Sequence[float]] = {}
     for name, tensor in header.tensors.items():
         if name.endswith(".scale"):
@@ -262,9 +262,9 @@ class _Part:
     Attributes:
         name: In transformers.
         shape: In the file.
-        first_row: Of the tensor, as if all its dimensions but the last were one.
-        expert: Its number, 0 where there are none.
-        arrange: How the layout becomes that of transformers.
+        first_row: Index in the tensor, counted as if all its dimensions but the last were one.
+        expert: Index of the expert, 0 if there are no experts.
+        arrange: Converts the file's layout to the layout in transformers.
     """
 
     name: str
@@ -289,8 +289,8 @@ class _Layout:
         self._names = _NAMES.get(self._architecture, {})
 
     def parts(self, tensor: GgufTensor) -> Iterator[_Part]:
-        """One; several of a tensor of all experts, and of what a converter has merged. ConfigurationError where its
-        name is not known."""
+        """The parts of a tensor: one; several if it has all experts, or if a converter has merged tensors.
+        ConfigurationError if its name is not known."""
         block = _BLOCK.fullmatch(tensor.name)
         base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
         prefix = "" if block is None else f"{_LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
@@ -301,10 +301,10 @@ class _Layout:
         shares, experts, shape = self._shares(bases), 1, tensor.shape
         if "*" in str(names[0]):
             if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
-                raise self._error(tensor, f"has shape {list(shape)}, which is not that of experts")
+                raise self._error(tensor, f"has shape {list(shape)}, which does not fit experts")
             experts, shape = shape[0], shape[1:]
         if shape[0] % sum(shares):
-            raise self._error(tensor, f"has {shape[0]} rows, which cannot be those of {', '.join(bases)}")
+            raise self._error(tensor, f"has {shape[0]} rows, which do not divide into {', '.join(bases)}")
         for expert in range(experts):
             first = expert * shape[0]
             for each, name, share in zip(bases, names, shares, strict=True):

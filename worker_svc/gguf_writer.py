@@ -23,7 +23,7 @@ from worker_svc.models.rope import RopeConfig
 from worker_svc.weights import DTYPE_BYTES, Checkpoint, Progress, StoredTensor
 
 _ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-# The type of most matrices, and that of those that lose most.
+# The type of most matrices, and the type of the matrices that lose most by rounding.
 _MIXES = {
     "Q4_K_M": ("Q4_K", "Q6_K"),
     "Q4_K_S": ("Q4_K", "Q5_K"),
@@ -61,10 +61,10 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
 
     Args:
         format: one of FORMATS.
-        progress: is told of the bytes that are written, and of all.
+        progress: Called with the bytes that are written, and with the bytes of all.
 
     Raises:
-        ConfigurationError: one line: what of the model GGUF files do not have, or why nothing can be written.
+        ConfigurationError: one line: the part of the model that GGUF files cannot hold, or why nothing can be written.
     """
     model, format = _as_served(ModelDirectory.open(directory)), _ALIASES.get(format, format)
     metadata = metadata_of(model)
@@ -95,7 +95,7 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
             writer.close()
             partial.rename(file)
         finally:
-            # Before close, which fails where what is buffered cannot be written.
+            # Before close, which fails if buffered content cannot be written.
             partial.unlink(missing_ok=True)
             writer.close()
     except OSError as error:
@@ -105,8 +105,8 @@ def write_gguf(directory: Path, file: Path, format: str, progress: Progress) -> 
 
 
 def _as_served(model: ModelDirectory) -> ModelDirectory:
-    """The model with a configuration that leaves out nothing that files have: as workers take what is missing, and what
-    has several forms in one of them."""
+    """The model with a complete configuration: with the workers' defaults for missing fields, and with one of several
+    forms of a field."""
     family = FAMILIES.get(model.architecture)
     if family is None or not issubclass(family, GPT2LMHeadModel | LlamaForCausalLM):
         return model
@@ -189,8 +189,8 @@ def _check_served_alike(model: ModelDirectory, read_back: Mapping[str, Any]) -> 
 def _with_head(
     model: ModelDirectory, tensors: Mapping[str, StoredTensor]
 ) -> tuple[ModelDirectory, dict[str, StoredTensor]]:
-    """The model and its tensors as workers take them: a matrix that embedding and head share may be stored as the head
-    alone, and a head that differs from the embedding is not shared, whatever the configuration says."""
+    """The model and its tensors as workers take them: a matrix that embedding and head share may be stored only as the
+    head, and a head that differs from the embedding is not shared, whatever the configuration says."""
     stored = dict(tensors)
     embedding = next((tensor for name, tensor in stored.items() if name.endswith(_EMBEDDINGS)), None)
     if (head := stored.get(_HEAD)) is None:
@@ -248,7 +248,7 @@ def _read(parts: Sequence[StoredTensor], arrange: Callable[[Array], Array]) -> A
 
 
 def _arrangement(name: str, architecture: str, config: Mapping[str, Any]) -> Callable[[Array], Array]:
-    """How the layout of transformers becomes that of the file: the inverse of what `worker_svc.gguf_weights` does."""
+    """Converts the layout of transformers to the file's: the inverse of the conversion in `worker_svc.gguf_weights`."""
     base = name.split(".")[-2]
     if architecture == "gpt2" and base in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
         return lambda stored: stored.T

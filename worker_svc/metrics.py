@@ -14,7 +14,7 @@ class WorkerMetrics:
     """Metrics of one worker process, in a registry of its own.
 
     Attributes:
-        grpc_calls: gRPC calls that are over, those of health excepted.
+        grpc_calls: Finished gRPC calls, without health checks.
     """
 
     def __init__(self) -> None:

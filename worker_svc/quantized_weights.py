@@ -4,9 +4,9 @@ A reader for each format brings codes, scales and zeros into the one form of `Co
 weight had before it was quantized. `GroupScales` says which numbers they stand for. Layers that multiply codes take
 them as they are; for others they are brought to float32 when they are read.
 
-The tensors of a file say which modules are quantized; those that the configuration leaves out must not be. Some formats
-round the inputs of layers too. Here only products in FP8 of a GPU do so. Elsewhere inputs keep their dtype, so that
-answers are closer to those of the model before it was quantized; the log says so.
+The tensors of a file show which modules are quantized; modules that the configuration leaves out must not be. Some
+formats round the inputs of layers, too. Here only FP8 products on a GPU do so. Elsewhere inputs keep their dtype, so
+that answers are closer to the original model's; the log says so.
 """
 
 import logging
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix that several tensors of a file stand for; `dtype` is what its codes are."""
+    """A matrix that is stored as several tensors of a file; `dtype` is the type of its codes."""
 
     file: Path
     name: str
@@ -53,7 +53,7 @@ class QuantizedWeight:
         return self._decode().dequantized()
 
     def coded(self) -> CodedWeight | None:
-        """The codes; None where groups are too small, or too mixed, for products with them."""
+        """The codes; None if groups are too small, or too mixed, for products with codes."""
         weight = self._decode()
         scales = weight.scales
         assert scales is not None
@@ -97,7 +97,7 @@ def with_quantized_weights(
 
 
 def codings_of(checkpoint: Checkpoint) -> set[str]:
-    """What the codes of its quantized weights are."""
+    """The encodings of its quantized weights."""
     return {tensor.dtype for tensor in checkpoint.tensors.values() if isinstance(tensor, QuantizedWeight)}
 
 
@@ -126,7 +126,7 @@ class _Configuration:
         return value
 
     def names(self, field: str) -> list[str]:
-        """Of modules, expressions among them."""
+        """A list of names of modules, or of expressions for them."""
         names = self.get(field) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise self.error(field, names, "expected a list of names")
@@ -169,7 +169,7 @@ class _Module:
         """Names of the tensors that were asked for."""
 
     def is_meant(self, pattern: str) -> bool:
-        """Whether a name in the configuration is that of this module, by either name."""
+        """Whether a name in the configuration names this module, by either of its names."""
         return any(_is_meant(pattern, name) for name in (self.name, self._name_in_file))
 
     def has(self, kind: str) -> bool:
@@ -247,7 +247,7 @@ class _Module:
         )
 
     def _groups(self, group_of: StoredTensor, count: int, inputs: int) -> torch.Tensor | None:
-        """The group of each input; None where they follow each other. Raises ConfigurationError."""
+        """The group of each input; None if groups follow each other. Raises ConfigurationError."""
         groups = group_of.read().long()
         if torch.equal(groups, torch.arange(groups.shape[0]) // inputs):
             return None
@@ -275,7 +275,7 @@ def _is_meant(pattern: str, module: str) -> bool:
 
 
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """[n, words] int32 -> [n, codes] uint8, those in the lower bits of a word first."""
+    """[n, words] int32 -> [n, codes] uint8, the lower bits of a word first."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
@@ -368,7 +368,7 @@ def _of_octets(
 
 
 def _octets(weight: StoredTensor) -> Callable[[], torch.Tensor]:
-    """Reads codes that are bytes; those of whole numbers become 0 and more. Raises ConfigurationError for NaN."""
+    """Reads codes that are bytes; integers become 0 and more. Raises ConfigurationError for NaN."""
 
     def read() -> torch.Tensor:
         octets = weight.read().view(torch.uint8)
@@ -382,9 +382,9 @@ def _octets(weight: StoredTensor) -> Callable[[], torch.Tensor]:
 
 
 def _compressed(module: _Module) -> QuantizedWeight:
-    """weight_packed, words of several inputs, and weight_shape; or weight [out, in] of a byte a number. weight_scale is
-    one number, or one for each output, group or block. Zeros are those of groups; with packed weights they are packed
-    by outputs, which older releases did not do."""
+    """weight_packed, words of several inputs, and weight_shape; or weight [out, in] with a byte per number.
+    weight_scale is one number, or one for each output, group or block. Only groups have zeros; with packed weights the
+    zeros are packed by outputs, too, which older releases did not do."""
     config = module.config
     config.one_of("format", _COMPRESSED)
     # "frozen" is of before the weights were compressed; older releases wrote it with compressed ones.
@@ -452,7 +452,7 @@ def _scheme_of(module: _Module) -> _Configuration:
 
 
 def _signed_zeros(stored: StoredTensor, bits: int, out_features: int) -> torch.Tensor:
-    """[out, groups] uint8. Raises ConfigurationError for what no code stands for."""
+    """[out, groups] uint8. Raises ConfigurationError for a zero that no code represents."""
     if stored.dtype == "I32":
         return _codes(stored.read().t(), bits)[:, :out_features].t()
     zeros, middle = stored.read(), 1 << (bits - 1)
@@ -465,7 +465,7 @@ def _signed_zeros(stored: StoredTensor, bits: int, out_features: int) -> torch.T
 
 
 def _rounded_inputs(config: _Configuration) -> str | None:
-    """What the inputs of layers are rounded to, as the configuration has it."""
+    """The type that the inputs of layers are rounded to, according to the configuration."""
     if config.get("quant_method") == "fp8":
         return "FP8"
     groups = config.part("config_groups")

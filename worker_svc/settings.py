@@ -41,7 +41,7 @@ class WorkerFlags(StepFlags):
     block_size: int = setting(16, "tokens per KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,
-        "memory of the KV pool, all of which is taken; not given, on cpu what max_num_seqs sequences of max_model_len "
+        "memory of the KV pool, allocated in full; not given, on cpu what max_num_seqs sequences of max_model_len "
         "tokens need and at most 1GiB or half of what is available, on cuda what is left",
         parse=parse_bytes,
         metavar="BYTES",
@@ -69,8 +69,8 @@ class WorkerFlags(StepFlags):
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     swap_space: int | None = setting(
         None,
-        "host memory for swapped blocks, and on cuda for evicted ones, 0 for none; not given, on cpu as many blocks as "
-        "the KV pool has and at most 1GiB, on cuda 4GiB, and at most half of what is available beside the KV pool",
+        "host memory for swapped blocks, and on cuda for evicted ones, 0 for none; not given, on cpu the number of "
+        "blocks of the KV pool and at most 1GiB, on cuda 4GiB, and at most half of what the KV pool leaves",
         parse=parse_bytes,
         metavar="BYTES",
     )
@@ -124,7 +124,7 @@ class WorkerFlags(StepFlags):
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)
     multi_step_ms: float = setting(
         24.0,
-        "decodes go on for so many milliseconds without a message to the scheduler: tokens of small models come "
+        "milliseconds for which decodes go on without a message to the scheduler: tokens of small models come "
         "faster, several at once; 0 is one token a step; for cpu and one rank",
         minimum=0,
         maximum=1000,
@@ -146,7 +146,7 @@ class WorkerFlags(StepFlags):
                 "large the KV pool is; give one of them"
             )
         if "off" in self.speculate and len(set(self.speculate)) > 1:
-            raise ValueError(f"--speculate is {','.join(self.speculate)}; off stands alone, or leave it out")
+            raise ValueError(f"--speculate is {','.join(self.speculate)}; off excludes the others, or leave it out")
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ _PLAIN_SAMPLING = RowSampling(SamplingParameters(temperature=1.0, top_p=1.0))
 _CUT_LENGTH = 2049
 _MEASURED_S, _MEASURED_LARGE_S, _MAX_MEASURED = 0.1, 0.02, 40
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
-"""Passes of more than so many rows are measured only where half as many take less than so long, and the longer ones of
-them once: a start waits for all of these, and what is wrong by a little the passes since make good."""
+"""Passes are measured up to `_ROWS_MEASURED` rows, and beyond that while half the rows take at most `_LONG_PASS_US`,
+once each: the start waits for these measurements, and later passes correct small errors."""
 _CONTEXT_MEASURED = 512
 _MAX_PASSES = 8
 _MIN_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 1024
@@ -100,7 +100,7 @@ def build_worker(
     """Loads the model, sizes and allocates the pool, and runs the first steps. To be called in the device thread.
 
     Args:
-        report: is told how far that is.
+        report: called with the progress of loading.
         stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
 
     Raises:
@@ -207,7 +207,7 @@ def make_worker(
     draft_model = None if draft is None else _checked_draft_model(draft.model, geometry)
     namespace = kv_namespace(model, settings, fingerprint, draft)
     pool = _make_pool(model, geometry, limits, settings, namespace, draft_model)
-    # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
+    # On the CPU, the masks of a step are made on the processors that run the model; else while a GPU runs it.
     on_host = model.device.type == "cpu"
     num_threads, host_width = (1, model.vocab_size) if on_host else (max(1, num_processors() // 2), None)
     matchers = None
@@ -264,7 +264,7 @@ def make_worker(
 
 
 def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[AdapterSlots | None, int]:
-    """The slots of adapters, and how many there are. Before the KV pool, which takes what memory they leave.
+    """The slots of adapters, and their number. To be made before the KV pool, which takes the memory that they leave.
 
     Raises:
         ConfigurationError: the settings ask for adapters, and this model takes none.
@@ -287,7 +287,7 @@ def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[Adapt
 def choose_device(name: str, rank: int = 0) -> torch.device:
     """The device of a setting; auto is the CPU, since GPUs are less tried. ConfigurationError when there is none.
 
-    Of several GPUs each rank takes its own, and makes it the current one of the calling thread, which queues kernels.
+    With several GPUs each rank takes its own, and makes it the current one of the calling thread, which queues kernels.
     """
     if name != "cuda":
         if name == "auto" and torch.cuda.is_available():
@@ -381,7 +381,7 @@ def _checked_draft_model(model: CausalLM, geometry: ModelGeometry) -> CausalLM:
 def kv_namespace(
     model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint, draft: DraftPart | None = None
 ) -> KvNamespace:
-    """What the blocks of this rank mean."""
+    """Names the format and the model of this rank's blocks."""
     of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
     rotations = (each.rotation for each in ((model,) if draft is None else (model, draft.model)))
     return KvNamespace(
@@ -420,8 +420,8 @@ def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNames
 def _open_disk_tier(
     model: CausalLM, settings: WorkerSettings, namespace: KvNamespace, blocks: PoolBlocks, pool: KvPool
 ) -> DiskTier | None:
-    """The parts of blocks that this rank has on disk. Of a rank alone, the pool has the newest then. Several ranks may
-    have other ones each, and those that all have are read when a prompt needs them."""
+    """The blocks, or parts of blocks, that this rank has on disk. A single rank reads the newest ones into the pool.
+    Several ranks may have different blocks; the blocks that all have are read when a prompt needs them."""
     if settings.kv_disk is None:
         return None
     if model.device.type != "cpu":
@@ -453,7 +453,7 @@ def _make_pool(
 ) -> KvPool:
     dtype = requested_pool_dtype(settings.kv_cache_dtype, model)
     place = _place_of_pool(model, settings, namespace)
-    # On the CPU it holds what is computed and not kept (`ModelRunner._forward_pairs`), a block beside the others.
+    # On the CPU, the padding block takes results that are not kept (`ModelRunner._forward_pairs`).
     with_padding = settings.cuda_graphs == "on" or model.device.type == "cpu"
     count, host_memory = settings.num_gpu_blocks, _memory_of_each_rank(settings)
     if place is not None:
@@ -502,7 +502,7 @@ def check_weights_fit(described: ModelDirectory, dtype: torch.dtype, settings: W
         return
     width = 1 if quantization is Quantization.INT8_DYNAMIC else dtype.itemsize
     stored = Checkpoint.of_model(described).tensors.values()
-    # Codes take what the file has of them, or more; those of GGUF files stay codes in bfloat16 alone.
+    # Codes take the size that they have in the file, or more; codes of GGUF files stay codes only with bfloat16.
     has_codes = described.gguf is None or dtype == torch.bfloat16
     sizes = (
         each.num_bytes if has_codes and each.dtype not in DTYPE_BYTES else math.prod(each.shape) * width
@@ -631,12 +631,12 @@ def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: Worke
 def _measure_passes(
     runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, pool: KvPool, ranks: Ranks
 ) -> PassCosts | None:
-    """What passes of decodes cost, each as short as it may be beside other processes. All ranks find the same. None
-    where a step has one row at most."""
+    """Measures the passes of decodes: the least of several times each, to exclude the load of other processes. All
+    ranks get the same result. None if a step has at most one row."""
     block, block_size = _free_block(pool), pool.geometry.block_size
 
     def decodes(*lengths: int) -> AdmittedStep:
-        """Each row computes the last of so many tokens."""
+        """A step in which each row computes the last token of its length."""
         return _prefill_step(list(lengths), [1] * len(lengths), block_size, block, sampling=_PLAIN_SAMPLING)
 
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
@@ -668,8 +668,8 @@ def _measure_passes(
 def _least_micros(
     runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks, *, measured_s: float, min_more: int
 ) -> tuple[int, ...]:
-    """How long the model and the draws of each of these steps take, run in turn: once, and then for `measured_s`, at
-    least `min_more` times. What the rows cost that a step assigns, decodes do not have."""
+    """The times of the model and the draws of each of these steps, which run in turn: once, and then for `measured_s`,
+    at least `min_more` times. They exclude the cost of assigned rows, which decodes do not have."""
     seconds = [math.inf] * len(steps)
 
     def measure() -> None:
@@ -747,8 +747,8 @@ def bind_threads(ranks: Ranks) -> None:
 
 
 def bind_team(processors: Sequence[int]) -> None:
-    """Binds each thread of the calling thread's OpenMP team, itself included, to one of `processors`. What OpenMP
-    creates later, `placed_threads` binds.
+    """Binds each thread of the calling thread's OpenMP team, itself included, to one of `processors`. Threads that
+    OpenMP creates later are bound by `placed_threads`.
 
     Raises:
         LibraryUnavailableError: torch uses an OpenMP runtime that this function does not know.

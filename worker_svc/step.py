@@ -1,4 +1,4 @@
-"""The values of the step protocol: what a worker is, one step of the scheduler, and its results.
+"""The values of the step protocol: a worker's properties, a step of the scheduler, and its results.
 
 `protocol.convert` converts them from and to messages; all other modules work with them. Arrays are int32 numpy arrays;
 pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
@@ -76,20 +76,20 @@ class WorkerLimits:
     max_adapters: int = 0
     """Slots of adapters; 0 has none."""
     max_drafts: int = 0
-    """By how many tokens more than one a sample may extend its row, each time the model runs."""
+    """Maximum tokens beyond one by which a sample may extend its row, each time the model runs."""
     fixed_tokens: int = 0
-    """What a step of decodes takes beside its tokens, as the number of tokens that take as long."""
+    """Time of a step of decodes that does not depend on its tokens, as the number of tokens that take as long."""
     max_passes: int = 1
-    """How many times the model may run in a step of decodes."""
+    """Maximum runs of the model in a step of decodes."""
 
     @property
     def max_verified(self) -> int:
-        """How many drafts of all rows a run of the model verifies at most: more would never pay, and take memory."""
+        """Maximum drafts of all rows that a run of the model verifies: more would never pay, and take memory."""
         return min(self.max_num_rows * self.max_drafts, _MAX_VERIFIED)
 
     @property
     def max_growth(self) -> int:
-        """By how many tokens more than one a sample may extend its row in one step."""
+        """Maximum tokens beyond one by which a sample may extend its row in one step."""
         return self.max_passes * (1 + self.max_drafts) - 1
 
 
@@ -105,20 +105,20 @@ class WorkerInfo:
     limits: WorkerLimits
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     kv_namespace: str = ""
-    """What the bytes of its blocks mean; empty where they go to no other worker."""
+    """Names the format and the model of its blocks' bytes; empty if they go to no other worker."""
     transfer_endpoint: str = ""
-    """Where other workers reach it; empty: where its scheduler does."""
+    """The address for other workers; empty if it is the scheduler's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """An adapter to load into a slot, beside the steps."""
+    """An adapter to load into a slot, during the steps."""
 
     number: int
     """For the answer."""
     slot: int
     digest: bytes
-    """That the files of `directory` must have."""
+    """Expected digest of the files in `directory`."""
     directory: Path
 
 
@@ -128,7 +128,7 @@ class AdapterLoaded:
 
     number: int
     failure: str | None = None
-    """Why it is not loaded, for people; None where it is."""
+    """The reason, for people, why it is not loaded; None if it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +175,10 @@ class LogitRules:
     bad_sequences: tuple[Int32Array, ...] = ()
     """Token sequences that must not be generated. None is empty."""
     min_tokens: int = 0
-    """None of `stop_token_ids` is chosen before this many output tokens."""
+    """Number of output tokens before which no token of `stop_token_ids` is chosen."""
     stop_token_ids: Int32Array = field(default_factory=_no_tokens)
     first_excluded: Int32Array = field(default_factory=_no_tokens)
-    """None of these is chosen as the first output token."""
+    """Tokens that are not chosen as the first output token."""
     sequence_biases: tuple[tuple[Int32Array, float], ...] = ()
     """Added to the last token of a sequence behind the other ones, in prompt and output. None is empty."""
     no_repeat_ngram_size: int = 0
@@ -200,20 +200,20 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowConstraint:
-    """What a row's output must match, and how long its reasoning may be; at least one of them."""
+    """The constraint of a row's output, and the limit of its reasoning; at least one of them."""
 
     message: Constraint | None
-    """It is not changed any more. None where only the reasoning is limited."""
+    """Must not be changed any more. None if only the reasoning is limited."""
     ending_token_ids: tuple[int, ...]
     """Drawn only if the output is complete."""
     min_tokens: int = 0
-    """None of them is drawn before this many output tokens, as long as another token may follow."""
+    """Number of output tokens before which none of them is drawn, while another token may follow."""
     thinking: ThinkingLimit | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSampling:
-    """How a row samples: the gateway's message, checked, and what the scheduler adds for this sequence."""
+    """The sampling of a row: the gateway's message, checked, and the scheduler's additions for this sequence."""
 
     parameters: SamplingParameters
     """Absent values are filled in. It is not changed any more."""
@@ -225,14 +225,14 @@ class RowSampling:
     prompt_logprobs: int | None = None
     """As `logprobs`, for each prompt token but the first, when the position before it is computed."""
     rules: LogitRules | None = None
-    """None when no logit is changed."""
+    """None if no logit is changed."""
     constraint: RowConstraint | None = None
     refusal: str | None = None
     """Why the parameters cannot be used: the row runs, and fails when it samples."""
     predicted: Int32Array | None = None
     """The output that its caller expects."""
     logprob_token_ids: Int32Array | None = None
-    """With `logprobs`: reports these tokens, as many as it says, instead of the most likely ones."""
+    """With `logprobs`: reports these tokens, the number that it says, instead of the most likely ones."""
     ending_token_ids: frozenset[int] = frozenset()
     """After one of these the scheduler takes no further token of the row."""
 
@@ -246,7 +246,7 @@ class AssignRow:
     block_table: Int32Array
     sampling: RowSampling
     num_prompt_tokens: int
-    """How many of `token_ids` are prompt."""
+    """Number of prompt tokens in `token_ids`."""
     adapter_slot: int | None = None
     """The slot of its adapter; None runs the model as it is."""
     draft_scope: bytes = b""
@@ -300,13 +300,13 @@ class Batch:
     samples: Int32Array
     """Pairs (row that samples, row of this batch from whose last token's logits)."""
     max_drafts: Int32Array = field(default_factory=_no_tokens)
-    """For each sample, by how many tokens more than one it may extend its row; empty: none."""
+    """For each sample, the maximum tokens beyond one by which it may extend its row; empty: none."""
     max_passes: int = 1
-    """How many times the model may run; `max_drafts` counts a token for each time but one."""
+    """Maximum runs of the model; `max_drafts` counts a token for each run but one."""
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """How many tokens of each row are computed after the step."""
+        """Number of tokens of each row that are computed after the step."""
         return self.num_computed_tokens.astype(np.int64) + self.num_new_tokens
 
 
@@ -399,7 +399,7 @@ class StepOutput:
     rows: Int32Array
     token_ids: Int32Array
     logprobs: TokenLogprobs | None
-    """None when no row asks for them."""
+    """None if no row requests them."""
     candidates: tuple[RowCandidates, ...]
     failed_rows: tuple[int, ...]
     """Rows that drew no token, since their logits were not finite or their sampling was refused; each once."""
@@ -410,17 +410,17 @@ class StepOutput:
     non_finite_chunks: tuple[int, ...] = ()
     """Rows that do not sample, with a new token whose hidden state is not finite."""
     refusals: Mapping[int, str] = field(default_factory=dict)
-    """The reasons of those of `failed_rows` whose sampling was refused."""
+    """The reasons of the rows in `failed_rows` whose sampling was refused."""
     num_tokens: Int32Array = field(default_factory=_no_tokens)
-    """How many of `token_ids` each sample has; empty: each has one."""
+    """Number of tokens in `token_ids` of each sample; empty: each has one."""
     num_drafts: Int32Array = field(default_factory=_no_tokens)
-    """How many drafts of each sample were verified; empty: none."""
+    """Number of verified drafts of each sample; empty: none."""
     num_passes: int = 1
-    """How many times the model ran."""
+    """Number of runs of the model."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """How many of `token_ids` are of rows that did not fail."""
+        """Number of `token_ids` of rows that did not fail."""
         if not self.failed_rows:
             return len(self.token_ids)
         num_tokens = self.num_tokens if len(self.num_tokens) else np.ones_like(self.rows)
@@ -437,6 +437,6 @@ def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") ->
 
 
 def first_true(mask: NDArray[np.bool_]) -> int | None:
-    """Index of the first True of a vector; None when there is none."""
+    """Index of the first True of a vector; None if there is none."""
     # On the few rows of a step `any` takes several times as long.
     return int(mask.argmax()) if np.count_nonzero(mask) else None

@@ -56,7 +56,7 @@ class Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams":
-        """To be called in the thread that queues steps: what it queues outside a context goes to `compute`."""
+        """To be called in the thread that queues steps: work that it queues outside a context goes to `compute`."""
         if device.type != "cuda":
             return cls(IN_ORDER, IN_ORDER, IN_ORDER)
         compute = torch.cuda.current_stream(device)

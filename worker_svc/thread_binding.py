@@ -1,4 +1,4 @@
-"""A processor for each thread of the worker's operations (ADR 0011): what is decided before torch is imported."""
+"""A processor for each thread of the worker's operations (ADR 0011): the part that runs before torch is imported."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ _OWN_NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def processors_for(rank: int, num_ranks: int, num_threads: int, cores: Sequence[Sequence[int]]) -> Sequence[int]:
-    """A processor for each thread of a rank, if the threads of all ranks are as many as cores or as processors; else
-    none.
+    """A processor for each thread of a rank, if the number of threads of all ranks is the number of cores or of
+    processors; else none.
 
     With fewer threads, the system moves a thread to a free core when another program runs, which is faster.
 
@@ -46,13 +46,13 @@ def placed_threads(settings: WorkerSettings) -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_PLACES"], os.environ["OMP_PROC_BIND"]
-        # OpenMP has bound the thread that imports it. What this thread starts while it loads a model must not be bound,
-        # but stays near the memory of the threads that are: memory lies in the node of the thread that uses it first.
+        # OpenMP has bound the thread that imports it. Threads that load a model must not be bound, but stay near the
+        # memory of the bound threads: memory lies in the node of the thread that uses it first.
         os.sched_setaffinity(0, in_nodes_of(processors, available))
 
 
 def _planned_processors(settings: WorkerSettings) -> Sequence[int]:
-    """The processors that the threads will be bound to; none where that depends on what torch says."""
+    """The processors that the threads will be bound to; none if that depends on torch."""
     if settings.thread_binding == "off" or settings.device == "cuda" or any(name in os.environ for name in OWN_BINDING):
         return ()
     known = cores(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
-"""Model weights: safetensors files as transformers writes them, and where layers put what they read of them.
+"""Model weights: safetensors files as transformers writes them, and the places where layers put them.
 
-The headers are read and compared with what the model needs before any tensor is loaded, so that a wrong directory is
-refused at once and with one clear line.
+The headers are read and compared with the model before any tensor is loaded, so that a wrong directory is refused at
+once and with one clear line.
 """
 
 import math
@@ -25,7 +25,7 @@ from worker_svc.parallel.ranks import ALONE, Ranks
 
 # Bytes of an element by its name in a safetensors header.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-# The same of parts of quantized weights. Of other dtypes there are few, and they are only counted.
+# The same for parts of quantized weights. Other dtypes are rare, and only counted.
 _PART_BYTES = {"I64": 8, "I32": 4}
 
 
@@ -46,7 +46,7 @@ class TensorReader(Protocol):
         ...
 
     def coded(self, spec: TensorSpec) -> CodedWeight | None:
-        """The same matrix as the file has it, which may be a view too; None where it is not coded."""
+        """The matrix as it is coded in the file, perhaps as a view of it; None if it is not coded."""
         ...
 
 
@@ -64,7 +64,7 @@ class MadeTensors:
 
 
 Progress = Callable[[int, int], None]
-"""Called after each layer with the bytes that were read, and with those of all tensors."""
+"""Called after each layer with the bytes that were read, and with the bytes of all tensors."""
 
 
 class StoredTensor(Protocol):
@@ -109,7 +109,7 @@ class Checkpoint:
 
     Args:
         tensors: by the name in the file.
-        base_prefix: for example "model."; a file saved from the base model alone lacks it.
+        base_prefix: For example "model."; a file saved from the base model only lacks it.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor], base_prefix: str) -> None:
@@ -119,19 +119,19 @@ class Checkpoint:
 
     @classmethod
     def of_model(cls, described: ModelDirectory, *, base_prefix: str = "") -> "Checkpoint":
-        """Those of the language model, by the names that they have in one that is all. Raises as `open`."""
+        """The tensors of the language model, under the names that a separate model has. Raises as `open`."""
         checkpoint = cls.open(described.path, base_prefix=base_prefix, gguf=described.gguf)
         if described.whole is None:
             return checkpoint
         names = {name: new_name for name in checkpoint.tensors if (new_name := name_within(name)) != name}
-        # Older files have the language model beside the rest, not within a part of its own.
+        # Older files have the language model next to the rest, not within a part of its own.
         beside = ("lm_head.",) if names else ("lm_head.", "model.")
         names |= {name: name for name in checkpoint.tensors if name.startswith(beside)}
         return checkpoint.with_tensors({new_name: checkpoint.tensors[name] for name, new_name in names.items()})
 
     @classmethod
     def open(cls, directory: Path, *, base_prefix: str, gguf: GgufHeader | None = None) -> "Checkpoint":
-        """Reads the headers of all files, but for that of a GGUF file where it was read already.
+        """Reads the headers of all files, except a GGUF file's if it was read already.
 
         Raises:
             ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All, by the name in the file, or by that of transformers for a GGUF file."""
+        """All tensors, by their names in the file; for a GGUF file, by their names in transformers."""
         return self._tensors
 
     def has(self, name: str) -> bool:
@@ -177,7 +177,7 @@ class Checkpoint:
                 )
 
     def check_all_used(self, specs: Iterable[TensorSpec]) -> None:
-        """Raises ConfigurationError for a tensor of a GGUF file that is not one of the specs, all of which are given.
+        """Raises ConfigurationError for a tensor of a GGUF file that is not among the specs, which must be complete.
 
         Not each part that a model may have has a field in the file. Directories may have buffers that no model reads.
         """
@@ -198,7 +198,7 @@ class Checkpoint:
         return self._find(spec.name).read()
 
     def coded(self, spec: TensorSpec) -> CodedWeight | None:
-        """The matrix as the file has it; None where it is not coded."""
+        """The matrix as it is coded in the file; None if it is not coded."""
         return self._find(spec.name).coded()
 
     def _stored(self, name: str) -> StoredTensor | None:

@@ -55,8 +55,8 @@ _GATES = {name: number for number, name in enumerate(GATES, start=len(ACTIVATION
 _CODINGS = {number: coding for coding, number in STORED_CODED.items()}
 # Instruction sets on which 12-bit weights are not faster with few tokens.
 _ISAS_WITHOUT_BF12 = ("avx2",)
-# A weight stays in 16 bits if more than one number in this many is an exception. Of normally distributed weights
-# about one in 10,000 is.
+# A weight stays in 16 bits if more than one in this many numbers is an exception. In normally distributed weights about
+# one in 10,000 is.
 _NUMBERS_PER_EXCEPTION = 256
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -115,10 +115,10 @@ class _Shrunk:
 
 
 class CpuKernels:
-    """The operations on one library. Arguments are those of `kernels.ops`, checked there.
+    """The operations of one library. `kernels.ops` documents and checks the arguments.
 
-    The reference computes what the library does not support (float64, weights of another dtype than x). Tensors may be
-    views whose last dimension is contiguous; others are copied first.
+    The reference computes unsupported cases (float64, weights of another dtype than x). Tensors may be views whose last
+    dimension is contiguous; others are copied first.
 
     Args:
         make_empty: allocates the results of operations and their intermediate tensors.
@@ -329,8 +329,8 @@ class CpuKernels:
         self._library.call(Operation.ROTARY, arguments)
 
     def has_products(self, dtype: torch.dtype, quantization: Quantization) -> bool:
-        """Whether there are products with packed weights of this dtype. Those of float16 are left to oneDNN, which is
-        faster with more than a few tokens."""
+        """Whether there are products with packed weights of this dtype. Products in float16 are left to oneDNN, which
+        is faster with more than a few tokens."""
         return dtype in DTYPES and (dtype != torch.float16 or quantization is Quantization.INT8_DYNAMIC)
 
     def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight:
@@ -638,8 +638,8 @@ def _as_lines(x: torch.Tensor) -> torch.Tensor:
 
 
 def _int8_by_output(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The values and scales of a weight that is one of int8 with one scale for each output: sums over all inputs are
-    whole numbers then. None also where its inputs would be padded, unlike those of its neighbours."""
+    """The values and scales of an int8 weight with one scale for each output, so that sums over all inputs are
+    integers; None for other weights, and if its inputs would be padded, unlike its neighbours' inputs."""
     scales = weight.scales
     if weight.coding is not Coding.INT8 or scales is None or scales.zeros is not None:
         return None
@@ -674,7 +674,7 @@ def _num_panels(out_features: int, gated: bool) -> int:
 
 
 def _elements_of_word(dtype: torch.dtype, quantization: Quantization) -> int:
-    """How many elements of a token are a word of 32 bits, and are multiplied together."""
+    """Number of elements of a token in a word of 32 bits, which are multiplied together."""
     if quantization is Quantization.INT8_DYNAMIC:
         return 4
     return 1 if dtype == torch.float32 else 2

@@ -1,6 +1,6 @@
 """Finds, loads and opens the library that was built from the C++ files here, and declares its interface.
 
-The structs are those of runtime/api.h. The library reports the offsets of its fields and the values of its constants. A
+The structs mirror runtime/api.h. The library reports the offsets of its fields and the values of its constants, and a
 library that was built from another api.h is refused when it is loaded.
 """
 
@@ -39,7 +39,7 @@ _CODED = {
     "kScaledFp8": Coding.FP8,
 }
 STORED_CODED = {coding: number for number, coding in enumerate(_CODED.values(), start=3)}
-"""The same enum."""
+"""The numbers of coded weights in the enum StoredAs."""
 PANEL, WORDS_OF_BLOCK = 32, 16
 """Columns of a panel of a packed weight, and words of a column in a block of it."""
 BF12_GROUP, BF12_GROUP_BYTES, BF12_HEAD_BYTES, BF12_EXCEPTION_BYTES = 128, 192, 64, 8
@@ -328,7 +328,7 @@ def available_isas(path: Path | None = None) -> tuple[str, ...]:
 
 
 def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
-    """Bytes of memory that a group of `size` processes takes, with slots of so many bytes.
+    """Bytes of memory that a group of `size` processes takes, with slots of `slot_bytes` bytes.
 
     Raises:
         LibraryUnavailableError: as for `Library`.

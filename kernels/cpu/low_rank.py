@@ -28,9 +28,9 @@ class PackedTable(LowRankTable[PackedLowRank]):
     """A table for products of the CPU library, which reads it at each product. Adapters have memory of their own.
 
     Args:
-        weights: what the layer multiplies, outputs one after the other. A gated one is alone.
-        widths: the outputs of each part, which are as many together.
-        max_rank: of any part.
+        weights: The weights that the layer multiplies, whose outputs follow each other. A gated weight is the only one.
+        widths: The number of outputs of each part; the sum is the number of outputs of the weights.
+        max_rank: The maximum rank of a part.
     """
 
     def __init__(self, weights: Sequence[PackedWeight], widths: Sequence[int], num_slots: int, max_rank: int) -> None:
@@ -48,7 +48,7 @@ class PackedTable(LowRankTable[PackedLowRank]):
 
     @property
     def shrunk_dtype(self) -> torch.dtype:
-        """Of the products with A."""
+        """Dtype of the products with A."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     def address(self, weight: int) -> int:
@@ -105,7 +105,7 @@ class PackedTable(LowRankTable[PackedLowRank]):
                     column=number * self.max_rank,
                 )
             else:
-                # The first weight's entries are those that `shrink` reads.
+                # `shrink` reads the entries of the first weight.
                 of_weight[number] = LowRankPart(
                     a=a.data_ptr(), scale=part.scale, rank=rank, column=number * self.max_rank
                 )
@@ -119,8 +119,8 @@ class PackedTable(LowRankTable[PackedLowRank]):
         return groups.transpose(1, 2).contiguous()
 
     def _pack_b(self, b: torch.Tensor, begin: int, weight: PackedWeight, rank: int) -> tuple[torch.Tensor, int]:
-        """Tiles [tiles, rank / words, 16, words] of rows of B, the first of which is output `begin`, and the number of
-        the first tile. Columns of a tile that belong to other parts are zeros."""
+        """Tiles [tiles, rank / words, 16, words] of rows of B, whose first row is output `begin`, and the number of the
+        first tile. Columns of a tile that belong to other parts are zeros."""
         columns = torch.arange(begin, begin + b.shape[0])
         if weight.gated:
             width = weight.out_features // 2

@@ -1,11 +1,11 @@
 """The operations as Triton kernels, for tensors on a CUDA device; `kernels.ops` documents and checks the arguments.
 
-The names are those of `kernels.reference`. Triton comes with torch for CUDA; nothing outside this package imports it,
-so that a machine without a GPU needs no Triton. Kernels are launched on torch's current device, which must be that of
-the tensors, and never wait for it. Sampling has no kernel: it is torch on every device.
+The names are the same as in `kernels.reference`. Triton comes with torch for CUDA; nothing outside this package imports
+it, so that a machine without a GPU needs no Triton. Kernels are launched on torch's current device, which must be the
+tensors' device, and never wait for it. Sampling has no kernel: it uses torch on every device.
 
-What changes from step to step (rows, tokens, lengths, strides of block tables) is an argument that Triton must not
-specialize on, so that serving compiles nothing once each kernel has run. What belongs to the model is a constant.
+Values that change from step to step (rows, tokens, lengths, strides of block tables) are arguments that Triton must not
+specialize on, so that serving compiles nothing once each kernel has run. Values of the model are constants.
 """
 
 from kernels.cuda.attention import paged_attention

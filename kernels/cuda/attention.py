@@ -53,8 +53,8 @@ class DecodeTiling:
         tile: tokens whose keys are loaded at once, a power of two of at least 16.
         programs_per_sm: programs that keep a multiprocessor's share of the memory busy; more may run at a time. One has
             two tiles on their way, 64 kB with heads of 128 in bfloat16; a multiprocessor of an H200 must have about 36
-            kB on their way (4.8 TB/s, an answer in 1 us). The second covers for what the first computes. Reckoned, not
-            measured.
+            kB on their way (4.8 TB/s, an answer in 1 us). The second covers for the time in which the first computes.
+            Estimated, not measured.
         shortest_split, longest_split: bounds on the tokens of a piece. Shorter ones cost more to join than they win;
             longer ones leave multiprocessors idle where rows differ in length.
     """
@@ -109,7 +109,7 @@ def paged_attention(
     indexes = (block_tables.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
     batch = PagedBatch(with_contiguous_heads(query), kv_cache, *indexes)
     head_dim, dtype = kv_cache.shape[4], kv_cache.dtype
-    # `max_query_len` may be more than any row has, but a row alone has all tokens.
+    # `max_query_len` may exceed the length of each row, but a single row has all tokens.
     num_tokens = query.shape[0]
     if max_query_len > 1 and num_tokens > 1:
         prefill_attention(output, batch, scores, tiling=prefill_tiling(head_dim, dtype))
@@ -119,7 +119,7 @@ def paged_attention(
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype) -> DecodeTiling:
-    """Tiles of bounded size in bytes, since those of all stages share a multiprocessor's memory."""
+    """Tiles of bounded size in bytes, since the tiles of all stages share a multiprocessor's memory."""
     vector_bytes = head_dim * dtype.itemsize
     if vector_bytes > 512:
         return DecodeTiling(tile=32, num_warps=8)
@@ -248,7 +248,7 @@ def _join_kernel(
 def decode_attention(
     output: torch.Tensor, batch: PagedBatch, scores: ScoreRule, *, max_seq_len: int, tiling: DecodeTiling
 ) -> None:
-    """Writes the lines of `output` [T, Hq, D] that belong to rows with one new token; leaves all others alone."""
+    """Writes the lines of `output` [T, Hq, D] that belong to rows with one new token; other lines stay unchanged."""
     num_programs = batch.num_rows * batch.num_kv_heads
     longest = max_seq_len if scores.sliding_window is None else min(max_seq_len, scores.sliding_window)
     num_splits = ceil_div(longest, split_length(tiling, num_programs, longest, _num_sms(output.device)))
@@ -283,7 +283,7 @@ def decode_attention(
 
 
 def _partial_results(output: torch.Tensor, num_rows: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, S, Hq, D] for what each piece gives and [R, S, Hq] for its log-sum-exp; not used where there is one piece."""
+    """[R, S, Hq, D] for the results of pieces and [R, S, Hq] for their log-sum-exp; unused if there is one piece."""
     if num_splits == 1:
         return output, output
     _, num_heads, head_dim = output.shape
@@ -306,7 +306,7 @@ def split_length(tiling: DecodeTiling, num_programs: int, max_seq_len: int, num_
     many pieces, so that all multiprocessors have work; many rows get few.
 
     Args:
-        num_programs: rows times KV heads, what there is without a split.
+        num_programs: rows times KV heads, the number without a split.
         max_seq_len: the longest context.
         num_sms: multiprocessors of the device.
     """
@@ -329,7 +329,7 @@ def _utilization(num_programs: int, slots: int) -> float:
 def _find_row(query_start_loc, query_tile, num_rows, TILE_TOKENS: tl.constexpr):
     """The row to which a query tile belongs: row r's tiles start at `query_start_loc[r] // TILE_TOKENS + r`.
 
-    That leaves room for every row's tiles, the last of which may be empty.
+    That leaves room for every row's tiles; the last tile may be empty.
     """
     low = 0
     high = num_rows
@@ -429,7 +429,7 @@ def _attend_to_tiles(
 
 
 def prefill_attention(output: torch.Tensor, batch: PagedBatch, scores: ScoreRule, *, tiling: PrefillTiling) -> None:
-    """Writes the lines of `output` [T, Hq, D] that belong to rows with several new tokens; leaves all others alone."""
+    """Writes the lines of `output` [T, Hq, D] that belong to rows with several new tokens; others stay unchanged."""
     query_tile = max(tiling.query_tile, padded(batch.group))
     tile_tokens = query_tile // batch.group
     launch(

@@ -1,8 +1,8 @@
 """Products with weights as files store them: codes become numbers in the tile that is multiplied.
 
-All codings have one form here, in about the bytes of the file: planes of codes, and scales of two levels as those of
-GGUF's K-quants. A number is computed in float32 and rounded to the dtype of the tokens. So it is that of the
-dequantized weight, bit for bit: all operations but one are exact.
+All codings have one form here, of about the size in the file: planes of codes, and scales of two levels as in GGUF's
+K-quants. A number is computed in float32 and rounded to the dtype of the tokens. It has the same bits as in the
+dequantized weight, since all operations but one are exact.
 """
 
 import functools
@@ -27,10 +27,10 @@ _INPUTS = 32
 # Tokens and outputs of a tile, and pieces of inputs of a turn of the loop, at most: few tokens leave more programs to
 # read the weight, and room for longer turns.
 _OF_FEW, _OF_MANY = (16, 32, 8), (64, 64, 4)
-# With few tokens, several programs share the inputs of a tile: enough for so many programs, each with so many inputs.
+# With few tokens, several programs share the inputs of a tile: target programs, maximum parts, minimum inputs per part.
 _PROGRAMS, _MAX_PARTS, _INPUTS_OF_PART = 512, 8, 512
 _MULTIPLE = 256
-# Of IQ4_NL and IQ4_XS: what the 16 codes stand for.
+# The values of the 16 codes of IQ4_NL and IQ4_XS.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ4_LOWER, _IQ4_UPPER = (
     tl.constexpr(int.from_bytes(bytes(number + 128 for number in each), "little")) for each in (_IQ4[:8], _IQ4[8:])
@@ -39,7 +39,7 @@ _IQ4_LOWER, _IQ4_UPPER = (
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What the codes of R rows stand for: (code - zero) * unit * step - minimum_unit * minimum_step."""
+    """The values of the codes of R rows: (code - zero) * unit * step - minimum_unit * minimum_step."""
 
     units: torch.Tensor
     """[units, R], floating; of `inputs_of_unit` inputs each, a multiple of 32 where there are several."""
@@ -48,8 +48,7 @@ class Scales:
     zeros: torch.Tensor | None = None
     """[units, R] uint8, instead of `zero`."""
     kind: Literal["whole", "iq4", "fp8"] = "whole"
-    """What codes are: whole numbers, or places of such numbers in `_IQ4`, or numbers in E4M3, all of which have no
-    zero."""
+    """The kind of codes: integers, places of integers in `_IQ4`, or numbers in E4M3; the last kind has no zero."""
     steps: torch.Tensor | None = None
     """[groups, R] int8; None: 1."""
     inputs_of_step: int = 32
@@ -80,14 +79,14 @@ def _product_of(units: torch.Tensor, steps: torch.Tensor | None, of_step: torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight(PackedWeight):
-    """`data` has the codes, [out, bytes]; those of more than 4 and less than 8 bits only their lower 4.
+    """A weight whose `data` has the codes, [out, bytes], or the lower 4 bits of codes of 5 to 7 bits.
 
-    32 bytes have parts of codes of as many pieces of 32 inputs as fit, the first piece in their lowest bits: two of 4
-    bits, four of 2, eight of 1. Rows end with whole bytes.
+    32 bytes hold parts of the codes of several pieces of 32 inputs, the first piece in the lowest bits: two pieces with
+    parts of 4 bits, four with 2 bits, eight with 1 bit. Rows end with whole bytes.
     """
 
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     high: torch.Tensor | None
     """[out, bytes], the other bits."""
     scale: Scales
@@ -166,7 +165,7 @@ def _product_kernel(
                 numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
             else:
                 if KIND == "iq4":
-                    # Eight bytes each, which are 128 more than what codes stand for.
+                    # Eight bytes each, which are 128 more than the values of codes.
                     eight = tl.where(codes < 8, _IQ4_LOWER, _IQ4_UPPER).to(tl.uint64)
                     codes = ((eight >> (codes % 8 * 8).to(tl.uint64)) & 255).to(tl.int32)
                 # 2^23 plus the code: an exact conversion without an instruction for that.
@@ -252,8 +251,8 @@ def _pieces(bits: int) -> int:
 
 
 def _parts(in_features: int, programs: int) -> tuple[int, int]:
-    """Programs that share the inputs of a tile, and the inputs of each: they follow from the weight, so that what a
-    token's sum is rounded to does not depend on other tokens."""
+    """Programs that share the inputs of a tile, and the inputs of each: they follow from the weight, so that the
+    rounding of a token's sum does not depend on other tokens."""
     parts = min(_MAX_PARTS, _PROGRAMS // programs, in_features // _INPUTS_OF_PART)
     part = ceil_div(in_features, max(parts, 1) * _MULTIPLE) * _MULTIPLE
     return ceil_div(in_features, part), part
@@ -313,7 +312,7 @@ def _plane(parts: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def read(weight: CodedWeight) -> tuple[torch.Tensor, int, Scales]:
-    """The codes [out, in] uint8, their bits, and what they stand for."""
+    """The codes [out, in] uint8, their bits, and their values."""
     rows, grouped = weight.rows, weight.scales
     if grouped is None:
         bits, decode = _DECODERS[weight.coding]
@@ -333,7 +332,7 @@ def _halves(data: torch.Tensor, dim: int = -2) -> torch.Tensor:
 
 
 def _bits(data: torch.Tensor, width: int) -> torch.Tensor:
-    """All parts of so many bits: [..., B] uint8 -> [..., parts, B], the lowest first."""
+    """All parts of `width` bits: [..., B] uint8 -> [..., parts, B], the lowest first."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)
     return data[..., None, :] >> shifts[:, None] & (1 << width) - 1
 
@@ -343,7 +342,7 @@ def _float16(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous().view(torch.float16)[..., 0].t()
 
 
-# Blocks [R, n, bytes of a block] to codes, whose order is that of the inputs, and scales; as ggml documents them.
+# Convert blocks [R, n, bytes of a block] to codes in the order of inputs, and scales; as ggml documents them.
 
 
 def _k_with_minima(blocks: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, Scales]:

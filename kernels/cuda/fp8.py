@@ -1,9 +1,9 @@
 """Products in FP8 by torch's own kernel, for formats that round the inputs of a layer too.
 
-Tokens are rounded with one scale each; weights have one for each output, or one for all outputs of a part. Of formats
-with static scales for inputs these are not used: what a token's own scale rounds is closer.
+Tokens are rounded with one scale each; weights have one for each output, or one for all outputs of a part. The static
+input scales of some formats are not used: rounding with a token's own scale is closer.
 
-Only the choice, the arguments and the rounding of tokens were tested: torch multiplies so on GPUs alone.
+Only the choice, the arguments and the rounding of tokens were tested: torch has these products only on GPUs.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kernels.reference import activated
 
 _COMPUTE_CAPABILITY = (8, 9)
 _MULTIPLE = 16
-"""Of inputs and outputs, for torch's kernel."""
+"""Inputs and outputs must be multiples of this for torch's kernel."""
 _INPUTS = 1024
 _LARGEST = tl.constexpr(448.0)
 
@@ -29,7 +29,7 @@ class Fp8Weight(PackedWeight):
     """`data` is the weight, [out, in] in E4M3."""
 
     factors: torch.Tensor
-    """[1, out] float32, what each output is multiplied by."""
+    """[1, out] float32, the factor of each output."""
 
 
 def has_products(device: torch.device, dtype: torch.dtype) -> bool:

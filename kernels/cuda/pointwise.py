@@ -28,7 +28,7 @@ def _rms_norm_kernel(
     values = tl.load(x + line * x_stride + columns, mask=mask, other=0.0)
     if residual is not None:
         stream = residual + line * residual_stride + columns
-        # Rounded before the norm, which is then that of the stored sum.
+        # Rounded before the norm, so that it is the norm of the stored sum.
         values = (values.to(tl.float32) + tl.load(stream, mask=mask, other=0.0).to(tl.float32)).to(values.dtype)
         tl.store(stream, values, mask=mask)
     values = values.to(tl.float32)

@@ -1,5 +1,5 @@
-"""What both attention kernels are made of: the paged batch, tiles of queries, keys and values, scores, and the softmax
-over scores that come tile by tile."""
+"""The parts of both attention kernels: the paged batch, tiles of queries, keys and values, scores, and the softmax over
+scores that come tile by tile."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ PRECISION = tl.constexpr("tf32x3")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What belongs to the model: one constant of the kernels, where they are compiled anew for each that differs.
+    """The model's part of the arguments: one constant of the kernels, which are compiled anew for each different one.
 
     Attributes:
         group: query heads that share a KV head.
@@ -99,7 +99,7 @@ def find_context(kv_cache, value_offset, block_tables, table_stride, row, head, 
 
 @triton.jit
 def load_keys_and_values(context, positions, end, SHAPE: Shape):
-    """Keys and values [N, D] at `positions` [N]; positions from `end` on have those of the token before `end`.
+    """Keys and values [N, D] at `positions` [N]; positions from `end` on repeat the token before `end`.
 
     Slots beyond a context may hold NaN, which no weight of zero would silence. So they are not read, and to read a
     token of the context once more costs less than a mask.
@@ -123,7 +123,7 @@ def load_vectors(base, offsets, wanted, SHAPE: Shape):
 
 @triton.jit
 def store_vectors(base, offsets, wanted, vectors, SHAPE: Shape):
-    """Stores `vectors` [N, D] to where `load_vectors` finds them, those that are `wanted` [N]."""
+    """Stores the `wanted` [N] ones of `vectors` [N, D] to where `load_vectors` finds them."""
     dims = tl.arange(0, SHAPE.head_pad)
     mask = _mask(dims < SHAPE.head_dim, wanted)
     tl.store(base + offsets[:, None] + dims[None, :], vectors.to(base.dtype.element_ty), mask=mask)
@@ -156,7 +156,7 @@ class Scoring(NamedTuple):
 def make_scores(scoring, products, distances):
     """Scores from `products` of queries and keys; `distances` are key minus query positions. All [M, N].
 
-    What would multiply all scores alike is left to `score_unit`.
+    A factor of all scores is left to `score_unit`.
     """
     scores = products
     if scoring.soft_cap is not None:
@@ -208,7 +208,7 @@ class Running(NamedTuple):
 
 @triton.jit
 def start_softmax(sinks, M: tl.constexpr, SUMS: tl.constexpr, D: tl.constexpr):
-    """Before the first tile; SUMS for each query, as many as a tile has columns, or one.
+    """The state before the first tile; SUMS per query is the number of columns of a tile, or one.
 
     Args:
         sinks: [M], scores that count as seen, of values that are zeros; None without.

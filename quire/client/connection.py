@@ -1,4 +1,4 @@
-"""A client's channel: which gateways it calls, how it is encrypted, what shows its API key, what gRPC retries."""
+"""A client's channel to gateways: its addresses, its encryption, its API key, and gRPC's retries."""
 
 import ipaddress
 import json
@@ -54,7 +54,7 @@ _IDEMPOTENT: tuple[MethodDescriptor, ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Which gateways a client trusts, and who the client is. Files in PEM, read when a client is made.
+    """The gateways that a client trusts, and the client's identity. Files in PEM, read when a client is made.
 
     Attributes:
         authority: certificates of the authorities that sign gateways' certificates; None takes gRPC's list of public
@@ -95,7 +95,7 @@ def open_channel(api: Any, address: str | Sequence[str], tls: ClientTls | None) 
     Raises:
         ConfigurationError: an address is malformed, a file of `tls` cannot be read, or gateways on several hosts come
             without a `server_name`.
-        Unavailable: none of several names is known.
+        Unavailable: all of several names are unknown.
     """
     target = find_target(address)
     options = _options(target)
@@ -165,7 +165,7 @@ class Target:
     Attributes:
         uri: In gRPC's form.
         addresses: As they were given.
-        hosts: Of several TCP addresses the hosts, in order and each once; empty for a single address, whose host gRPC
+        hosts: The hosts of several TCP addresses, in order and each once; empty for a single address, whose host gRPC
             finds in the URI.
     """
 
@@ -216,7 +216,7 @@ def find_target(address: str | Sequence[str], look_up: LookUp = _look_up) -> Tar
 
     Raises:
         ConfigurationError: an address of several is malformed, or they mix TCP and unix sockets.
-        Unavailable: none of several names is known.
+        Unavailable: all of several names are unknown.
     """
     addresses = split_addresses(address)
     if len(addresses) == 1:
@@ -239,7 +239,7 @@ def _parse(text: str) -> TcpAddress | UnixAddress:
 
 
 def _resolve(addresses: Sequence[TcpAddress], look_up: LookUp) -> list[TcpAddress]:
-    """The same with IP addresses for names, each once; a name may have several."""
+    """The addresses with IP addresses for names, each once; a name may have several."""
     found: list[TcpAddress] = []
     unknown: list[str] = []
     for address in addresses:
@@ -265,7 +265,7 @@ def _is_ip(host: str) -> bool:
 
 
 def _uri(addresses: Sequence[TcpAddress]) -> str:
-    """IP addresses as one URI of one family: among IPv6 addresses, those of IPv4 become mapped ones."""
+    """IP addresses as one URI of one family: IPv4 addresses among IPv6 addresses become mapped ones."""
     if all(":" not in address.host for address in addresses):
         return "ipv4:" + ",".join(map(str, addresses))
     mapped = (a if ":" in a.host else TcpAddress(f"::ffff:{a.host}", a.port) for a in addresses)
@@ -286,7 +286,7 @@ def _options(target: Target) -> list[tuple[str, Any]]:
     options["grpc.enable_http_proxy"] = int(not (target.is_list or is_local(target.addresses[0])))
     options["grpc.service_config"] = json.dumps(service_config(spread=not target.is_one_place))
     if target.is_list:
-        # gRPC would take the whole list for the name of the server, and above for that of one host behind a proxy.
+        # gRPC would take the whole list for the name of the server, and above for the name of one host behind a proxy.
         options["grpc.default_authority"] = target.addresses[0] if target.hosts else "localhost"
     return list(options.items())
 

@@ -1,4 +1,4 @@
-"""Between the client's values and the messages of quire.gateway.v1."""
+"""Converts the client's values to messages of quire.gateway.v1 and back."""
 
 # Callers may not be type-checked: values of wrong types are refused by name.
 # pyright: reportUnnecessaryIsInstance=false
@@ -241,7 +241,7 @@ _MESSAGE_FIELDS = {each.name for each in dataclasses.fields(ChatMessage)}
 
 
 def _fill_chat(message: Any, chat: ChatFields) -> None:
-    """Sets what a chat has besides messages and options; raises as `to_chat_request`."""
+    """Sets the fields of a chat other than messages and options; raises as `to_chat_request`."""
     if unknown := chat.keys() - ChatFields.__annotations__.keys():
         raise TypeError(f"a chat has no {', '.join(sorted(unknown))}")
     tools = chat.get("tools", ())
@@ -294,7 +294,7 @@ def _fill_options(message: Any, options: GenerationOptions | None) -> None:
 
 
 def fill_constraint(message: common_pb2.Constraint, constraint: Constraint, path: str = "constraint") -> None:
-    """Sets what a constraint says; `path` is the caller's name of it.
+    """Sets a constraint in a message; `path` is the caller's name of it.
 
     Raises:
         InvalidArgument: it does not say exactly one thing, or a value does not fit its field.
@@ -376,7 +376,7 @@ def from_generate_response(
 
 
 def with_parsed(answer: Generation, chat: ChatFields) -> Generation:
-    """The answer, whose sequences have what they say where the `response_format` of the chat is a schema."""
+    """The answer, with the parsed values of its sequences if the `response_format` of the chat is a schema."""
     wanted = chat.get("response_format")
     if wanted is None or isinstance(wanted, Constraint):
         return answer
@@ -390,7 +390,7 @@ def with_parsed(answer: Generation, chat: ChatFields) -> Generation:
 
 
 def _parsed(text: str, schema: Any) -> Any:
-    """The value that a text is; None where it is none, as after a stop string."""
+    """The value of a text in JSON; None if it is not valid, as after a stop string."""
     validate = getattr(schema, "model_validate_json", json.loads)
     try:
         return validate(text)
@@ -483,7 +483,7 @@ def from_nothing(_: Message) -> None:
 
 
 def _read(cls: type[T], message: Any, **given: Any) -> T:
-    """A dataclass with the fields of a message; `given` has those whose types differ."""
+    """A dataclass with the fields of a message; `given` has the fields whose types differ."""
     names = (each.name for each in dataclasses.fields(cast(Any, cls)))
     return cls(**given, **{name: getattr(message, name) for name in names if name not in given})
 

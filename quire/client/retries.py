@@ -19,10 +19,10 @@ from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireE
 
 # gRPC says only in the text of a status that no gateway was reached. Tests check the texts with unused ports.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
-# After so many calls in a row that reach no gateway, the address is wrong or all gateways are down.
+# After this number of consecutive calls that reach no gateway, the address is wrong or all gateways are down.
 _MAX_IN_VAIN = 5
 RESUME_FOR_S = 30.0
-"""How long a durable stream that was lost tries to go on where no policy sets it."""
+"""Seconds for which a lost durable stream tries to go on, unless a policy sets them."""
 _FIRST_RESUME_DELAY_S, _MAX_RESUME_DELAY_S = 0.05, 1.0
 # Spreads the retries of clients that were refused together.
 _JITTER = 0.25
@@ -31,21 +31,21 @@ _MAX_TIMEOUT_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """When a client calls again: where a gateway refuses and says when to retry (RESOURCE_EXHAUSTED with RetryInfo),
-    where UNAVAILABLE ends an idempotent call, and where the call reached no gateway, but not five times in a row. A
-    stream is started again only while nothing of it has come.
+    """When a client retries a call: if a gateway refuses it and says when to retry (RESOURCE_EXHAUSTED with RetryInfo),
+    if UNAVAILABLE ends an idempotent call, or if the call reached no gateway, except five times in a row. A stream is
+    started again only before its first event.
 
-    Between two calls it waits as long as the gateway says, or else `first_delay_s`, twice as long each time up to
+    Between two calls it waits as long as the gateway says; else `first_delay_s`, doubled each time up to
     `last_delay_s`, and up to a quarter more. It never waits beyond the call's `timeout_s`.
 
     Attributes:
-        attempts: Maximum number of calls in all; None is as many as the call's time allows.
+        attempts: Maximum number of calls in all; None is limited only by the call's time.
         first_delay_s: Before the second call.
-        last_delay_s: Maximum delay where the gateway says none.
+        last_delay_s: Maximum delay if the gateway gives none.
         lost_generations: Whether generations too are retried after UNAVAILABLE. A gateway may already run the first
             one: then the model works twice, and without a seed the two differ; the caller sees one. Durable streams
             do not need it.
-        resume_for_s: How long a durable stream that was lost tries to go on. A server that restarts takes as long as
+        resume_for_s: Seconds for which a lost durable stream tries to go on. A server that restarts takes as long as
             its model takes to load.
     """
 
@@ -70,7 +70,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """How long a call may take in all, waits included.
+    """The maximum time of a call in all, waits included.
 
     Attributes:
         end: When its time is over, on `clock`; None for no limit.
@@ -101,8 +101,8 @@ class Attempts:
 
     Attributes:
         policy: None never calls again.
-        time: Of all of them together.
-        is_idempotent: Whether the call may be made again where the first one may have been served.
+        time: The time of all calls together.
+        is_idempotent: Whether the call may be made again if the first one may have been served.
         draw: A number in [0, 1).
     """
 
@@ -140,7 +140,7 @@ Start = Callable[[float | None], Any]
 """Makes the call that submits the request, given the remaining seconds."""
 
 Continue = Callable[[Sequence[generation_pb2.HeldSequence], float | None], Any]
-"""Makes the call that submits the request anew, to go on from what is held of each sequence."""
+"""Makes the call that submits the request anew, to continue after the received part of each sequence."""
 
 Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
 """Makes the call that resumes the request where a scheduler still has it."""
@@ -150,7 +150,7 @@ class Recovery(Protocol):
     """The received part of one stream, and how to get the rest."""
 
     def accept(self, event: StreamEvent) -> StreamEvent | None:
-        """Notes an event; returns what of it is new to the caller, None if nothing is."""
+        """Records an event; returns the part of it that is new to the caller, None if nothing is."""
         ...
 
     def found(self) -> None:
@@ -172,7 +172,7 @@ class Restart:
 
     Attributes:
         start: Submits the request.
-        attempts: How often.
+        attempts: Counts its submissions.
     """
 
     start: Start
@@ -197,12 +197,12 @@ class Restart:
 
 _TEXT, _REASONING = -1, -2
 Characters = Counter[int]
-"""How many characters there are of the text, of the reasoning, and of the name and arguments of each call."""
+"""The number of characters of the text, of the reasoning, and of the name and arguments of each call."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What came of a sequence, and what of that came again since it was started again."""
+    """The received part of a sequence, and the part received again since the last restart."""
 
     token_ids: list[int] = field(default_factory=list[int])
     characters: Characters = field(default_factory=Characters)
@@ -222,8 +222,8 @@ class _Progress:
             self.cumulative_logprob = sum(chosen, self.cumulative_logprob or 0.0)
 
     def new_part(self, chunk: TokenChunk, problem: QuireError) -> TokenChunk | None:
-        """What is new of a chunk that begins with tokens that came before; None if nothing is. Raises `problem` if they
-        are other tokens."""
+        """Returns the new part of a chunk that begins with tokens received before; None if nothing is new. Raises
+        `problem` if the tokens differ from the earlier ones."""
         had = self.token_ids[chunk.offset :][: len(chunk.token_ids)]
         if list(chunk.token_ids[: len(had)]) != had:
             # Another answer, as a device that rounds otherwise may give.
@@ -261,17 +261,17 @@ def _without(chunk: TokenChunk, num_tokens: int, characters: Characters) -> Toke
 
 @dataclass(slots=True)
 class Resumption:
-    """A durable stream, which goes on from where it was: by resuming its request while a scheduler has it, else by
-    submitting it anew, with the tokens that came where that is possible.
+    """A durable stream, which continues where it was: by resuming its request while a scheduler has it, else by
+    submitting it anew, if possible with the tokens received so far.
 
     Attributes:
         request_id: The request's id.
         start: Submits the request.
         resume: Resumes it.
-        go_on: Submits it anew, to go on from what came; None where sequences are chosen at the end, so that a part of
-            them cannot be continued. Then all is generated again, and what came has to come once more.
-        num_sequences: How many it has.
-        attempts: How often it is submitted where it is refused.
+        go_on: Submits it anew, to continue after the received tokens; None if sequences are chosen at the end, so that
+            they cannot be continued. Then all is generated again, and must begin with the received tokens.
+        num_sequences: The number of its sequences.
+        attempts: The submissions of a request that is refused.
     """
 
     request_id: str
@@ -329,7 +329,7 @@ class Resumption:
             # Not by a caller: a gateway that ends, or a proxy, has reset the call.
             error = Unavailable(error.message)
         if isinstance(error, Unavailable):
-            # A request that ended since its model went is not resumed; with what came, the text would be of two models.
+            # A request that ended since its model went is not resumed: the text would be of two models.
             has_ended = error.reason == "MODEL_CHANGED"
             self._lost_by = error
             self._is_submitted = not has_ended
@@ -350,7 +350,7 @@ class Resumption:
         return True
 
     def _delay_of_loss(self, error: QuireError) -> float | None:
-        """Seconds to wait, at least as long as the gateway says; None where the stream has been lost for too long."""
+        """Seconds to wait, at least the gateway's delay; None if the stream has been lost for too long."""
         time = self.attempts.time
         now = time.clock()
         self._is_lost, self._lost_at = True, now if self._lost_at is None else self._lost_at

@@ -41,14 +41,14 @@ Answer = TypeVar("Answer")
 
 
 class Stream:
-    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left, as
-    does the end of the last reference to it.
+    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels the rest of the
+    generation, as does the end of the last reference to it.
 
     A durable stream goes on by itself after a lost connection, through any gateway that answers, and from the tokens
     that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
 
     Attributes:
-        request_id: Of a durable request, by which it can be cancelled.
+        request_id: The id of a durable request, by which it can be cancelled.
         completed: The last event, once it has come.
     """
 

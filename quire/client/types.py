@@ -44,7 +44,7 @@ JsonSchema = str | Mapping[str, Any] | type
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """A constrained part of a text, between `begin` and `end`: exactly one of the three says what it is."""
+    """A constrained part of a text, between `begin` and `end`: exactly one of the three fields constrains it."""
 
     begin: str
     end: str = ""
@@ -136,7 +136,7 @@ class ToolCall:
 class ChatMessage:
     """One message of a conversation; roles are usually "system", "user", "assistant" and "tool".
 
-    Of an assistant: the calls that it made, and its reasoning. Of a tool: the call whose result the content is.
+    A message of an assistant has its calls and its reasoning; a message of a tool has the call that it answers.
     """
 
     role: str
@@ -162,11 +162,11 @@ class Tool:
 
 
 class ChatFields(TypedDict, total=False):
-    """The fields of a chat besides its messages and options.
+    """The fields of a chat other than its messages and options.
 
-    `tool_choice` is "auto", "none", "required" or the name of a tool. `allowed_tools` are the names of those that may
-    be called, where not all may. `response_format` is what the content of the answer must match; of a schema, the
-    answers have `parsed`. `template_arguments` are those of the chat template.
+    `tool_choice` is "auto", "none", "required" or the name of a tool. `allowed_tools` are the names of the tools that
+    may be called, if not all may. `response_format` constrains the content of the answer; with a schema, answers have
+    `parsed`. `template_arguments` are passed to the chat template.
     """
 
     tools: Sequence[Tool]
@@ -218,8 +218,8 @@ class Usage:
 class GeneratedSequence:
     """One finished sequence. `logprobs` is empty unless asked for. `text` has neither the reasoning nor the calls.
 
-    `parsed` is what a chat with a schema as its `response_format` says: an instance of the pydantic model, or a value
-    of JSON; None where the answer ended before it was complete, or calls tools.
+    `parsed` is the answer to a chat with a schema as its `response_format`: an instance of the pydantic model, or a
+    value of JSON; None if the answer ended before it was complete, or calls tools.
     """
 
     index: int
@@ -273,9 +273,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of one tool call of a stream: what it adds to the arguments. The first part of a call has its id and name.
+    """A part of one tool call of a stream: its addition to the arguments. The first part of a call has its id and name.
 
-    `index` is the position of the call among those of its sequence.
+    `index` is the position of the call among the calls of its sequence.
     """
 
     index: int
@@ -286,8 +286,8 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """New tokens of one sequence of a stream; `offset` tokens of it came before. `reasoning` and `tool_calls` are what
-    they add to those of a chat."""
+    """New tokens of one sequence of a stream; `offset` tokens of it came before. `reasoning` and `tool_calls` are their
+    parts of a chat's reasoning and calls."""
 
     sequence_index: int
     offset: int
@@ -354,12 +354,12 @@ class Model:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     parent: str | None = None
-    """Of an adapter: the model that it adapts."""
+    """For an adapter, the model that it adapts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of the model `parent`. `digest` is that of its files, in hexadecimal. Only operators see the
+    """A LoRA adapter of the model `parent`. `digest` is its files' digest, in hexadecimal. Only operators see the
     directory; it is empty for others."""
 
     name: str
@@ -382,9 +382,9 @@ class Replica:
     max_num_seqs: int
     max_num_batched_tokens: int
     loading: LoadProgress | None
-    """How far a worker that was lost is with loading its model anew."""
+    """The progress of a lost worker with loading its model anew."""
     device_name: str = ""
-    """What the model runs on, for people; empty where the server does not say."""
+    """The device that the model runs on, for people; empty if the server does not say."""
     role: ReplicaRole = ReplicaRole.BOTH
     """Which work gateways send there by preference."""
 

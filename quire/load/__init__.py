@@ -1,4 +1,4 @@
-"""Loads of requests and what became of them: shared by `quire bench`, which sends them, and simulators.
+"""Loads of requests and records of their results: shared by `quire bench`, which sends them, and simulators.
 
     load = take(sharegpt(max_model_len=2048, vocab_size=50272), 200, seed=5)
     load = with_arrivals(load, Poisson(rate=2.0), seed=5)

@@ -1,4 +1,4 @@
-"""When requests arrive: seconds since the run began, in order. A longer list of times begins as a shorter one."""
+"""Arrival times of requests: seconds since the run began, in order. A longer list of times begins as a shorter one."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 _STREAM = 1 << 32
-"""Keeps the draws apart from those of the datasets, which take the same seed."""
+"""Separates the draws from the datasets' draws, which use the same seed."""
 
 
 class Arrivals(Protocol):
@@ -101,7 +101,7 @@ def make_arrivals(rate: float, burstiness: float = 1.0) -> Poisson | Gamma | AtO
 
 
 def first_until(arrivals: Arrivals, duration_s: float, seed: int) -> np.ndarray:
-    """The times before `duration_s`; of a trace, what it has of them. ValueError where all arrive at once."""
+    """The times before `duration_s`; of a trace, all that it has. ValueError if all arrive at once."""
     if isinstance(arrivals, Trace):
         times = arrivals.times(len(arrivals.recorded), seed)
         return times[times < duration_s]

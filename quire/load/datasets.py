@@ -1,6 +1,6 @@
-"""Where requests come from: lengths like those of known data, and prompts of random tokens.
+"""Sources of requests: lengths distributed as in known data, and prompts of random tokens.
 
-Request `i` of a dataset depends on the seed and on `i` alone, so a longer load begins as a shorter one.
+Request `i` of a dataset depends only on the seed and on `i`, so a longer load begins as a shorter one.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from quire.load.requests import FIRST_TOKEN_ID, LoadRequest, TokenIds, frozen
 
 _PREFIXES = 1 << 33
-"""Draws of shared prefixes, beside those of requests, which are numbered from 0."""
+"""Draws of shared prefixes, apart from requests, which are numbered from 0."""
 
 
 class Length(Protocol):
@@ -62,7 +62,7 @@ class Lognormal:
 
 
 # Fits to the paper's figure 11. Its means are of lengths as they are served, by a model that takes 2,048 tokens: these,
-# clipped to that limit, have the means 161 and 338, and 19 and 58. Of the variation the figure gives only the shape:
+# clipped to that limit, have the means 161 and 338, and 19 and 58. The figure gives only the shape of the variation:
 # ShareGPT's outputs are about as wide as exponential ones, its prompts wider, Alpaca's prompts narrow.
 SHAREGPT_PROMPT = Lognormal.fit(165.94, 1.3)
 SHAREGPT_OUTPUT = Lognormal.fit(342.8, 1.0)
@@ -77,7 +77,7 @@ class Dataset(Protocol):
     def name(self) -> str: ...
 
     def requests(self, seed: int) -> Iterator[LoadRequest]:
-        """The same requests for the same seed."""
+        """Yields the same requests for the same seed."""
         ...
 
 
@@ -90,13 +90,13 @@ def take(dataset: Dataset, num_requests: int, seed: int) -> list[LoadRequest]:
 class Independent:
     """Requests that know nothing of one another but the prefix that they may share.
 
-    A prompt without its prefix has at most half of what the prefix leaves of `max_model_len`, an output what the prompt
-    leaves.
+    A prompt without its prefix has at most half of the tokens that the prefix leaves of `max_model_len`, an output has
+    the tokens that the prompt leaves.
 
     Attributes:
         vocab_size: Token ids are drawn from FIRST_TOKEN_ID up to it, exclusive.
         prefix_len: Tokens that begin every prompt.
-        num_prefixes: How many different ones there are; requests take them in turn. `group` says which.
+        num_prefixes: Number of different prefixes; requests take them in turn, as in `group`.
     """
 
     name: str
@@ -139,14 +139,14 @@ class Independent:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Conversations of several turns, each of which carries the history: earlier messages and answers.
+    """Conversations of several turns; each prompt carries the history of earlier messages and answers.
 
-    Drawn tokens stand for the answers in the history. A server answers otherwise; who wants its answers in the history
-    uses `LoadRequest.carrying`, and who takes the turns as they are has the paper's workload (section 6.5).
+    Drawn tokens stand for the answers in the history, since a server answers otherwise. `LoadRequest.carrying` puts the
+    real answers into the history; the turns without it are the paper's workload (section 6.5).
 
     Attributes:
-        max_prompt_len: What a prompt keeps: the last tokens of the history and the message.
-        mean_turns: Of a conversation; the number is geometric, at most `max_turns`.
+        max_prompt_len: Maximum tokens of a prompt: the last tokens of the history and the message.
+        mean_turns: Mean turns of a conversation; the number is geometric, at most `max_turns`.
         delay_s: Mean time from an answer to the next message; exponential.
     """
 
@@ -229,7 +229,7 @@ def shared_prefix(
     vocab_size: int,
     num_prefixes: int = 1,
 ) -> Independent:
-    """Prompts that begin alike, as with one system prompt; `prompt` is the length of what follows it."""
+    """Prompts that begin alike, as with one system prompt; `prompt` is the length of the rest."""
     return Independent("shared-prefix", prompt, output, max_model_len, vocab_size, prefix_len, num_prefixes)
 
 
@@ -244,7 +244,7 @@ def chat(
     scale: float = 1.0,
 ) -> Chat:
     """Conversations with messages and answers `scale` times as long as ShareGPT's; by default a prompt keeps half of
-    what the model takes."""
+    the model's maximum length."""
     longest = max_model_len // 2 if max_prompt_len is None else max_prompt_len
     lengths = (SHAREGPT_PROMPT.scaled(scale), SHAREGPT_OUTPUT.scaled(scale))
     return Chat(*lengths, max_model_len, vocab_size, longest, mean_turns, max_turns, delay_s)

@@ -1,4 +1,4 @@
-"""Files of one's own: JSON lines, each a request."""
+"""Loads from users' files: JSON lines, each a request."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def read_requests(path: Path, default_output_len: int | None = None) -> list[Loa
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: one line that names the file, the line and what is wrong.
+        ValueError: one line that names the file, the line and the error.
     """
     requests: list[LoadRequest] = []
     try:
@@ -49,7 +49,7 @@ def read_requests(path: Path, default_output_len: int | None = None) -> list[Loa
 
 
 def recorded_times(requests: Sequence[LoadRequest]) -> Trace | None:
-    """The times of arrival of a file; None where it has none."""
+    """The times of arrival in a file; None if it has none."""
     times = [request.arrival_s for request in requests if request.arrival_s is not None]
     return Trace(tuple(times)) if times else None
 

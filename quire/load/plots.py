@@ -17,7 +17,7 @@ SUFFIXES = (".svg", ".png")
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One picture of the four: lines by the name of what they show, each with its style."""
+    """One picture of the four: lines by the name of their data, each with its style."""
 
     title: str
     unit: str
@@ -89,9 +89,9 @@ def as_text(name: str) -> str:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """The same figure gives the same file. Raises OSError."""
+    """Writes the same file for the same figure. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The date of an SVG is that of the drawing.
+    # An SVG would have the date of the drawing.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     replace_file(path, lambda made: figure.savefig(made, metadata=metadata))
 

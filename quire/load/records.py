@@ -1,4 +1,4 @@
-"""What became of one request, measured or simulated."""
+"""The course of one request, measured or simulated."""
 
 from dataclasses import dataclass, field
 
@@ -17,21 +17,21 @@ def _no_counts() -> np.ndarray:
 class RequestRecord:
     """One request from its arrival to its end. Times are seconds since the run began.
 
-    Tokens come in chunks: of each, when it came, of which sequence and how many tokens it has. A beam search without a
-    stream has one chunk a sequence, at its end.
+    Tokens come in chunks, each with its time, its sequence and its number of tokens. A beam search without a stream has
+    one chunk per sequence, at its end.
 
     Attributes:
-        index: Of the request in its load.
+        index: Position of the request in its load.
         arrival_s: When it was due. Latencies count from here, so that waiting for a slot at the client is seen.
-        sent_s: When it was sent; None where it never was.
-        end_s: When the last of it came, or the error.
+        sent_s: When it was sent; None if it never was.
+        end_s: When its last part came, or the error.
         chunk_times_s: float64[k], never falling.
         chunk_tokens: int32[k].
         chunk_sequences: int32[k].
-        prompt_tokens: As the server counted them, else as they were sent; None where neither is known.
-        cached_tokens: Of the prompt; None where the server does not say.
-        preemptions: None where the server does not say.
-        error: The reason in a few words, the same for the same kind of error; None where it ended well.
+        prompt_tokens: As counted by the server, else as sent; None if neither is known.
+        cached_tokens: Cached tokens of the prompt; None if the server does not say.
+        preemptions: None if the server does not say.
+        error: The reason in a few words, the same for the same kind of error; None if it ended well.
     """
 
     index: int
@@ -48,7 +48,7 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Of all sequences together."""
+        """Output tokens of all sequences together."""
         return int(self.chunk_tokens.sum())
 
     @property
@@ -73,7 +73,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first one, of the longest sequence; None where it has a single token, or all
+        """Time per output token after the first one, of the longest sequence; None if it has a single token, or if all
         of its tokens came at once."""
         length = self.output_len
         if length < 2:

@@ -19,7 +19,7 @@ _LIMIT = re.compile(r"(?P<name>\w+)=(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s)")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count as good, in seconds; None is no limit.
+    """The limits that a request must meet to count as good, in seconds; None is no limit.
 
     Attributes:
         itl: On the longest pause between two chunks of a sequence.
@@ -66,7 +66,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of a latency in seconds over `count` requests, or pauses."""
+    """Statistics of a latency in seconds over `count` requests, or pauses."""
 
     count: int
     mean: float
@@ -77,7 +77,7 @@ class Statistics:
 
     @classmethod
     def of(cls, values: Iterable[float | None] | np.ndarray) -> Self | None:
-        """None where there is no value."""
+        """None if there is no value."""
         known = np.asarray([value for value in values if value is not None], dtype=np.float64)
         if not len(known):
             return None
@@ -98,11 +98,11 @@ class Report:
     Attributes:
         request_rate: Arrivals a second that were planned; infinite where everything arrived at once.
         duration_s: From the beginning to the last end.
-        cached_tokens: Of all prompts; None where the server does not say. Likewise `preemptions`.
-        send_delay: How late requests were sent: waiting for a slot under a limit on concurrency, or for the client.
+        cached_tokens: Cached tokens of all prompts; None if the server does not say. Likewise `preemptions`.
+        send_delay: Delay of sending: waiting for a slot under a limit on concurrency, or for the client.
         goodput: Requests a second that kept the SLO; None without one. `slo_share` is their share of all requests.
         client_cpu_share: Processor time of the load generator by duration: 1.0 is a whole core. None in simulations.
-        counters: What a simulation or a server counted besides, by name.
+        counters: Further counters of a simulation or a server, by name.
     """
 
     request_rate: float
@@ -138,7 +138,7 @@ class Report:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """What `as_json` made. KeyError, TypeError or ValueError where it is something else."""
+        """Reads the result of `as_json`. KeyError, TypeError or ValueError for anything else."""
         values = {**fields, "request_rate": float(fields["request_rate"])}
         for name in _NUMBERS:
             if not isinstance(values[name], int | float):

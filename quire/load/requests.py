@@ -1,4 +1,4 @@
-"""One request of a load, and what is done to a list of them: arrival times, and how to decode."""
+"""One request of a load, and operations on a list of them: arrival times, and how to decode."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ FIRST_TOKEN_ID = 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequest:
-    """One request of a load, whatever serves it.
+    """One request of a load, for any server.
 
     A conversation is a run of requests with one `group` whose turns count from 0. A turn is sent when the one before
     it has ended; its prompt carries the history, in which drawn tokens stand for the answers (see `carrying`).
@@ -41,9 +41,9 @@ class LoadRequest:
         beam_width: Beams, for beam search; None samples.
         group: The conversation, or the shared prefix; None for a request by itself.
         turn: Turns of the conversation before this one.
-        num_new_tokens: Of a turn: tokens at the end of the prompt that are the user's message.
+        num_new_tokens: For a turn: tokens at the end of the prompt that are the user's message.
         arrival_s: When it is sent; None for one without a time of its own, such as a turn that follows another.
-        delay_s: Of a turn that follows another: how long after that one's end it is sent.
+        delay_s: For a turn that follows another: seconds from the other's end until it is sent.
     """
 
     index: int
@@ -65,7 +65,7 @@ class LoadRequest:
         raise ValueError(f"request {self.index + 1} has a text as its prompt; token ids are needed here")
 
     def carrying(self, prompt: TokenIds, answer: Sequence[int]) -> Self:
-        """This turn with the history as it was served: the prompt of the turn before, and the answer to it.
+        """This turn with the real history: the served prompt of the turn before, and the answer to it.
 
         The history is cut at its beginning where it would make the prompt longer than planned.
         """
@@ -85,7 +85,7 @@ def frozen(token_ids: np.ndarray) -> TokenIds:
 
 
 def with_arrivals(requests: Iterable[LoadRequest], arrivals: Arrivals, seed: int) -> list[LoadRequest]:
-    """The requests with times of arrival. Turns that follow others have none: they wait for those.
+    """The requests with times of arrival. Turns that follow others have no times: they wait for the others.
 
     Where every turn shall arrive by itself, use `arriving_at(requests, arrivals.times(len(requests), seed))`.
     """
@@ -137,7 +137,7 @@ def with_other_tokens(requests: Iterable[LoadRequest], shift: int, vocab_size: i
 def describe(requests: Sequence[LoadRequest]) -> dict[str, float]:
     """Means, in tokens, of prompts and outputs, and their coefficients of variation (deviation / mean).
 
-    Leaves out what is not known in tokens.
+    Leaves out numbers that are unknown in tokens.
     """
     prompts = [len(request.prompt) for request in requests if isinstance(request.prompt, np.ndarray)]
     outputs = [request.output_len for request in requests if request.output_len is not None]

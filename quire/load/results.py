@@ -32,11 +32,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What one command measured or simulated.
+    """The results of one command that measured or simulated.
 
     Attributes:
-        source: Which command: "bench" or "simulate".
-        name: What a picture calls it.
+        source: The command: "bench" or "simulate".
+        name: The label in a picture.
         facts: By name, what the figures depend on: version, commit, machine, model, flags, load.
         runs: One for each rate.
     """
@@ -47,7 +47,7 @@ class LoadResult:
     runs: tuple[Run, ...]
 
     def write(self, path: Path) -> None:
-        """The same result gives the same file, to the byte. A file that was there stays whole until then. Raises
+        """Writes the same file for the same result, to the byte. An existing file stays whole until then. Raises
         OSError."""
         runs = [{"report": run.report.as_json(), "requests": run.requests} for run in self.runs]
         head = {"format": _FORMAT, "source": self.source, "name": self.name, "facts": self.facts}
@@ -75,8 +75,8 @@ class LoadResult:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file beside `path` and puts it in its place, so that a write that fails leaves what was there. What is
-    no regular file, such as /dev/stdout, is written as it is. Raises OSError."""
+    """Writes a new file in the directory of `path` and moves it to `path`, so that a write that fails leaves the old
+    content. Other files than regular ones, such as /dev/stdout, are written directly. Raises OSError."""
     if path.exists() and not path.is_file():
         write(path)
         return

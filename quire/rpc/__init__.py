@@ -1,1 +1,1 @@
-"""Start, stop, connect and fail: what every gRPC service of Quire does the same way."""
+"""The common part of all gRPC services of Quire: start, stop, connections and errors."""

@@ -1,5 +1,5 @@
-"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH", and "dns:///NAME:PORT" for all that a name has; and
-reserved ports that processes share."""
+"""Addresses of services: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH", and "dns:///NAME:PORT" for all addresses of a name;
+and reserved ports that processes share."""
 
 import errno
 import ipaddress
@@ -18,7 +18,7 @@ _UNIX_PREFIX = "unix:"
 _DNS_PREFIX = "dns:///"
 _LOOPBACK = "127.0.0.1"
 ALL_IPV6 = "::"
-"""All addresses of a machine: who listens there takes connections by IPv4, too."""
+"""All addresses of a machine: a server that listens there takes connections by IPv4, too."""
 _MAX_UNIX_PATH_BYTES = 107
 # A port that is free at one address of a host may be taken at another one.
 _MAX_PICKS = 20
@@ -109,7 +109,7 @@ def is_local(text: str) -> bool:
 def check_bindable(address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:
     """Binds `address` and releases it again: gRPC itself reports a failure in several log lines and without its cause.
 
-    With `reuse_port` an address counts as free where those who listen there share it too.
+    With `reuse_port` an address counts as free if its listeners share it, too.
 
     Raises:
         AddressInUse: another process listens there.
@@ -134,9 +134,9 @@ def check_bindable(address: TcpAddress | UnixAddress, *, reuse_port: bool = Fals
 class ReservedPort:
     """A TCP port that is kept for the processes that share it, also while none of them runs.
 
-    It holds sockets that are bound and never listen, so that no connection comes to them. Those of `reserve` are bound
-    with SO_REUSEPORT: every process of this user that sets SO_REUSEPORT too can listen at the port. All others are
-    refused, and so is a second server of ours, which first checks that the port is free.
+    It holds sockets that are bound and never listen, so that no connection comes to them. The sockets of `reserve` are
+    bound with SO_REUSEPORT: every process of this user that sets SO_REUSEPORT, too, can listen at the port. All other
+    processes are refused, and so is a second server of ours, which first checks that the port is free.
     """
 
     def __init__(self, address: TcpAddress, sockets: ExitStack) -> None:
@@ -158,7 +158,7 @@ class ReservedPort:
 
     @classmethod
     def lend(cls) -> Self:
-        """Reserves a free port of 127.0.0.1 for one process that sets SO_REUSEADDR and shares it with nobody, as most
+        """Reserves a free port of 127.0.0.1 for one process that sets SO_REUSEADDR and shares it with no other, as most
         servers do. The system gives it to no other process that asks for any port."""
         with ExitStack() as sockets:
             # A process that does set SO_REUSEPORT can listen there, too.
@@ -167,7 +167,7 @@ class ReservedPort:
 
     @classmethod
     def _reserve(cls, wanted: TcpAddress) -> Self:
-        # Without SO_REUSEPORT, which would succeed beside those who share the port already.
+        # Without SO_REUSEPORT, which would succeed if other processes already share the port.
         check_bindable(wanted)
         with ExitStack() as sockets:
             port = wanted.port
@@ -183,7 +183,7 @@ class ReservedPort:
 
 
 def _bind_shared(family: int, sockaddr: tuple[object, ...], wanted: TcpAddress) -> socket.socket | None:
-    """None where this machine has no such address; check_bindable has found one that it has."""
+    """None if this machine has no such address; check_bindable has found one that it has."""
     try:
         return _bind(family, sockaddr, reuse_port=True, reuse_address=False)
     except OSError as error:
@@ -220,7 +220,7 @@ def _bind(family: int, sockaddr: tuple[object, ...], *, reuse_port: bool, reuse_
 
 
 def _lack_of_address(error: OSError, address: TcpAddress) -> OSError:
-    """The error where it says that this machine has no such address; raises what any other error means."""
+    """The error if it says that this machine has no such address; raises any other error."""
     if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return error
     if error.errno == errno.EADDRINUSE:
@@ -245,7 +245,7 @@ def _check_unix(address: UnixAddress) -> None:
         except (ConnectionRefusedError, FileNotFoundError):
             return  # left behind by a dead process, or gone by now
         except (BlockingIOError, TimeoutError):
-            """Of a process that takes no further connection, since it is busy or stands still."""
+            """A process that takes no further connection, since it is busy or stands still."""
         except OSError as error:
             raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from error
     raise AddressInUse(f"cannot listen on {address}: the socket is in use")

@@ -1,4 +1,4 @@
-"""What operators ask of a process, whichever service it is: the servicer of `--admin-port`, and calls to it."""
+"""Requests of operators to a process of any service: the servicer of `--admin-port`, and calls to it."""
 
 import asyncio
 
@@ -78,6 +78,6 @@ def _name_of(level: str | None) -> str:
 
 
 def _level_of(value: admin_pb2.LogLevel) -> str | None:
-    """None for the configured level."""
+    """The level in a message; None for the configured level."""
     level = admin_pb2.LogLevel.Name(value).removeprefix(_PREFIX).lower()
     return level if level in LOG_LEVELS else None

@@ -51,8 +51,8 @@ class Authority:
 
     @classmethod
     def open(cls, directory: Path) -> "Authority":
-        """Reads the authority in a directory, of several trusted ones that of ca.key. ConfigurationError when it cannot
-        be read."""
+        """Reads the authority in a directory; of several trusted ones, the authority of ca.key. ConfigurationError if
+        it cannot be read."""
         try:
             certificates = x509.load_pem_x509_certificates((directory / AUTHORITY_FILE).read_bytes())
             key = serialization.load_pem_private_key((directory / _AUTHORITY_KEY_FILE).read_bytes(), None)
@@ -102,8 +102,8 @@ class Authority:
 
 
 def hosts_of(path: Path) -> tuple[str, ...]:
-    """The hosts that the certificate in a file names, none where there is no such file. ConfigurationError when it
-    cannot be read."""
+    """The hosts that the certificate in a file names; empty if there is no such file. ConfigurationError if it cannot
+    be read."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -167,7 +167,7 @@ def _host_name(host: str) -> x509.GeneralName:
         pass
     if re.fullmatch(r"[A-Za-z0-9._*-]+", host) is None:
         raise ConfigurationError(
-            f"--host {host!r} is neither an IP address nor a host name; give the name alone, without scheme and port"
+            f"--host {host!r} is neither an IP address nor a host name; give only the name, without scheme and port"
         )
     return x509.DNSName(host)
 

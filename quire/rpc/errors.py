@@ -32,8 +32,8 @@ from grpc_status import rpc_status
 
 DOMAIN = "quire"
 
-# A client with default options drops headers beyond 8 KiB, and the message travels twice. So texts are cut here, to so
-# many bytes, of which gRPC writes three for each byte of a message that is not printable ASCII.
+# A client with default options drops headers beyond 8 KiB, and the message travels twice. So texts are cut to this
+# number of bytes; gRPC writes three for each byte of a message that is not printable ASCII.
 _MAX_MESSAGE_BYTES = 1000
 _MAX_VIOLATIONS = 5
 _MAX_VIOLATION_BYTES = 300

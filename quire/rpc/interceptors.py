@@ -1,4 +1,4 @@
-"""Server interceptors that every service uses, and what interceptors are made of."""
+"""Server interceptors that every service uses, and helpers for interceptors."""
 
 import asyncio
 import functools
@@ -26,13 +26,13 @@ _DAMAGED = "cannot be parsed: the bytes are damaged, cut off or of another messa
 _NUM_SILENCE_CHECKS = 20
 _HEALTH = f"{HEALTH_SERVICE}/"
 OTHER_METHODS = "other"
-"""What the calls of methods that a server does not have are reported as."""
+"""The reported name of calls of methods that a server does not have."""
 REQUEST_ID_HEADER = "quire-request-id"
-"""The initial metadata of durable streams and of those that resume them, once the request is accepted or found."""
+"""The initial metadata of durable streams and of streams that resume them, once the request is accepted or found."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into the call's status.
+    """Turns a handler's exception into the call's status.
 
     A QuireError becomes its own status with details, before or in the middle of a stream. `context.abort` keeps its
     meaning and cancellation passes. Anything else becomes INTERNAL with reason "UNEXPECTED": the log gets the
@@ -74,11 +74,11 @@ class Arrivals(grpc.aio.ServerInterceptor):
 class CallEnds(grpc.aio.ServerInterceptor):
     """Reports each call that is over: its method and its status.
 
-    To be the first interceptor of a server: refusals of those behind it are reported, too. And gRPC keeps what
-    `context.abort` raises with the call, in a cycle: without the frames of its traceback, all of which are behind this
-    interceptor, the request is not kept until a garbage collection. A call that its client
-    cancelled is CANCELLED, one whose deadline passed DEADLINE_EXCEEDED; where requests are a stream, a handler may take
-    either for the end of them, and the call is OK. Calls of health are not reported: supervisors ask all the time.
+    It must be the first interceptor of a server, to report refusals of later ones, too. Besides, gRPC keeps the
+    exception of `context.abort` with the call, in a cycle: without the frames of its traceback, which are all behind
+    this interceptor, the request is not kept until a garbage collection. A call that its client cancelled is CANCELLED,
+    one whose deadline passed DEADLINE_EXCEEDED; if requests are a stream, a handler may take either for the end of
+    requests, and the call is OK. Health checks are not reported: supervisors call them all the time.
     """
 
     def __init__(self, methods: Collection[str], report: Callable[[str, grpc.StatusCode], None]) -> None:
@@ -91,7 +91,7 @@ class CallEnds(grpc.aio.ServerInterceptor):
         method = handler_call_details.method.removeprefix("/")
         if method.startswith(_HEALTH):
             return handler
-        # What clients make up is one name: reports become series of metrics.
+        # All names made up by clients are one, since reports become series of metrics.
         name = method if method in self._methods else OTHER_METHODS
         if handler is None:
             self._report(name, grpc.StatusCode.UNIMPLEMENTED)
@@ -136,7 +136,7 @@ class CallEnds(grpc.aio.ServerInterceptor):
             code = grpc.StatusCode.DEADLINE_EXCEEDED if has_expired else grpc.StatusCode.CANCELLED
             raise
         except BaseException:
-            # gRPC makes UNKNOWN of what ends without `context.abort`.
+            # gRPC turns an end without `context.abort` into UNKNOWN.
             code = context.code() or grpc.StatusCode.UNKNOWN
             raise
         finally:
@@ -158,12 +158,12 @@ def remake(
 
 
 def is_generator(behavior: Behavior) -> bool:
-    """Whether a handler answers a stream. A wrapper must keep the kind: grpc.aio tells handlers apart by it."""
+    """Whether a handler answers a stream. A wrapper must keep the kind, by which grpc.aio distinguishes handlers."""
     return inspect.isasyncgenfunction(behavior)
 
 
 def around(behavior: Behavior, prepare: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]) -> Behavior:
-    """A handler of the same kind, which passes on what `prepare` makes of its request, or of its requests."""
+    """A handler of the same kind, which passes on its request, or its requests, as changed by `prepare`."""
     if is_generator(behavior):
 
         async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -190,7 +190,7 @@ async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method
         _logger.error("%s failed unexpectedly", method, exc_info=error)
         error = Internal("an unexpected error; see the server's log", reason="UNEXPECTED")
     status = to_rpc_status(error)
-    # What `abort` raises would keep the error, and with its traceback the request.
+    # The exception of `abort` would keep the error, and with its traceback the request.
     del error
     try:
         await context.abort(status.code, status.details, tuple(status.trailing_metadata or ()))
@@ -278,6 +278,6 @@ async def _decode_each(decode: Callable[[Any], Any], requests: AsyncIterator[Any
     except grpc.aio.BaseError as error:
         _logger.debug("no more requests: %s", error)
     finally:
-        # gRPC's generator is in a cycle with what made it, and has the last message until it is closed.
+        # gRPC's generator is in a cycle with its maker, and has the last message until it is closed.
         if isinstance(received, AsyncGenerator):
             await received.aclose()

@@ -1,4 +1,4 @@
-"""Time limits of peers, which end no earlier because this process stood still."""
+"""Time limits for peers that allow for pauses of this process."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ class PatientTimer:
     """Calls back once a time is over and the event loop has run for LAST_LOOK_S after that.
 
     A process that stood still, on a machine that was suspended or is very busy, finds its timers due at the same moment
-    as what its peers have sent in time. So it looks at that first; whoever gets it cancels the timer.
+    as messages that its peers sent in time. Therefore it handles those messages first, which may cancel the timer.
     """
 
     def __init__(self, delay_s: float, callback: Callable[..., object], *args: object) -> None:

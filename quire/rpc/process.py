@@ -30,7 +30,7 @@ _DISTRIBUTIONS = {"zmq": "pyzmq"}
 _REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>\w+)['\"]")
 # Extras that are made of others, or for developers.
 _COLLECTIONS = ("all", "dev")
-# Options of mallopt(3): blocks from this size on are mapped, and what is free at the top is returned from this size on.
+# Options of mallopt(3): blocks from this size on are mapped, and free memory at the top is returned from this size on.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 18
 _M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 8 << 20
 _logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
 
     Args:
         main: Starts the service and waits, for example `lambda: serve(load_settings(...))`.
-        program: What the user called, for example "quire worker".
+        program: The command that the user called, for example "quire worker".
 
     Returns:
         0 after a signal or when `main` returned, 2 on ConfigurationError and where a package is not installed, 75 on
@@ -80,8 +80,8 @@ def stop_signals() -> list[signal.Signals]:
 async def return_freed_memory(interval_s: float) -> None:
     """Returns freed memory to the operating system: large blocks at once, the rest again and again, until cancelled.
 
-    glibc keeps what is free between blocks in use, and once a large block was freed it takes further ones from what it
-    keeps. Requests of megabytes leave a process with twice the memory that it uses. `malloc_trim` takes less than a
+    glibc keeps free memory between used blocks, and once a large block was freed it takes further ones from the kept
+    memory. Requests of megabytes leave a process with twice the memory that it uses. `malloc_trim` takes less than a
     millisecond where little is free and up to 30 ms otherwise; it runs in a thread, without the interpreter's lock.
     With a C library that lacks these functions nothing happens.
     """
@@ -102,7 +102,7 @@ def report_configuration_error(error: ConfigurationError, *, program: str) -> No
 
 
 def missing_package(error: ModuleNotFoundError) -> ConfigurationError:
-    """The error for a user who installed too little; raises `error` again where the missing module is ours."""
+    """The error for a user with missing packages; raises `error` again if the missing module is ours."""
     if error.name is None or error.name.partition(".")[0] in _OUR_PACKAGES:
         raise error
     extras = [f"quire-llm[{extra}]" for extra in _extras_with(error.name)]
@@ -154,15 +154,15 @@ def imports_that_stay() -> Iterator[None]:
 
 
 def leave_out_of_collections() -> None:
-    """Garbage collections do not visit the objects that there are now. For those that stay, such as modules and the
-    arrays of a pool: to visit all of them holds up a process for tens of milliseconds."""
+    """Excludes the present objects from garbage collections. For objects that stay, such as modules and the arrays of a
+    pool: visiting all of them holds up a process for tens of milliseconds."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 class DaemonThreads(Executor):
-    """Runs each call in a thread of its own, which does not keep the process from ending, as those of a pool do."""
+    """Runs each call in a thread of its own, which does not keep the process from ending, unlike a pool's threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -25,9 +25,9 @@ from quire.rpc.transport import TRANSPORT
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
-"""Up to what protobuf can hold, 2 GiB."""
+"""Up to protobuf's limit, 2 GiB."""
 DEFAULT_MAX_STREAMS = 4096
-# Twice gRPC's own limits, which every client lives with. What a call takes, and its metadata 1.35 times, is held before
+# Twice gRPC's own limits, which every client lives with. A call's memory, and 1.35 times its metadata, is held before
 # any of our code runs, so that only this, the calls of a connection and the connections bound it.
 _MAX_METADATA_BYTES = 16 * 1024
 _ADMIN_HOST = "127.0.0.1"
@@ -36,15 +36,15 @@ _CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_na
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How much of a server its connections may take; None sets no limit.
+    """Limits of a server's connections; None sets no limit.
 
     Attributes:
         max_connections: Connections at once; further ones are closed.
         max_streams: Calls at once in one connection; a client keeps further ones back until one ends. A call counts
-            until our code is done with it, too, which bounds what a client can open and reset: of those that come at
-            that moment some are refused, which clients see as UNAVAILABLE.
+            until our code is done with it, too, which bounds the calls that a client can open and reset: of further
+            calls at that moment some are refused, which clients see as UNAVAILABLE.
         handshake_timeout_s: A connection that is not set up by then is closed.
-        max_age_s: A client is told to open a new connection for its next calls when its connection is that old, 10%
+        max_age_s: A client is asked to open a new connection for its next calls when its connection is that old, 10%
             more or less. Calls that run in the old one continue, and none is lost.
     """
 
@@ -54,7 +54,7 @@ class ConnectionLimits:
     max_age_s: float | None = None
 
     def options(self) -> list[tuple[str, int]]:
-        """The same for a gRPC server, and the maximum metadata of a call."""
+        """The limits as options of a gRPC server, and the maximum metadata of a call."""
         limits = {
             "grpc.max_allowed_incoming_connections": self.max_connections,
             "grpc.max_connection_age_ms": None if self.max_age_s is None else int(self.max_age_s * 1000),
@@ -72,10 +72,10 @@ _NO_LIMITS = ConnectionLimits()
 
 
 class AdminServer:
-    """What operators ask of this process, on loopback: its log level, and gRPC's channelz, which shows servers,
-    channels and sockets and what they have done.
+    """The server of operators' requests to this process, on loopback: its log level, and gRPC's channelz, which shows
+    servers, channels and sockets and their statistics.
 
-    Without TLS there is no authentication: everyone who can log in on the machine can call it.
+    Without TLS there is no authentication: every user of the machine can call it.
     """
 
     def __init__(self, server: grpc.aio.Server, address: str, servicer: AdminServicer) -> None:
@@ -158,9 +158,9 @@ class RpcServer:
             reuse_port: Share the port with other processes, over which the kernel spreads connections.
             local_socket: A unix socket that leads to this process only, also where the port is shared.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
-            tls: How to encrypt a TCP address, and who may call there; a unix socket is never encrypted.
-            limits: How much connections may take, those to `local_socket` counted apart.
-            admin_port, admin_tls: Where operators call it, on loopback, and who may; port 0 picks a free one.
+            tls: The encryption of a TCP address, and its permitted callers; a unix socket is never encrypted.
+            limits: Limits of connections, which count separately for `local_socket`.
+            admin_port, admin_tls: The port for operators, on loopback, and its encryption; port 0 picks a free one.
             on_call_end: Called with the method and the status of each call that is over, as `CallEnds` says.
 
         Raises:
@@ -195,9 +195,9 @@ class RpcServer:
         self._health.set_serving(serving)
 
     async def hand_over(self, silence_s: float) -> None:
-        """Leaves the port to those who share it: closes it, and serves the connections that came by it until no call
-        has begun for `silence_s` seconds. Clients that go on calling open new connections at `max_age_s`, so it
-        returns soon after that; without a maximum age it returns when they stop calling."""
+        """Leaves the port to the processes that share it: closes it, and serves its present connections until no call
+        has begun for `silence_s` seconds. Clients that go on calling open new connections at `max_age_s`, so it returns
+        soon after that; without a maximum age it returns when they stop calling."""
         # Not by gRPC's shutdown: that ends calls which it holds, or which are on their way in, with CANCELLED, after
         # which no client retries.
         _stop_listening(self._listeners, parse_address(self.address))

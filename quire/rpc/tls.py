@@ -1,7 +1,7 @@
-"""TLS on TCP links: who a process is, who may call it, and certificates that may change while it runs.
+"""TLS on TCP links: identities of processes, permitted callers, and certificates that may change while they run.
 
-Certificates name the role of their holder; docs/security.md says how to make them. Each handshake uses the files as
-they are then; connections that are open keep what they began with. Unix sockets are not encrypted: a process that may
+Certificates name the role of their holder; docs/security.md explains how to make them. Each handshake uses the files as
+they are then; open connections keep the files that they began with. Unix sockets are not encrypted: a process that may
 open the file may call.
 """
 
@@ -47,12 +47,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TlsIdentity:
-    """How a process proves who it is, and which authority it trusts. Files in PEM.
+    """The proof of a process's identity, and the authority that it trusts. Files in PEM.
 
     Attributes:
         certificate: of this process, followed by the chain up to the authority.
         key: of the certificate, not encrypted.
-        authority: certificates of the trusted authorities; None where callers need no certificate.
+        authority: certificates of the trusted authorities; None if callers need no certificate.
     """
 
     certificate: Path
@@ -108,7 +108,7 @@ class TlsMaterial:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """How a service proves who it is, and who may call it.
+    """The proof of a service's identity, and its permitted callers.
 
     Attributes:
         asks_for_certificates: whether callers must show one that the authority has signed.
@@ -234,7 +234,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
             wanted, had = " or ".join(sorted(roles)), ", ".join(sorted(shown)) or "no role"
             message = f"this is for {wanted}; the caller's certificate names {had}"
             if hasattr(request, "__aiter__"):
-                # A status that meets the first write of a stream reaches grpc.aio's clients as INTERNAL.
+                # A status at the first write of a stream reaches grpc.aio's clients as INTERNAL.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_FIRST_MESSAGE_S):
                         await anext(aiter(request), None)
@@ -250,7 +250,7 @@ def role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) 
 
 
 def roles_of_certificate(certificate: Mapping[str, Any] | None) -> frozenset[Role]:
-    """The roles in a peer's certificate, given what `ssl.SSLSocket.getpeercert` returns; none without one."""
+    """The roles in a peer's certificate, the result of `ssl.SSLSocket.getpeercert`; none without one."""
     names = (certificate or {}).get("subjectAltName", ())
     return _roles_among(name for kind, name in names if kind == "URI")
 
@@ -270,7 +270,7 @@ def _roles_among(names: Iterable[str]) -> frozenset[Role]:
 
 
 def warn_if_open(address: str, tls: ServerTls | None) -> None:
-    """Logs a warning if a service that identifies callers by certificates alone is reachable without TLS."""
+    """Logs a warning if a service that identifies callers only by certificates is reachable without TLS."""
     if tls is None and not is_local(address):
         _logger.warning(
             "this service accepts calls at %s from other machines without certificates; --tls-dir requires them",

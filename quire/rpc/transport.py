@@ -1,6 +1,6 @@
-"""What opens channels and servers: gRPC, or what a simulation puts in its place.
+"""Opens channels and servers: with gRPC, or with a simulation in its place.
 
-A transport has the surface of grpc.aio. `tests/sim/test_transport_conformance.py` holds what every one of them does.
+A transport has the surface of grpc.aio. `tests/sim/test_transport_conformance.py` tests the common behaviour.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Transport(Protocol):
     """Opens channels and servers."""
 
     def check_bindable(self, address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:
-        """Raises AddressInUse where somebody listens at the address, ConfigurationError where nobody can."""
+        """Raises AddressInUse if the address has a listener already, ConfigurationError if it can have none."""
         ...
 
     def channel(

@@ -55,5 +55,5 @@ def open_tracer(endpoint: str | None, service: str) -> Tracer | None:
 
     try:
         return make_tracer(service, open_exporter(endpoint))
-    except Exception as error:  # it has no common class for what it refuses
+    except Exception as error:  # the SDK's errors have no common class
         raise ConfigurationError(f"{_FLAG} {endpoint}: {error}") from error

@@ -1,6 +1,6 @@
 """Sends spans by OTLP. The only module that imports OpenTelemetry's SDK and exporter.
 
-OpenTelemetry's variables hold for what has no flag: sampler, headers, certificates, queue, resource.
+OpenTelemetry's variables set everything without a flag: sampler, headers, certificates, queue, resource.
 """
 
 import logging
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_tracer(service: str, exporter: SpanExporter) -> Tracer:
-    """A tracer whose spans a thread sends in batches. Its queue is bounded: what does not fit is dropped."""
+    """A tracer whose spans a thread sends in batches. Its queue is bounded: further spans are dropped."""
     # A provider of our own, never the process's: libraries that look for that one would write spans, too.
     provider = TracerProvider(
         resource=_resource_of(service),

@@ -1,4 +1,4 @@
-"""Contexts as they travel in headers and messages, spans, and what starts them; not where spans are sent."""
+"""Trace contexts as they travel in headers and messages, spans, and tracers, which start spans; without exporters."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -86,12 +86,12 @@ class Tracer:
         self._close = close
 
     def start(self, name: str, parent: TraceContext | None, attributes: Mapping[str, AttributeValue]) -> Span:
-        """A span of what another process asked for. Without a parent, or with a malformed one, it begins a trace."""
+        """A span of another process's request. Without a parent, or with a malformed one, it begins a trace."""
         context = trace.set_span_in_context(_span_of(parent))
         return Span(self._tracer.start_span(name, context, kind=trace.SpanKind.SERVER, attributes=attributes))
 
     def close(self) -> None:
-        """Sends what has ended, for two seconds at most, and drops the rest. Blocks."""
+        """Sends finished spans, for two seconds at most, and drops the rest. Blocks."""
         self._close()
 
 

@@ -37,7 +37,7 @@ class Layout:
         rows, computed = batch.rows.astype(np.int64), batch.num_computed_tokens.astype(np.int64)
         num_rows, max_query_len = len(rows), int(batch.num_new_tokens.max())
         if max_query_len == 1:
-            # The usual step, decodes alone.
+            # The usual step has only decodes.
             starts, seq_lens = np.arange(num_rows + 1), computed + 1
             return cls(rows, rows, computed, starts, seq_lens, 1, int(seq_lens.max()))
         new = batch.num_new_tokens.astype(np.int64)
@@ -110,11 +110,11 @@ def split_outputs(
     """Gives output tokens that are computed again, after a loss or a preemption, an entry of one token each.
 
     Attention has one kernel for an entry of one token and one for several, whose rounding differs. So a token of the
-    output is always computed as the decode that came first, and its keys and values are the same to the bit.
+    output is always computed by the kernel of the first decode, and its keys and values are bitwise the same.
 
     Args:
-        num_prompt_tokens: of all rows.
-        places: those of `sample_places`, to be given where a row is in the batch several times already.
+        num_prompt_tokens: For all rows.
+        places: The result of `sample_places`; needed if a row is in the batch several times already.
 
     Returns:
         None if nothing is split.
@@ -131,7 +131,7 @@ def split_outputs(
     num_new = np.ones(len(is_first), np.int32)
     num_new[is_first] = np.where(splits, np.maximum(num_prompt, 1), new)
     starts = np.cumsum(num_new) - num_new
-    # Of each entry, how many tokens of its row come before it in this batch.
+    # For each entry, the number of tokens of its row that precede it in this batch.
     before = starts - starts[is_first].repeat(num_entries)
     computed = (batch.num_computed_tokens.repeat(num_entries) + before).astype(np.int32)
     lasts = np.cumsum(num_entries) - 1
@@ -145,16 +145,16 @@ def count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def find_lone_tokens(batch: Batch, num_prompt_tokens: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-    """Which entries of the batch are one token of a prompt, behind others; None if none is. They are to be computed by
-    the kernel for several tokens: how a prompt is cut must not change its rounding. The first token of all needs no
-    such care, since attention to itself alone is exact."""
+    """Which entries of the batch are a single prompt token after others; None if there is none. They must be computed
+    by the kernel for several tokens: rounding must not depend on how a prompt is cut. The first token of a sequence
+    needs no such care, since attention to only itself is exact."""
     computed = batch.num_computed_tokens
     lone = (computed < num_prompt_tokens[batch.rows]) & (computed > 0) & (batch.num_new_tokens == 1)
     return lone if lone.any() else None
 
 
 def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
-    """The batch with so many rows: additional rows compute the first token of `padding_row`, and do not sample."""
+    """The batch padded to `num_rows` rows: further rows compute the first token of `padding_row` and do not sample."""
     missing = num_rows - len(batch.rows)
     ones = np.ones(missing, np.int32)
     return Batch(
@@ -181,12 +181,12 @@ class SamplePlan:
     logit_tokens: NDArray[np.int64]
     """[l], indices in the flat batch of the tokens whose logits are needed, each once."""
     logit_of_row: NDArray[np.int64] | None
-    """[s], index of the logits that each row samples from; None when there is one for each row, in order."""
+    """[s], index of the logits that each row samples from; None if each row has its own, in order."""
 
 
 def plan_samples(batch: Batch, places: NDArray[np.int64] | None = None) -> SamplePlan:
     """The samples of a batch. Logits that several rows sample from (the n samples of one prompt) are computed once.
-    `places` are those of `sample_places`, to be given where a row is in the batch several times."""
+    `places` is the result of `sample_places`; needed if a row is in the batch several times."""
     samplers = batch.samples[:, 0]
     ends, last_tokens = batch.ends, np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
     if np.array_equal(batch.samples[:, 1], batch.rows):

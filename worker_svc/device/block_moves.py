@@ -28,7 +28,7 @@ class _Save:
 
 
 class BlockMoves:
-    """Queues the moves of all steps, in their order. Used by the device thread alone."""
+    """Queues the moves of all steps, in their order. Used only by the device thread."""
 
     def __init__(self, pool: KvPool, compute: Stream, swaps: Stream) -> None:
         self._pool = pool

@@ -1,8 +1,8 @@
-"""Decodes that run on for several passes on the CPU, where rows need nothing but a draw from their logits.
+"""Runs decodes for several passes on the CPU, if their rows need only a draw from their logits.
 
-What `ModelRunner` prepares for any pass (drafts, masks, rules, reports) takes about half a millisecond of Python.
-Between two passes of such decodes only the tokens, their positions and their slots change, and the numbers to draw by
-are made for all passes at once.
+The general preparation of a pass by `ModelRunner` (drafts, masks, rules, reports) takes about half a millisecond of
+Python. Between two passes of such decodes only the tokens, their positions and their slots change, and the random
+numbers of all passes are made at once.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 
 
 def are_plain(columns: SamplingColumns) -> bool:
-    """Whether rows are drawn from their logits as they are, and report tokens alone."""
+    """Whether rows are drawn from their logits as they are, and report only tokens."""
     special = columns.changes_logits | columns.wants_logprobs | columns.is_refused | (columns.num_candidates > 0)
     return not special.any()
 
@@ -54,7 +54,7 @@ class DecodeRun:
         decodes.begin(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
 
     def next(self) -> Drawn:
-        """Runs a pass, and appends what it draws to the rows."""
+        """Runs a pass, and appends the drawn tokens to the rows."""
         index = len(self._slots) - self.num_left
         self.num_left -= 1
         positions, after = self._positions[index : index + 2]

@@ -121,11 +121,11 @@ class JobThread(Generic[Job]):
     """A thread that takes jobs in order. It does not keep the process from ending."""
 
     def __init__(self, name: str, take: Callable[[Job], "Future[None] | None"]) -> None:
-        """`take` returns what the job has to wait for, and is called with it again after that; None once it is taken.
-        It must not raise."""
+        """`take` returns a future to wait for before it is called again with the job, or None once it has taken the
+        job. It must not raise."""
         self._take = take
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # It sees what the context of this call sees, a test's failpoints for example.
+        # The thread runs in the context of this call, which has a test's failpoints for example.
         self._thread = threading.Thread(target=copy_context().run, args=[self._run], name=name, daemon=True)
 
     def start(self) -> None:
@@ -136,7 +136,7 @@ class JobThread(Generic[Job]):
         self._jobs.put(job)
 
     def finish(self, timeout_s: float) -> bool:
-        """Ends behind what is queued; False when it has not ended in time."""
+        """Ends after the queued jobs; returns False if it has not ended in time."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -176,9 +176,9 @@ class DeviceLoop:
         self._waiter.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finishes what is queued, then ends the threads; False when they have not ended in time."""
+        """Finishes queued jobs, then ends the threads; returns False if they have not ended in time."""
         deadline = clock.monotonic() + timeout_s
-        # In this order: what the first one launches, the second one waits for.
+        # In this order, because the second thread waits for jobs that the first one launches.
         return self._launcher.finish(timeout_s) and self._waiter.finish(max(deadline - clock.monotonic(), 0))
 
     def use(
@@ -208,7 +208,7 @@ class DeviceLoop:
         return future
 
     def busy_ms(self) -> int:
-        """How long the oldest unfinished step has been on the device; 0 when there is none."""
+        """Milliseconds that the oldest unfinished step has been on the device; 0 if there is none."""
         started = tuple(self._started_at.values())
         return max(int((clock.monotonic() - min(started)) * 1e3), 0) if started else 0
 

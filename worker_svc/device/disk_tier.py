@@ -1,15 +1,15 @@
 """Sealed KV blocks in a file on disk, where they outlive the pool, the worker and `quire serve`.
 
-A thread writes blocks there soon after they were sealed, a worker that starts reads the newest of them back into its
-pool, and the scheduler, which is told what is there, has others read that a prompt needs. Blocks are found by their
-hash; the block that was written, read or found in the pool longest ago gives way to a new one.
+A thread writes blocks to the file soon after they are sealed. A worker that starts reads the newest ones back into its
+pool, and tells its scheduler which others are there; the scheduler has them read if a prompt needs them. Blocks are
+found by their hash; a new block replaces the one that was written, read or found in the pool longest ago.
 
     0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
     4096 + slot * size  `_SLOT`: CRC-32 of hash and content, a number that rises with each write, the hash, and the
                         CRC-32 of all that; the content
 
-A slot loses its head before it is written and gets a new one behind the content, so that a process that is killed
-leaves an empty slot. What a machine leaves that lost its power, or a disk that forgets, the CRC-32 finds.
+The head of a slot is erased before the slot is written, and written after the content, so that a process that is killed
+leaves an empty slot. The CRC-32 detects damage by a power loss or a faulty disk.
 """
 
 import logging
@@ -58,7 +58,7 @@ def file_of_rank(directory: Path, rank: int) -> Path:
 
 
 def remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
-    """Nobody would use what earlier workers left there, and it takes space. For rank 0, which has its own file open."""
+    """Removes the files of earlier workers, which no worker would use. For rank 0, which has its own file open."""
     used = {file_of_rank(directory, rank) for rank in range(num_ranks)}
     for path in set(directory.glob("blocks-*.kv")) - used:
         with suppress(OSError):
@@ -67,14 +67,14 @@ def remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
 
 
 class BlockFile:
-    """Blocks by their hashes in a file that this process alone uses. For one thread at a time.
+    """Blocks by their hashes, in a file that only this process uses. For one thread at a time.
 
     Attributes:
-        num_slots: How many blocks it has room for.
+        num_slots: The number of blocks that fit.
     """
 
     def __init__(self, path: Path, space: int, namespace: bytes, block_bytes: int) -> None:
-        """Takes over what is there of the same namespace; anything else in the file is erased.
+        """Takes over the content of the same namespace; any other content of the file is erased.
 
         Args:
             path: its directory is made with mode 0700, the file with 0600.
@@ -96,7 +96,7 @@ class BlockFile:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--kv-disk {path.parent} cannot be made: {error.strerror}") from error
-        # What else is there is erased: never what a link leads to.
+        # Other content of the file is erased, so the path may not be a link.
         self._file = open_alone(path, "--kv-disk", may_be_link=False)
         try:
             header = _HEADER.pack(_MAGIC, _VERSION, block_bytes, namespace)
@@ -114,7 +114,7 @@ class BlockFile:
         return _SLOTS_AT + slot * self._slot_bytes
 
     def _read_index(self) -> OrderedDict[bytes, int]:
-        """The slot of each block, those written longest ago first."""
+        """The slot of each block, in the order of writing."""
         self._changes: dict[int, bytes | None] = {}
         number = max(0, -(-(os.fstat(self._file).st_size - _SLOTS_AT) // self._slot_bytes))
         heads = ((slot, _unpack(os.pread(self._file, _SLOT.size, self._offset(slot)))) for slot in range(number))
@@ -127,7 +127,7 @@ class BlockFile:
         return slots
 
     def close(self) -> None:
-        """It has nothing from now on."""
+        """Discards the index: the file has no block from now on."""
         self._slots.clear()
         os.close(self._file)
 
@@ -139,7 +139,7 @@ class BlockFile:
 
     @property
     def names(self) -> list[bytes]:
-        """The hashes of all blocks, those written or read last first."""
+        """The hashes of all blocks, the latest written or read first."""
         return list(reversed(self._slots))
 
     def entries(self) -> list[tuple[int, bytes]]:
@@ -213,7 +213,7 @@ def _pack(crc: int, number: int, name: bytes) -> bytes:
 
 
 def _unpack(head: Buffer) -> tuple[int, int, bytes] | None:
-    """CRC-32, number and hash of a slot; None of an empty or damaged one."""
+    """CRC-32, number and hash of a slot; None for an empty or damaged one."""
     if len(head) < _SLOT.size or head == _EMPTY:
         return None
     crc, number, name, own_crc = _SLOT.unpack(head)
@@ -225,7 +225,7 @@ def _crc32(name: bytes, content: Buffer) -> int:
 
 
 Count = Callable[[str, int], object]
-"""Is told what happened to how many bytes: "written", "read" or "failed"."""
+"""Called with an outcome ("written", "read" or "failed") and its number of bytes."""
 
 Tell = Callable[[Sequence[tuple[int, bytes | None]]], object]
 """Is told, in any thread, which block each of these slots holds now; None for one that holds none any more."""
@@ -236,10 +236,10 @@ def _to_nobody(changes: Sequence[tuple[int, bytes | None]]) -> None:
 
 
 class DiskTier:
-    """Keeps a file filled with what a pool seals, beside its steps, and reads blocks of it."""
+    """Fills a file with the blocks that a pool seals, during its steps, and reads them back."""
 
     def __init__(self, file: BlockFile, store: BlockStore, num_blocks: int) -> None:
-        """`num_blocks` are those of the pool that sequences may have."""
+        """`num_blocks` is the number of the pool's blocks that sequences may have."""
         self._count: Count = lambda what, num_bytes: None
         self._tell: Tell = _to_nobody
         self._num_restored = 0
@@ -256,7 +256,7 @@ class DiskTier:
 
     def restore(self) -> int:
         """Fills blocks of the pool that are not final with the newest blocks of the file, before the first step.
-        Returns how many."""
+        Returns their number."""
         sealed = self._store.seals.snapshot()
         held = {each.tobytes() for each in sealed.hashes}
         free = np.setdiff1d(np.arange(self._num_blocks, dtype=np.int32), sealed.block_ids).tolist()
@@ -284,7 +284,7 @@ class DiskTier:
         self._thread.start()
 
     def stop(self) -> None:
-        """Writes what is final now, and closes the file. For a worker that takes no more steps."""
+        """Writes the final blocks, and closes the file. For a worker that takes no more steps."""
         self._stopping.set()
         self._reader.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
@@ -294,7 +294,7 @@ class DiskTier:
             self._file.close()
 
     def follow(self, tell: Tell) -> None:
-        """Has `tell` told of all slots that hold a block, and of those that change; others are told no more."""
+        """Calls `tell` with all slots that hold a block, and with later changes; earlier callbacks get no more."""
         self._tell = tell
 
         def begin() -> None:
@@ -306,7 +306,7 @@ class DiskTier:
         self.submit(begin)
 
     def unfollow(self, tell: Tell) -> None:
-        """Has `tell` told no more. No effect where another one follows."""
+        """Stops the calls of `tell`. No effect if another callback follows."""
         if self._tell == tell:
             self._tell = _to_nobody
 
@@ -349,13 +349,13 @@ class DiskTier:
             self.write_behind()
 
     def write_behind(self) -> None:
-        """Writes the blocks that became final since the last call. Never raises for a disk that fails: it then writes
-        no more."""
+        """Writes the blocks that became final since the last call. If the disk fails, it raises nothing and writes no
+        more."""
         self._renew()
         if not self._is_writing:
             return
         sealed, writes = self._store.seals.sealed_since(self._saved)
-        # Most of those that it has came from there.
+        # Most blocks that the file has already were read from it.
         is_new = np.array([each.tobytes() not in self._file for each in sealed.hashes], bool)
         self._saved[sealed.block_ids[~is_new]] = writes[~is_new]
         new = np.flatnonzero(is_new)

@@ -1,16 +1,17 @@
-"""Which drafts a pass verifies: those that give more tokens a second than a pass without them.
+"""Chooses the drafts that a pass verifies: the drafts that are expected to raise the tokens per second.
 
-A pass of n rows gives n tokens, and of each row those of its drafts that are right. The k-th is right if all before it
-are: with the probability p ** k, where p is the share of drafts of its kind that were right, of this row lately and of
-all rows. Each draft makes the pass longer, by what the worker measured at its start. The most probable drafts are taken
-until a further one would lower the tokens a second.
+A pass of n rows gives n tokens, plus the correct drafts of each row. The k-th draft of a row is correct only if all
+drafts before it are. This has the probability p ** k, where p is the acceptance rate of the draft's kind, estimated
+from recent drafts of the row and from all rows. Each draft lengthens the pass, by a cost that the worker measured at
+its start. The most probable drafts are taken until a further one would lower the tokens per second.
 
-A row whose drafts are not taken learns nothing by verification. So its next guess is compared with what it draws, less
-and less often while that does not pay, and within a budget of time: a small share of the passes, and a part of what
-drafts saved lately. So rows that do not pay cost nearly what they cost without speculation, however many they are.
+A row whose drafts are not verified gives no new evidence. Therefore its next guess is compared with the token that it
+samples (a "look"). Looks become rarer while the row's drafts do not pay, and have a time budget: a small share of the
+time of passes, plus a part of the time that drafts saved lately. Any number of rows without paying drafts thus costs
+nearly as little as without speculation.
 
-All of it follows from what rows drew, and all ranks do the same: with several of them a step is one pass, and how long
-passes take is only measured at the start.
+All ranks choose alike, from sampled tokens and measurements: with several ranks a step is one pass, and the time of
+passes is measured at the start only.
 """
 
 from collections.abc import Sequence
@@ -23,33 +24,32 @@ from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.sampling.drafters import EXPECTED_RIGHT
 
 _MIN_GAIN = 1.12
-"""What is expected of drafts at least, in tokens a second: expectations of what is chosen are too high on average."""
+"""Minimum expected gain in tokens per second; expectations of chosen drafts are too high on average."""
 _MAX_LONGER = 2.0
-"""A pass of several rows that takes longer than what is left of its step takes at most so many times as long as without
-drafts: its rows get their tokens together, those that have no drafts, too."""
+"""Maximum slowdown, compared to a pass without drafts, of a pass of several rows that exceeds the rest of its step's
+time: all rows get their tokens at the end of the pass, including rows without drafts."""
 _LOOKING_S, _LOOKING_ROW_S = 130e-6, 25e-6
-"""What it costs to look for guesses that are not verified, in a further pass of a step. In the first one, which shares
-the processors and the interpreter with the results of the step before, it takes three times as long: there it is only
-done where the step before had no further pass either."""
+"""Cost of a look, per pass and per row, except in the first pass of a step: there it triples, since the results of the
+previous step use the processors, too. A first pass therefore has looks only if the previous step had a single pass."""
 _KEPT = 0.9
-"""Of what a row showed, at its next draft."""
+"""Factor by which a row's evidence decays at its next draft."""
 _WEIGHT_OF_ALL = 2.0
-"""What all rows showed counts for a row as much as so many drafts of its own."""
+"""Weight of all rows' evidence in the estimate for a row, in drafts of the row."""
 _WEIGHT_EXPECTED, _MAX_SEEN = 8.0, 512.0
 _SHARE_OF_LOOKING, _SHARE_OF_SAVED = 0.005, 0.25
-"""Looking for guesses that are not verified takes so much of the time of passes, and of the time that drafts saved."""
+"""Budget for looks: shares of the time of passes, and of the time that drafts saved."""
 _MAX_LOOKS = 8
-"""What is not spent is kept for so many looks at all rows: where rows leave their predictions, a few looks, one after
-the other, find the place again."""
+"""Maximum unspent budget, in looks at all rows: when rows leave their predictions, a few consecutive looks find the
+place again."""
 _MAX_PERIOD, _LONGER = 32, 4
-"""A row that does not pay is looked at every few passes, together with the others, and each time after so many times as
-many."""
+"""Maximum passes between two looks at a row whose drafts do not pay, and the factor by which each look lengthens this
+period. Periods are powers of two, so that rows are looked at together."""
 _MAX_RIGHT, _MAX_OF_ROW = 0.9, 7
-"""Where so many right ones of so many drafts of each row would not pay, no row is looked at."""
+"""If this acceptance rate, with this number of drafts for each row, would not pay, no row is looked at."""
 
 
 class Guesses(NamedTuple):
-    """What may be drafted, for each of some rows."""
+    """Available guesses: each array has an item for each guess."""
 
     rows: NDArray[np.int64]
     kinds: NDArray[np.int64]
@@ -60,58 +60,57 @@ class Guesses(NamedTuple):
 
 
 class DraftChoice(Protocol):
-    """Chooses what is verified."""
+    """Chooses the drafts that are verified."""
 
     def enter(self, row: int) -> None:
-        """Another sequence has the row."""
+        """Forgets the evidence of a row that a new sequence occupies."""
         ...
 
     def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
-        """Whether there may be a row to guess for in the next pass, which has `num_rows` rows without drafts.
-        `is_first` in the first pass of a step, which may take so many seconds more."""
+        """Starts a pass, which has `num_rows` rows without drafts. Returns False if no row needs a guess. `is_first`
+        marks the first pass of a step, and `left_s` is the rest of the step's time."""
         ...
 
     def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of these rows to guess for in the pass that began."""
+        """Which of these rows need a guess in the current pass."""
         ...
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
-        """There is no guess for these rows in this pass. For each, one is looked for within so many passes."""
+        """Records that these rows have no guess in this pass. Each is looked at again within its maximum of passes."""
         ...
 
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
-        """How many tokens of each guess the pass verifies. It has `num_rows` rows without drafts."""
+        """Returns the number of tokens of each guess to verify in a pass that has `num_rows` rows without drafts."""
         ...
 
     def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
-        """How many tokens a draft model guesses for each of these rows, `num_tokens` at most. It has to compute so many
-        tokens first, at least one for each row."""
+        """Returns the number of tokens, `num_tokens` at most, that a draft model shall guess for each of these rows.
+        The draft model must first compute `num_missing` tokens, at least one per row."""
         ...
 
     def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
-        """Of the first so many tokens of each guess, so many were drawn, in order."""
+        """Records that the first `num_right` of the `num_checked` tokens of each guess were sampled, in order."""
         ...
 
 
 class PayingDrafts:
-    """Those that give more tokens a second."""
+    """Chooses the drafts that give the most tokens per second."""
 
     def __init__(self, max_num_rows: int, times: PassTimes, model_costs: PassCosts | None = None) -> None:
-        """`model_costs` are those of a draft model."""
+        """`model_costs` are the costs of the draft model's passes."""
         self._times = times
         self._model_costs, self._model_budget_s = model_costs or PassCosts(), 0.0
         num_kinds = len(EXPECTED_RIGHT)
         self._right, self._checked = np.zeros((2, max_num_rows, num_kinds))
         self._right_of_all = np.array(EXPECTED_RIGHT) * _WEIGHT_EXPECTED
         self._checked_of_all = np.full(num_kinds, _WEIGHT_EXPECTED)
-        # The next pass in which to look at each row, and every how many passes it is looked at.
+        # For each row, the pass in which it is looked at next, and the period of its looks.
         self._due_at, self._periods = np.zeros(max_num_rows, np.int64), np.ones(max_num_rows, np.int64)
-        # Whether the last look at a row ended in drafts, and whether that is so of any row. No row is due earlier than
-        # in pass `due_from`.
+        # Whether the last look at a row led to drafts, and whether any row's did; no row is due before `_due_from`.
         self._pays, self._any_pays, self._due_from = np.zeros(max_num_rows, np.bool_), False, 0
         self._num_passes, self._was_first, self._may_look, self._max_period = 0, True, True, 1
-        # Of passes of so many rows: what each adds to what may be spent on looking, up to which maximum, and whether
-        # any drafts may pay. The budget is below 0 where more was spent.
+        # For passes of `_num_rows` rows: the budget that each adds, the maximum budget, and whether drafts may pay. The
+        # budget is negative after overspending.
         self._num_rows, self._share_s, self._max_budget_s, self._may_pay = 0, 0.0, 0.0, True
         self._budget_s, self._left_s = 0.0, 0.0
 
@@ -145,7 +144,7 @@ class PayingDrafts:
         look_s = float(self._model_costs.of(np.array([num_missing]))[0])
         self._model_budget_s = min(self._model_budget_s, _MAX_LOOKS * look_s)
         if not counts.any() and self._model_budget_s >= look_s:
-            # One token of each, to know when it begins to pay.
+            # Guesses one token for each, to learn when drafts begin to pay.
             self._model_budget_s -= look_s
             counts = np.minimum(guesses.num_tokens, 1)
         return counts
@@ -164,8 +163,9 @@ class PayingDrafts:
     def _best(
         self, guesses: Guesses, num_rows: int, model_costs: PassCosts | None = None
     ) -> tuple[NDArray[np.int64], float]:
-        """How many tokens of each guess give the most tokens a second, none where that is too little, and the time that
-        this saves. With `model_costs` the guesses are still to be made: for each place by a pass of the draft model."""
+        """Returns the number of tokens of each guess that gives the most tokens per second (0 if the gain is too
+        small), and the time that they save. `model_costs` are given if a draft model is yet to guess: one pass per
+        place."""
         rows, kinds = guesses.rows, guesses.kinds
         of_all = self._right_of_all[kinds] / self._checked_of_all[kinds] * _WEIGHT_OF_ALL
         p = (self._right[rows, kinds] + of_all) / (self._checked[rows, kinds] + _WEIGHT_OF_ALL)
@@ -188,13 +188,13 @@ class PayingDrafts:
         taken, saved_s = np.zeros(gains.size, np.int64), 0.0
         if rates[best] >= _MIN_GAIN * rates[0]:
             taken[order[:best]] = 1
-            # Without drafts so many tokens take longer by this part.
+            # Without drafts, the same number of tokens takes this much longer.
             saved_s = float(costs[best] * (rates[best] / rates[0] - 1))
         return taken.reshape(gains.shape).sum(1), saved_s
 
     def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
         rows, kinds = guesses.rows, guesses.kinds
-        # What follows a wrong one shows nothing.
+        # Drafts after an incorrect one are no evidence.
         num_shown = np.minimum(num_right + 1, num_checked)
         self._right[rows, kinds] = _KEPT * self._right[rows, kinds] + num_right
         self._checked[rows, kinds] = _KEPT * self._checked[rows, kinds] + num_shown
@@ -205,14 +205,14 @@ class PayingDrafts:
             self._checked_of_all[is_full] /= 2
 
     def _note_pass(self, num_rows: int) -> None:
-        """What a pass of so many rows takes now, and how often rows that do not pay are looked at for that."""
+        """Estimates the time of a pass with `num_rows` rows, and from it the budget and the period of looks."""
         counts = np.arange(_MAX_OF_ROW * num_rows + 1)
         seconds = self._times.with_drafts(num_rows, counts, num_rows)
         rates = (num_rows + _MAX_RIGHT * counts) / seconds
         self._num_rows, self._may_pay = num_rows, bool(rates.max() >= _MIN_GAIN * rates[0])
         all_rows_s = _LOOKING_S + _LOOKING_ROW_S * num_rows
         self._share_s, self._max_budget_s = _SHARE_OF_LOOKING * float(seconds[0]), _MAX_LOOKS * all_rows_s
-        # Where passes are long, it is worth to look at rows each time.
+        # If passes are long, rows can be looked at in each.
         needed = all_rows_s / self._share_s
         self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
 
@@ -226,5 +226,5 @@ class PayingDrafts:
         self._due_from = min(self._due_from, int(due_at.min()))
 
     def _earn(self, seconds: float) -> None:
-        """Adds to what may be spent on looking."""
+        """Adds to the budget for looks."""
         self._budget_s = min(self._budget_s + seconds, self._max_budget_s)

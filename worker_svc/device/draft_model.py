@@ -1,15 +1,15 @@
-"""A small model of the same vocabulary, which guesses what the model says next.
+"""A small model of the same vocabulary, which guesses the next tokens of the model.
 
 Its layers are further layers of the pool, under the same block ids, so that its keys and values go where the model's
-go: copies of blocks, swaps, seals, files and moves need nothing of their own. It computes prompts behind the model, in
-the same pass. Tokens of the output it computes when it guesses for their row, and before a step ends that filled a
-block: so a full block has all of it for whoever finds the block in the prefix cache.
+go: copies of blocks, swaps, seals, files and moves need no extra code. It computes prompts after the model, in the same
+pass. It computes output tokens when it guesses for their row, and before the end of a step that filled a block, so that
+a full block in the prefix cache has the keys and values of both models.
 
-It draws as the row draws, by the same random numbers, so that it is mostly right where its distribution is nearly the
-model's, whatever the temperature. Penalties, constraints and adapters it does not know.
+It samples as the row does, with the same random numbers. Therefore it is mostly right where its distribution is near
+the model's, at any temperature. It ignores penalties, constraints and adapters.
 
-What it computes decides how many tokens a step gives, never which. So where its keys and values are missing, in blocks
-that were filled while it did not pay, nothing is wrong but its guesses.
+Its guesses change how many tokens a step gives, but never the tokens. Keys and values that are missing, in blocks that
+were filled while it did not pay, therefore only make its guesses worse.
 """
 
 import logging
@@ -31,18 +31,18 @@ from worker_svc.step import Batch, RowChanges, WorkerLimits
 
 _NOT_BEGUN = -1
 _MAX_BESIDE = 2
-"""A row that lacks so many tokens computes them in the pass that makes its first guess."""
+"""Maximum missing tokens that a row computes in the pass of its first guess."""
 _MEASURED_ROWS, _NUM_MEASURED = 8, 20
 _logger = logging.getLogger(__name__)
 
 
 class DraftModel:
-    """Knows how many tokens of each row it has computed, and guesses those that follow. For models on the CPU."""
+    """Tracks how many tokens of each row it has computed, and guesses the next ones. For models on the CPU."""
 
     def __init__(
         self, model: CausalLM, pool: KvPool, rows: Rows, vocab_size: int, max_model_len: int, limits: WorkerLimits
     ) -> None:
-        """`vocab_size` is that of the model for which it guesses."""
+        """`vocab_size` is the size of the target model's vocabulary."""
         self._model, self._rows, self._vocab_size = model, rows, vocab_size
         self._token_ids = rows.token_ids.numpy()
         pool = pool.of_draft_model()
@@ -50,7 +50,7 @@ class DraftModel:
         self._forward = make_forward(model, pool, max_model_len, limits)
         self._decodes = make_decodes(model, pool, max_model_len, limits)
         self._max_new, self._max_decodes = limits.max_num_batched_tokens, limits.max_num_rows + limits.max_verified
-        # How many tokens of each row are in the pool, and whether its guesses for the row do not pay.
+        # The number of tokens of each row in the pool, and whether its guesses for the row do not pay.
         self._num_known = np.full(len(self._token_ids), _NOT_BEGUN, np.int64)
         self._is_declined = np.zeros(len(self._token_ids), np.bool_)
 
@@ -74,12 +74,11 @@ class DraftModel:
             self._catch_up(batch.rows[of_prompts].astype(np.int64), batch.ends[of_prompts])
 
     def num_missing(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-        """How many of the tokens of these rows it has to compute before it guesses."""
+        """Number of tokens of these rows that it has to compute before it guesses."""
         return int((lengths - np.maximum(self._num_known[rows], 0)).sum())
 
     def guess(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Writes so many guesses behind the tokens of each of these rows. Those of which it guesses nothing do not
-        pay."""
+        """Writes `counts` guesses after the tokens of each of these rows. Rows with a count of 0 do not pay for now."""
         self._is_declined[rows] = counts == 0
         rows, lengths, counts = (each[counts > 0] for each in (rows, lengths, counts))
         if not len(rows):
@@ -101,7 +100,7 @@ class DraftModel:
             self._num_known[rows] = lengths + place
 
     def keep(self, rows: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
-        """These rows have so many tokens after a pass. The last one was drawn and not guessed."""
+        """Records the lengths of these rows after a pass. The last token of each was drawn, not guessed."""
         self._num_known[rows] = np.minimum(self._num_known[rows], lengths - 1)
 
     def end_step(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
@@ -113,7 +112,7 @@ class DraftModel:
             self._catch_up(rows[chosen], lengths[chosen] - 1)
 
     def measured_costs(self, context_s: float) -> PassCosts:
-        """How long its passes take; `context_s` as there. To be called when the first row has a token."""
+        """Measures its passes; `context_s` as in `PassCosts`. To be called when the first row has a token."""
         seconds: list[float] = []
         counts = (1, min(_MEASURED_ROWS, self._max_decodes))
         for count in counts:

@@ -1,14 +1,14 @@
 """Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
-table, so that each is computed as a plain decode computes it, to the bit. The CPU library recognizes the rows of a
-sequence by their tables and lengths, where they follow each other in the batch, and reads keys and values once for all.
+table, so that each is computed bitwise as in a plain decode. The CPU library recognizes the rows of a sequence by their
+tables and lengths if they are consecutive in the batch, and reads keys and values once for all.
 
 At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
 to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
 are wrong cost time and change nothing. Keys and values that they left are overwritten before they are read.
 
 The host must know the tokens of the step before when it launches the next one, as on the CPU. There a step of decodes
-may also run the model several times, which gives each row as many tokens: a small model needs no more time for a token
-than the messages of a step.
+may also run the model several times, with a token per row each time: a small model needs no more time for a token than
+the messages of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, Int32Array, RowChanges, WorkerLimits
 
 _MAX_PERIOD = 32
-"""Where there is no guess, one is looked for again within so many passes."""
+"""Maximum passes after which a row without a guess is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """What is guessed for a pass, and how much of it is verified."""
+    """The guesses for a pass, and the parts of them that are verified."""
 
     guesses: Guesses
     samples: NDArray[np.int64]
@@ -45,8 +45,8 @@ class Guessed:
 
 @dataclass(frozen=True, slots=True)
 class DraftedBatch:
-    """A batch whose drafted rows are there once for each of their tokens, in order. Its samples are all that may be
-    drawn, s of them."""
+    """A batch in which each drafted row occurs once for each of its tokens, in order. Its samples are the s tokens that
+    may be drawn."""
 
     batch: Batch
     places: NDArray[np.int64]
@@ -59,11 +59,11 @@ class DraftedBatch:
     """For each sample of the step."""
 
     def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which draws count, [s]: of each sample the first, and those whose drafts were all drawn. One that is not
-        usable fails its row only where it is the first: a later one is drawn again in the next step.
+        """Which draws count, [s]: the first of each sample, and draws whose preceding drafts were all drawn. An
+        unusable draw fails its row only if it is the first: a later one is repeated in the next step.
 
         Args:
-            token_ids: [s], what was drawn.
+            token_ids: [s], the drawn tokens.
             is_usable: [s], whether anything could be drawn.
         """
         is_wrong = self.within > 0
@@ -79,20 +79,20 @@ class Kept:
     draws: NDArray[np.int64]
     """Their places among all that were drawn, rising."""
     num_tokens: NDArray[np.int32]
-    """How many each sample of the step has, at least 1."""
+    """Number of tokens of each sample of the step, at least 1."""
     num_drafts: NDArray[np.int32]
-    """How many drafts of each were verified."""
+    """Number of verified drafts of each sample."""
     num_passes: int = 1
-    """How many times the model ran."""
+    """Number of runs of the model."""
 
     @classmethod
     def where(cls, are_kept: NDArray[np.bool_]) -> "Kept":
-        """Of draws without drafts, those that are kept."""
+        """The kept ones of draws without drafts."""
         return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
 
     @classmethod
     def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
-        """Of several passes, whose draws follow each other. Their places are put sample by sample."""
+        """The draws of several consecutive passes, reordered by sample."""
         ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
         num_tokens = [ones if each is None else each.num_tokens for each in passes]
         num_drafts = [zeros if each is None else each.num_drafts for each in passes]
@@ -102,7 +102,7 @@ class Kept:
 
 
 class Drafts:
-    """Knows how many tokens each row has, which the scheduler may not know yet, and drafts those that follow."""
+    """Tracks the number of tokens of each row, which the scheduler may not know yet, and drafts the next tokens."""
 
     def __init__(
         self,
@@ -116,9 +116,8 @@ class Drafts:
         Args:
             rows: on the host.
             drafter: None for no drafts.
-            forced: the next tokens of these constrained rows as far as there is no choice; those without any are left
-                out.
-            model: guesses for rows of which the drafter has no guess.
+            forced: returns the forced next tokens of these constrained rows; omits rows without forced tokens.
+            model: guesses for the rows that the drafter has no guess for.
         """
         self.choice: DraftChoice | None = None
         """Set before the first step that may have drafts."""
@@ -131,15 +130,15 @@ class Drafts:
         self._model = model
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
-        # Of the pass that began, until it has run.
+        # The guesses of the current pass, until it has run.
         self._guessed: Guessed | None = None
         self._scopes: dict[int, bytes] = {}
-        # Rows whose matcher does not know yet what they have.
+        # Rows whose matcher has not seen their latest tokens.
         self._changed: set[int] = set()
 
     def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
-        """Chooses drafts for the next pass, which runs this batch, and says whether there are any. To be called before
-        each; `is_first` of its step, of which so many seconds are left."""
+        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
+        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
         self._guessed, self.looked_in_vain = None, False
         if not is_first:
             self._changed.clear()
@@ -151,7 +150,7 @@ class Drafts:
         return has_drafts
 
     def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """How many tokens these rows have."""
+        """Number of tokens of each of these rows."""
         return self._num_tokens[rows]
 
     def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
@@ -160,7 +159,7 @@ class Drafts:
         self._compare(token_ids, np.ones(len(token_ids), np.int32))
 
     def end(self, rows: Int32Array) -> None:
-        """These rows are released. To be called before others have them."""
+        """These rows are released. To be called before other sequences get them."""
         if self._drafter is None:
             return
         for row in rows.tolist():
@@ -218,8 +217,8 @@ class Drafts:
     def keep(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
     ) -> Kept | None:
-        """Moves the rows of a pass on by what they drew. None if each sample has one token and none had drafts. In a
-        pass that is not the first of its step, a sample that is not usable has none: the row fails in the next step."""
+        """Advances the rows of a pass by the drawn tokens. None if each sample has one token and none had drafts. In a
+        pass that is not the first of its step, an unusable sample has no token: the row fails in the next step."""
         samplers = batch.samples[:, 0]
         kept, num_tokens = None, np.ones(len(samplers), np.int32)
         is_usable = drawn.is_finite.numpy() & ~columns.is_refused
@@ -249,7 +248,8 @@ class Drafts:
         return self._forced(constrained) if constrained else {}
 
     def _guess(self, batch: Batch) -> None:
-        """Writes guesses behind the tokens of rows that may have drafts, and chooses what the pass verifies."""
+        """Writes guesses after the tokens of rows that may have drafts, and chooses the drafts that the pass
+        verifies."""
         if self._drafter is None or self.choice is None:
             return
         samplers = batch.samples[:, 0]
@@ -301,7 +301,7 @@ class Drafts:
         max_drafts: NDArray[np.integer],
         num_rows: int,
     ) -> list[tuple[int, int, int, int, int]]:
-        """Guesses of the draft model, as far as they are expected to pay: sample, row, kind, number, end."""
+        """Guesses of the draft model that are expected to pay: sample, row, kind, number, end."""
         assert self.choice is not None
         rows = rows.astype(np.int64)
         ends = self._num_tokens[rows]
@@ -313,8 +313,8 @@ class Drafts:
         return list(zip(*(each[chosen].tolist() for each in columns), strict=True))
 
     def _compare(self, firsts: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> None:
-        """Tells what was right of the guesses of this pass, of those without drafts the first token. Each sample has
-        the first of its draws and how many were kept."""
+        """Reports which guesses of this pass were correct; for guesses that were not verified, only the first token.
+        Each sample has the first of its draws and the number of kept ones."""
         guessed, choice = self._guessed, self.choice
         if guessed is None or choice is None:
             return

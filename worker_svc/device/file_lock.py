@@ -15,7 +15,7 @@ _LOCKS = Path("/proc/locks")
 
 
 def open_alone(path: Path, flag: str, *, may_be_link: bool = True) -> int:
-    """The descriptor of a file that this process alone uses until it closes it or ends, made with mode 0600. Waits a
+    """The descriptor of a file, made with mode 0600, that only this process uses until it closes it or ends. Waits a
     moment for another process that uses it: a worker that was killed may still end.
 
     Raises:
@@ -47,7 +47,7 @@ def open_alone(path: Path, flag: str, *, may_be_link: bool = True) -> int:
 
 
 def _holder(file: os.stat_result) -> str:
-    """Who has a lock on a file, as far as the system says. A line is "1: FLOCK ADVISORY WRITE 4711 08:02:131 0 EOF":
+    """The process that locks a file, if the system names it. A line is "1: FLOCK ADVISORY WRITE 4711 08:02:131 0 EOF":
     the process, then device and inode."""
     name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with suppress(OSError):

@@ -28,7 +28,7 @@ CPU_SWAP_BYTES = 1 << 30
 PINNED_SWAP_BYTES = 4 << 30
 _POPULATED_AT_ONCE = 1 << 22
 _FIRST_PART_S = 0.1
-"""How long a start waits at most for the blocks that are handed out first."""
+"""Maximum seconds that a start waits for the blocks that are handed out first."""
 _KEPT_FREE = 1 << 28
 _LOWEST_PRIORITY = 19
 _REST = 9.0
@@ -42,15 +42,15 @@ Fill = Callable[[Tensor, int, int], bool]
 @dataclass(frozen=True, slots=True)
 class KvPool:
     """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with wider lines.
-    Behind the layers of the model are those of its draft model, if there is one, with heads of its own."""
+    The layers of the draft model, if there is one, follow the model's, and have their own number of heads."""
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
     host: tuple[Tensor, ...]
     padding_block: int | None = None
-    """An extra block of `gpu` that no sequence has: what is computed and not kept is written there."""
+    """An extra block of `gpu` that no sequence has, for keys and values that are computed and not kept."""
     seals: SealInventory | None = None
-    """The inventory beside the blocks, where they lie in a file; None: no block is final at first."""
+    """The inventory next to the blocks in their file; None if no block is final at first."""
     is_released: threading.Event = field(default_factory=threading.Event)
     """Set once the memory was given back: it is not populated any more."""
 
@@ -78,13 +78,13 @@ class KvPool:
         """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
 
         Args:
-            num_first_blocks: How many blocks the first steps may write to. They are populated when this returns, as
-                far as a short time allows; all others follow in the background.
+            num_first_blocks: Number of blocks that the first steps may write to. They are populated when this returns,
+                if a short time allows; all others follow in the background.
         """
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
             return
-        # A layer has all keys, then all values. All are as large as the first, but for those of a draft model.
+        # A layer has all keys, then all values. All layers but the draft model's have the size of the first.
         half, num_blocks = self.gpu[0].nbytes // 2, self.gpu[0].shape[1]
         fill = populate if self.seals is None else _populate_and_collapse
         end = min(num_first_blocks, num_blocks) * half // num_blocks
@@ -121,12 +121,12 @@ def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = No
 
 
 def line_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of one token and head in a pool of this dtype: those of int8 have a scale beside them."""
+    """Elements of one token and head in a pool of this dtype; int8 lines include a scale."""
     return line_bytes(head_dim) if dtype == torch.int8 else head_dim
 
 
 def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: int | None) -> int:
-    """How many blocks the device gets.
+    """The number of blocks on the device.
 
     Args:
         available_bytes: Left on an accelerator by profiling; None on the CPU.
@@ -155,15 +155,15 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
 def num_host_blocks(
     swap_space: int | None, bytes_per_block: int, device: torch.device, gpu_blocks: int, left_bytes: int | None = None
 ) -> int:
-    """How many blocks the host gets for what is swapped out.
+    """The number of blocks on the host, for swapped content.
 
     Args:
-        swap_space: Bytes. None takes 4 GiB beside CUDA; on the CPU as many blocks as the pool there has, at most 1 GiB;
-            and half of what is left at most.
+        swap_space: Bytes. None means 4 GiB with CUDA. On the CPU, None means the number of blocks of the pool there, at
+            most 1 GiB, and at most half of the memory that is left.
         bytes_per_block: Over all layers.
         device: Where the other pool is.
-        gpu_blocks: How many blocks that has.
-        left_bytes: Memory of this machine that is left beside the other pool; None if that is not known.
+        gpu_blocks: The number of its blocks.
+        left_bytes: Memory of this machine that the other pool leaves; None if unknown.
 
     Raises:
         ConfigurationError: a size that holds no block, or is more than is left.
@@ -174,10 +174,10 @@ def num_host_blocks(
         return min(count, gpu_blocks) if on_cpu else count
     # Untouched memory costs nothing, so that too much of it would be granted, and the process killed when it is used.
     if left_bytes is not None and swap_space > left_bytes:
-        beside = " beside the KV pool" if device.type == "cpu" else ""
+        part = " in addition to the KV pool" if device.type == "cpu" else ""
         raise ConfigurationError(
             f"--swap-space is {shown_bytes(swap_space)}; {shown_bytes(left_bytes)} of memory are available to "
-            f"this worker{beside}; set it to at most that"
+            f"this worker{part}; set it to at most that"
         )
     if 0 < swap_space < bytes_per_block:
         raise ConfigurationError(
@@ -188,7 +188,7 @@ def num_host_blocks(
 
 
 def _half_at_most(num_bytes: int, left_bytes: int | None) -> int:
-    """Bytes to take by default: at most half of what is left."""
+    """Bytes to take by default: at most half of `left_bytes`."""
     return num_bytes if left_bytes is None else min(num_bytes, left_bytes // 2)
 
 
@@ -259,7 +259,7 @@ def allocate_pool(
 
     Args:
         dtype: of keys and values.
-        with_padding: adds a block on the device for what is computed and not kept.
+        with_padding: adds a block on the device for keys and values that are computed and not kept.
         place: of a pool on the CPU that may hold blocks already. Without one it is private memory.
         draft_model: has further layers.
 
@@ -294,7 +294,7 @@ def allocate_pool(
 def _map_layers(
     place: PoolPlace | None, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
-    """The layers in their file; None where they are better off elsewhere."""
+    """The layers in their file; None if they do better elsewhere."""
     if place is None:
         return None
     mapped = place.file.map(place.namespace, shapes[0][1], shapes, dtype, needs_huge_pages=place.needs_huge_pages)

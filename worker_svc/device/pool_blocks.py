@@ -13,8 +13,8 @@ from worker_svc.step import Int32Array
 
 
 class PoolBlocks:
-    """Reads and writes whole blocks of a pool beside its steps. What is read must be final, and what is written in no
-    step. For any threads, each of which waits until it is done.
+    """Reads and writes whole blocks of a pool during its steps. Blocks that are read must be final, and blocks that are
+    written must be in no step. May be called in any thread, which waits for the result.
 
     Attributes:
         seals: Which blocks are final.
@@ -25,7 +25,7 @@ class PoolBlocks:
         self.seals = seals
         self._layers = [layer.view(torch.uint8) for layer in pool.gpu]
         self._on_host = all(layer.is_cpu for layer in self._layers)
-        # numpy copies in the calling thread, where torch would start a team of threads beside that of the steps.
+        # numpy copies in the calling thread, where torch would start a team of threads next to the steps' team.
         self._arrays = [layer.numpy() for layer in self._layers] if self._on_host else []
         # Where each layer ends within a block.
         self._ends = np.cumsum([layer.nbytes // layer.shape[1] for layer in self._layers])

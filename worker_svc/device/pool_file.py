@@ -1,8 +1,8 @@
 """A KV pool in a file in memory that outlives the worker: its blocks, and which of them are final.
 
-`quire serve` holds such a file for each worker, and a container may have one on tmpfs. A worker that is
-killed then leaves behind all blocks that were sealed, and the next one begins with them. What the file has is used only
-if a worker of the same `KvNamespace` wrote it.
+`quire serve` holds such a file for each worker, and a container may have one on tmpfs. A worker that is killed then
+leaves behind all blocks that were sealed, and the next one begins with them. The content is used only if a worker of
+the same `KvNamespace` wrote it.
 
     0                    `_MAGIC`; the number of blocks, 8 bytes; a digest of the namespace and of that number, 32 bytes
     4096                 a byte for each block: 0 unless it is sealed; then their hashes
@@ -10,7 +10,7 @@ if a worker of the same `KvNamespace` wrote it.
 
 The digest is written last and erased first, so that a worker that is killed while it writes the rest leaves a file that
 is worth nothing. Blocks lose their seal before they are written (`SealInventory`), and a process that is killed leaves
-behind what it wrote, in the order in which it did.
+behind its writes, in their order.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvNamespace:
-    """What the bytes of a block mean: blocks of two namespaces are never taken for each other.
+    """Everything that the meaning of a block's bytes depends on: blocks of different namespaces are never mixed up.
 
     Attributes:
         model: fingerprint of config, tokenizer and weights, and config and weights of a draft model.
@@ -50,7 +50,7 @@ class KvNamespace:
         dtype, kv_dtype: of the model and of the pool.
         block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank, without a draft model.
         rank, world_size: which part of the model.
-        numerics: what rounding follows from: release, implementation of the model, quantization, kernels and their
+        numerics: The causes of rounding: release, implementation of the model, quantization, kernels and their
             instruction set, torch; and the rotation of a model that has several.
     """
 
@@ -66,7 +66,7 @@ class KvNamespace:
     numerics: tuple[str, ...]
 
     def digest(self, num_blocks: int | None = None) -> bytes:
-        """32 bytes; with `num_blocks` of a pool of so many."""
+        """32 bytes; with `num_blocks`, the digest for a pool of this number of blocks."""
         text = json.dumps([asdict(self), num_blocks], sort_keys=True)
         return hashlib.sha256(text.encode()).digest()
 
@@ -77,7 +77,7 @@ class FileLayout:
 
     num_blocks: int
     layer_bytes: Sequence[int]
-    """Of each layer."""
+    """Size of each layer."""
 
     @property
     def layers_at(self) -> int:
@@ -97,7 +97,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 class PoolFile:
-    """An open file that this process alone uses, as long as it lives."""
+    """An open file that only this process uses while it lives."""
 
     def __init__(self, path: Path, file: int) -> None:
         self._path = path
@@ -130,7 +130,7 @@ class PoolFile:
         return os.fstat(self._file).st_blocks * 512
 
     def num_held(self, namespace: KvNamespace) -> int | None:
-        """How many blocks the pool has that it holds; None if it holds none of this namespace."""
+        """The number of blocks that the file holds; None if it holds none of this namespace."""
         header = os.pread(self._file, _HEADER_BYTES, 0)
         number = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + 8], "little")
         return number if header == _header(namespace, number) else None
@@ -144,12 +144,11 @@ class PoolFile:
         *,
         needs_huge_pages: bool,
     ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
-        """The layers of these shapes, and the inventory of the blocks, those of before if they can be used.
+        """Maps the layers of these shapes, and returns them with the inventory of the usable earlier blocks.
 
         Args:
-            num_blocks: of each layer.
-            needs_huge_pages: return None where the file gets no huge pages and the layers are so large that they need
-                some.
+            num_blocks: The blocks of each layer.
+            needs_huge_pages: Return None if the file gets no huge pages and the layers are large enough to need them.
 
         Raises:
             MemoryError: the file cannot be mapped.
@@ -185,7 +184,7 @@ class PoolFile:
         """The file takes space as it is written, and a process that writes to it where none is left is killed."""
         system = os.fstatvfs(self._file)
         left = system.f_bavail * system.f_frsize + self.held_bytes
-        # One without blocks has no limit but memory, as that of files without a name.
+        # A file system without blocks is limited only by memory, as for files without a name.
         if system.f_blocks and num_bytes > left:
             raise ConfigurationError(
                 f"--kv-cache-file {self._path}: the KV pool takes {shown_bytes(num_bytes)}, and its file system has "

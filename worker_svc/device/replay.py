@@ -58,7 +58,7 @@ class GraphShapes:
 
     @classmethod
     def up_to(cls, max_num_rows: int, max_model_len: int) -> "GraphShapes":
-        """The shapes for batches of at most so many rows, and contexts of at most so many tokens."""
+        """The shapes for batches of at most these numbers of rows and tokens of context."""
         max_rows = min(max_num_rows, MAX_GRAPH_ROWS)
         counts = sorted({*(count for count in (1, 2, 4) if count < max_rows), *range(8, max_rows, 8), max_rows})
         lengths = []
@@ -93,8 +93,8 @@ def make_room(
     max_seq_len: int,
     device: torch.device,
 ) -> ModelInput:
-    """Tensors that keep their addresses, which recordings use, for steps of at most so many tokens and rows. All are
-    zeros, but each row has one token. `num_columns` is the number of blocks of the longest sequence."""
+    """Tensors that keep their addresses, which recordings use, for steps of at most `num_tokens` tokens and `num_rows`
+    rows. All are zeros, but each row has one token. `num_columns` is the number of blocks of the longest sequence."""
 
     attention = AttentionMetadata(
         slot_mapping=zeros((num_tokens,), torch.int64, device),
@@ -150,7 +150,7 @@ class GraphRecorder(Protocol):
 
 
 class DecodeGraphs:
-    """One graph a shape, over the same input and output tensors. Used by the device thread alone."""
+    """One graph per shape, over the same input and output tensors. Used only by the device thread."""
 
     def __init__(
         self, shapes: GraphShapes, room: ModelInput, hidden: Tensor, replays: Mapping[GraphShape, Replay]
@@ -172,7 +172,7 @@ class DecodeGraphs:
         """Records all shapes. Raises whatever the device raises.
 
         Args:
-            padding: A batch of padding alone, of as many rows as the largest shape has.
+            padding: A batch that has only padding, with the rows of the largest shape.
             num_columns: Blocks of the longest sequence.
         """
         num_rows, longest = shapes.largest.num_rows, shapes.largest.max_seq_len
@@ -186,7 +186,7 @@ class DecodeGraphs:
         return cls(shapes, room, hidden, {shape: recorder.record(partial(forward, shape)) for shape in shapes})
 
     def shape_for(self, batch: Batch) -> GraphShape | None:
-        """The shape to pad this batch to; None when it must run as it is."""
+        """The shape to pad this batch to; None if it must run as it is."""
         if int(batch.num_new_tokens.max()) > 1:
             return None
         return self._shapes.fit(len(batch.rows), int(batch.num_computed_tokens.max()) + 1)
@@ -304,7 +304,7 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
     if not _is_recordable(model):
         return model
     try:
-        # Output tokens that are computed again are rows of their own, and a prompt's last one has another beside it.
+        # Recomputed output tokens are rows of their own, and the last token of a prompt is paired with another.
         num_rows = max(_max_batch_rows(limits), limits.max_num_batched_tokens)
         num_tokens = limits.max_num_batched_tokens + limits.max_num_rows
         return RecordedForward(model, room_for(pool, max_model_len, num_tokens=num_tokens, num_rows=num_rows))
@@ -314,7 +314,7 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
 
 
 def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> RecordedDecodes | None:
-    """The model for passes of decodes alone, over this pool; None if it cannot be recorded."""
+    """The model for passes that have only decodes, over this pool; None if it cannot be recorded."""
     if not _is_recordable(model):
         return None
     try:
@@ -388,7 +388,7 @@ class RecordedForward:
 
     @torch.inference_mode()
     def run(self, num_rows: int) -> torch.Tensor:
-        """The output for so many rows of one token each, as the room has them."""
+        """The output for `num_rows` rows of one token each, which the room holds."""
         tokens = ModelInput(self._room.token_ids[:num_rows], self._room.positions[:num_rows], self._room.attention, ())
         self._embedded[:num_rows] = self._model.embed(tokens)
         self._recording.run(num_rows, num_rows)

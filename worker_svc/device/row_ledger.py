@@ -1,6 +1,6 @@
-"""What the rows of the persistent batch hold as of the last accepted step, which the event loop checks the next one by.
+"""The content of the persistent batch's rows after the last accepted step; the event loop checks the next one by it.
 
-It comes before torch does: a worker listens, and refuses an address in use, before it imports that.
+It does not import torch: a worker listens, and refuses an address in use, before it imports that.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from worker_svc.step import (
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """The samples of a step in flight that have drafts: which sequences they extend, and by how many tokens at most."""
+    """The samples of a step in flight that have drafts: the sequences that they extend, and the maximum tokens each."""
 
     step_id: int
     rows: Int32Array
@@ -40,7 +40,7 @@ class _Drafted:
 
 
 class RowLedger:
-    """The rows as of the last accepted step: what a step must agree with, so that no later check is needed.
+    """The rows as of the last accepted step. A step is checked against them, so that no later check is needed.
 
     Lengths are enough for the checks; block tables tell which blocks a step writes. While steps in flight have drafts
     of a row, its length is an interval: `_num_tokens` is the most that it may have, up to `_num_unsure` fewer. The
@@ -77,7 +77,7 @@ class RowLedger:
         self._is_loaded[:] = False
 
     def begin_load(self, slot: int) -> None:
-        """An adapter is loaded into a slot: rows of the one before it are computed no more."""
+        """An adapter is loaded into a slot: rows of the previous one are not computed any more."""
         self._num_loads += 1
         self._slot_loads[slot], self._is_loaded[slot] = self._num_loads, False
 
@@ -91,7 +91,7 @@ class RowLedger:
         """Applies a step to the rows. `batch_blocks` are in no particular order.
 
         Raises:
-            InvalidArgument: the step contradicts what the rows hold. Nothing was changed.
+            InvalidArgument: the step contradicts the content of the rows. Nothing was changed.
         """
         max_forked = None
         if step.row_changes.are_none:
@@ -132,7 +132,7 @@ class RowLedger:
         saved = [each.copy() for each in lengths]
         assigned = np.array([each.row for each in changes.assign], dtype=np.int32)
         touched = np.unique(np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0])))
-        # Tables have room for the longest sequence, of which most rows use little.
+        # Tables have room for the longest sequence; most rows use little of it.
         assigned_blocks = max((len(each.block_table) for each in changes.assign), default=0)
         last_set = changes.block_table_deltas[:, 1].max(initial=-1)
         end = max(int(self._num_blocks.max(initial=0)), assigned_blocks, int(last_set) + 1)
@@ -233,11 +233,11 @@ class RowLedger:
                 f"{self._num_blocks[rows[worst]]} blocks holds {self._num_blocks[rows[worst]] * self._block_size}",
             )
         written = self._written_blocks(rows, batch.num_computed_tokens, reach)
-        check_distinct(written, "batch", "block", "among those that its rows write")
+        check_distinct(written, "batch", "block", "among the blocks that its rows write")
         return written
 
     def _reach(self, batch: Batch, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens of each row may be computed after the step, with its drafts and where the row may be."""
+        """Maximum length of each row after the step, with its drafts and with unverified earlier ones."""
         if not self._num_drafts[batch.rows].any() and not len(batch.max_drafts):
             return ends
         samplers, sources = batch.samples.T
@@ -296,7 +296,7 @@ class RowLedger:
 
     def _require_sure(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(self._num_unsure[rows] > 0)) is not None:
-            raise invalid_field(field, f"names row {rows[worst]}, of which steps in flight have drafts")
+            raise invalid_field(field, f"names row {rows[worst]}, which has drafts in steps in flight")
 
     def _require_held(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(~self._held[rows])) is not None:

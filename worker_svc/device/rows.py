@@ -3,7 +3,7 @@
 A step carries only changes. They are applied three times, because steps overlap:
 
 * `RowLedger`, when a step is accepted: the event loop checks it before the device has run the previous steps.
-* `Rows`, when it is launched: what the model and the sampler read. The tokens stay on the device, so that a row
+* `Rows`, when it is launched: the input of the model and the sampler. The tokens stay on the device, so that a row
   continues with its own last sample before the scheduler has seen it.
 * `FailedPrompts`, when its results have arrived.
 """

@@ -1,8 +1,8 @@
 """Runs admitted steps on the device (cache operations, row changes, model, sampler) and reports their results.
 
 `launch` queues a step on the device and returns; `LaunchedStep.wait` gives its output. On CUDA the next step can be
-launched before the previous one has been waited for: what it needs of it, the sampled tokens, stays on the device. The
-results are copied to the host beside the next step. On the CPU all work is done when `launch` returns.
+launched before the previous one is waited for: the sampled tokens that it needs stay on the device. Results are copied
+to the host during the next step. On the CPU all work is done when `launch` returns.
 """
 
 import logging
@@ -82,7 +82,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 _NONE = np.zeros(0, np.int32)
 _MAX_ENDING = 8
-"""Up to so many rows it is looked whether all have ended, and further passes are in vain; of more that is seldom so."""
+"""Maximum rows for which a step checks whether all have ended and further passes are in vain; more rows seldom do."""
 _NO_CHANGES = RowChanges(_NONE, (), np.zeros((0, 2), np.int32), (), (), np.zeros((0, 3), np.int32))
 _logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class StepValues(Generic[A]):
     is_finite: A
     """[s] bool, of the logits."""
     finite_tokens: A | None = None
-    """[T] bool, of the hidden states; None when every row of the batch samples."""
+    """[T] bool, of the hidden states; None if every row of the batch samples."""
     logprobs: LogprobValues[A] | None = None
     candidates: CandidateValues[A] | None = None
     prompt_logprobs: LogprobValues[A] | None = None
@@ -130,7 +130,7 @@ class HostCopy:
         return self._targets.map(Tensor.numpy)
 
     def token_ids(self) -> np.ndarray:
-        """The drawn tokens alone, for another thread than that of `wait`; waits for the device."""
+        """Waits for the device and returns the drawn tokens only; for other threads than the thread of `wait`."""
         self._arrived.wait()
         return self._targets.token_ids.numpy()
 
@@ -146,12 +146,12 @@ class _Pass:
     """One run of the model, or several of a step.
 
     Attributes:
-        batch: what was computed; of the step's batch, with drafts.
-        rows: for each token that was drawn, the row that drew it.
-        columns: their parameters.
-        drawn: the tokens.
-        kept: how many tokens each sample of the step drew; None where each drew one, and none had drafts.
-        prompts: the prompt tokens that are scored; None if there are none.
+        batch: The batch that was computed, including drafts.
+        rows: For each drawn token, the row that drew it.
+        columns: Sampling parameters of these rows.
+        drawn: The drawn tokens.
+        kept: The number of tokens that each sample of the step drew; None if each drew one and none had drafts.
+        prompts: The prompt tokens that are scored; None if there are none.
     """
 
     batch: Batch
@@ -163,7 +163,7 @@ class _Pass:
 
     @property
     def num_drafts(self) -> Int32Array:
-        """How many drafts of each sample it verified; empty: none of any."""
+        """Number of verified drafts of each sample; empty if no sample had any."""
         return _NONE if self.kept is None else self.kept.num_drafts
 
     @property
@@ -239,8 +239,8 @@ class LaunchedStep:
         )
 
     def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
-        """A constrained row has logits of -infinity alone if other rules exclude all that its constraint leaves. A
-        beam of such a row ends without a continuation."""
+        """A constrained row has logits of -infinity only, if other rules exclude all that its constraint allows. A beam
+        of such a row ends without a continuation."""
         columns = self.ran.columns
         draws = columns.num_candidates == 0
         excluded = draws & columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
@@ -267,7 +267,7 @@ class ModelRunner:
         multi_step_s: float = 0.0,
         draft_model: CausalLM | None = None,
     ) -> None:
-        """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint.
+        """Without `streams` it takes the streams of the model's device; without `matchers` no row has a constraint.
 
         Args:
             drafter: guesses up to `limits.max_drafts` further tokens of a sample.
@@ -279,7 +279,7 @@ class ModelRunner:
         self._pool = pool
         self._streams = streams or Streams.of(model.device)
         self._moves = BlockMoves(pool, self._streams.compute, self._streams.swaps)
-        # The row after those that steps name pads batches.
+        # The row after the rows of steps pads batches.
         self._padding_row = limits.max_num_rows
         max_blocks = pool.geometry.blocks_for(geometry.max_model_len)
         self._rows = Rows(limits.max_num_rows + 1, geometry.max_model_len, max_blocks, model.device)
@@ -311,12 +311,12 @@ class ModelRunner:
         return self._model.device.type == "cuda"
 
     def predict_passes(self, times: PassTimes) -> None:
-        """Predicts passes by this from now on, and tells it what they took."""
+        """Uses these predictions of passes from now on, and reports the time of passes to them."""
         self._pass_times = times
 
     @torch.inference_mode()
     def measure_draft_model(self, context_s: float) -> PassCosts | None:
-        """What its passes cost, to be called after the first steps; None if there is none."""
+        """Costs of the draft model's passes, to be measured after the first steps; None if there is no draft model."""
         return None if self._draft_model is None else self._draft_model.measured_costs(context_s)
 
     def choose_drafts(self, choice: DraftChoice) -> None:
@@ -397,7 +397,7 @@ class ModelRunner:
         return HostCopy(values, self._streams.compute, self._streams.results)
 
     def _run_on(self, batch: Batch, first: "_Pass", stopwatch: Stopwatch) -> Sequence["_Pass"]:
-        """The first pass of a batch of decodes, and those after it, as far as they fit the time."""
+        """Runs the first pass of a batch of decodes, and further passes while they fit the time."""
         passes, elapsed_s, num_rows = [first], stopwatch.elapsed_s, len(batch.rows)
         self._pass_times.took(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
@@ -418,7 +418,7 @@ class ModelRunner:
                 passes.append(self._run_plain(run, batch, first))
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             if self._drafts is None or not self._drafts.looked_in_vain:
-                # To look for guesses takes time, too, which is no part of what a pass without drafts takes.
+                # The time of the look for guesses is no part of a pass without drafts.
                 self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
 
@@ -427,8 +427,8 @@ class ModelRunner:
         return self._drafts.num_tokens(rows)
 
     def _have_ended(self, rows: NDArray[np.integer], begins: NDArray[np.integer]) -> bool:
-        """Whether each of a few rows has a token, from this position on, that ends it: the step before may have drawn
-        it, of which the scheduler does not know yet."""
+        """Whether each of a few rows has a token, from this position on, that ends it. The previous step may have drawn
+        it before the scheduler learns of it."""
         if len(rows) > _MAX_ENDING:
             return False
         token_ids, endings = self._rows.token_ids.numpy(), self._rows.sampling.endings
@@ -436,7 +436,7 @@ class ModelRunner:
         return all(not set(token_ids[row, begin:end].tolist()).isdisjoint(endings[row]) for row, begin, end in places)
 
     def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:
-        """All passes that a batch of decodes may have, where its rows need no more than a draw and have no drafts."""
+        """All passes that a batch of decodes may have, if its rows need only a draw and have no drafts."""
         drafts, decodes = self._drafts, self._run_decodes
         if drafts is None or decodes is None or not samples_every_token(batch):
             return None
@@ -447,7 +447,7 @@ class ModelRunner:
         return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, self._pool.geometry.block_size)
 
     def _run_plain(self, run: DecodeRun, batch: Batch, first: "_Pass") -> "_Pass":
-        """One pass of `_plain_run`. The rows and their parameters are those of the first pass of the step."""
+        """One pass of `_plain_run`. Its rows and their parameters are the same as in the step's first pass."""
         assert self._drafts is not None
         drawn, kept, rows, columns = run.next(), None, first.rows, first.columns
         token_ids, is_usable = drawn.token_ids.numpy(), drawn.is_finite.numpy()
@@ -458,8 +458,8 @@ class ModelRunner:
         return _Pass(batch, rows, columns, drawn, kept, None)
 
     def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
-        """The batch of decodes once more, after its latest draws; None where it may not run again, where a row may have
-        no further token, or where one reports more than tokens."""
+        """Returns the batch of decodes after its latest draws, to run again; None if it may not run again, if a row may
+        have no further token, or if a row reports more than tokens."""
         if len(passes) == batch.max_passes:
             return None
         num_more = 1 + batch.max_drafts - sum(1 if each.kept is None else each.kept.num_tokens for each in passes)
@@ -532,7 +532,7 @@ class ModelRunner:
         return _Pass(batch, rows, columns, drawn, kept, prompts), copy
 
     def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None) -> torch.Tensor:
-        """Hidden states of the batch's tokens, and of padding after them. `lone` are those of `find_lone_tokens`."""
+        """Hidden states of the batch's tokens and of padding after them. `lone` comes from `find_lone_tokens`."""
         if lone is not None:
             return self._forward_pairs(batch, lone)
         graphs = self._graphs
@@ -541,8 +541,8 @@ class ModelRunner:
         return graphs.run(shape, self._model_input(pad_batch(batch, shape.num_rows, self._padding_row)))
 
     def _forward_pairs(self, batch: Batch, lone: NDArray[np.bool_]) -> torch.Tensor:
-        """The same where each of the `lone` tokens is computed beside the token before it. That one's keys and values
-        are in the pool; those that are computed again go to the padding block."""
+        """The same, with each of the `lone` tokens computed together with the token before it. The keys and values of
+        the earlier token are in the pool; its recomputed ones go to the padding block."""
         pairs = replace(
             batch, num_new_tokens=batch.num_new_tokens + lone, num_computed_tokens=batch.num_computed_tokens - lone
         )

@@ -1,5 +1,4 @@
-"""Which blocks of the GPU pool are final, and what they hold. Needs no torch, so that processes without a model do not
-import it."""
+"""The inventory of the GPU pool's final blocks and their hashes. It imports no torch, for processes without a model."""
 
 import threading
 from typing import Protocol, Self
@@ -25,7 +24,7 @@ class SealInventory:
         self._sealed = np.zeros(num_gpu_blocks, dtype=np.uint8)
         self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
         self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
-        # How often a write of each block began.
+        # The number of writes of each block that began.
         self._num_writes = np.zeros(num_gpu_blocks, dtype=np.int64)
 
     @classmethod
@@ -56,12 +55,12 @@ class SealInventory:
             self._sealed[block_ids] = 1
 
     def num_writes(self, block_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-        """How often a write of each of these blocks began: a final block is the same while that is the same."""
+        """Number of writes of each of these blocks that began: a final block is unchanged while this is unchanged."""
         with self._lock:
             return self._num_writes[block_ids]
 
     def begin_transfer(self, block_ids: NDArray[np.integer]) -> None:
-        """These blocks, which no step writes until `end_transfer` or a later step of their own, get other content."""
+        """Marks blocks that a transfer fills; no step writes them until `end_transfer` or a later step of their own."""
         with self._lock:
             self._sealed[block_ids] = 0
             self._num_writes[block_ids] += 1

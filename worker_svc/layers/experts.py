@@ -1,4 +1,4 @@
-"""Gated MLPs: one for all tokens, or experts, of which a router chooses a few for each token.
+"""Gated MLPs: a single one for all tokens, or experts, and a router that chooses a few of them for each token.
 
 A step multiplies with the experts that its tokens have chosen, and with no other: the tokens of one expert together, by
 the products that all linear layers have, so experts may be rounded, or coded as a file has them. A token's experts are
@@ -138,7 +138,7 @@ class Experts(nn.Module):
         return weights / weights.sum(dim=-1, keepdim=True) if self._normalized else weights, chosen
 
     def _multiply(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """What its experts make of each token, [T, num_chosen, hidden], of the inner features of this rank."""
+        """The outputs of each token's experts, [T, num_chosen, hidden], from the inner features of this rank."""
         num_tokens, hidden = x.shape
         outputs = x.new_empty(num_tokens * self._num_chosen, hidden)
         places = chosen.view(-1).argsort(stable=True)

@@ -1,9 +1,9 @@
 """Linear layers: how weights are merged and split over ranks (as in Megatron-LM), and how they are multiplied.
 
-A layer multiplies with our own kernel if there is one, else from weights that oneDNN has packed once if that is
-faster, else as torch does. ADR 0007 has the measurements of our own kernel, for bfloat16, beside oneDNN's. Without it,
-packed products of oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16; in float32 one token takes up to a
-tenth longer packed, four and more take a quarter less.
+A layer multiplies with our own kernel if there is one, else from weights that oneDNN has packed once if that is faster,
+else as torch does. ADR 0007 compares our own kernel, for bfloat16, with oneDNN. Without our kernel, packed products of
+oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16; in float32 one token takes up to a tenth longer packed,
+four and more take a quarter less.
 
 Int8 weights: linear layers round their weights when they are loaded, with one scale for each output. The embedding,
 norms, biases and the output layer keep the model's dtype: errors of the output layer would go straight to the logits,
@@ -111,7 +111,7 @@ class ActivationKind:
 
     @property
     def is_gated_silu(self) -> bool:
-        """Whether it is what `ops.silu_and_mul` computes."""
+        """Whether it is the function of `ops.silu_and_mul`."""
         return self.gated and ACTIVATIONS[self.name] is _SILU
 
     @property
@@ -157,9 +157,9 @@ class LinearPart:
         num_shards: number of parts of the outputs, if it is smaller than the number of ranks.
         first: outputs of the checkpoint's layer before these.
         of: outputs of the checkpoint's layer; None if these are all.
-        apart: the name of a layer of these outputs alone, which adapters may have that were trained on such ones.
-        rotated: the head size, and how many dimensions of each head a rotation turns, i with i + rotated / 2, if it
-            does not turn all. Outputs are put so that these are i and i + head size / 2, as `ops.rotary` has them.
+        apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
+        rotated: the head size, and the number of dimensions of each head that a rotation turns, i with i + rotated / 2,
+            if it does not turn all. Outputs are put so that these are i and i + head size / 2, as in `ops.rotary`.
     """
 
     name: str
@@ -197,11 +197,11 @@ class Linear(Loadable):
 
     Args:
         in_features: of the whole layer.
-        split: what each rank holds of it.
+        split: the part of each rank.
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
         activation: None is the identity.
         keeps_weights: weights that are not coded are multiplied as they are, whatever the quantization.
-        float32_outputs: sums stay float32 where our own kernel has them; else they are of the dtype of the inputs.
+        float32_outputs: sums stay float32 if our own kernel has them; else they have the dtype of the inputs.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Linear(Loadable):
         return self._placement.ranks.sum(product) if self._split is Split.INPUTS else product
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, of a layer that is split by inputs without those of other ranks."""
+        """The same, for a layer that is split by inputs, without the partial sums of other ranks."""
         slots = self._token_slots.current
         return self._product(x) if slots is None or self._adapted is None else self._adapted(x, slots)
 
@@ -321,7 +321,7 @@ class Linear(Loadable):
     @property
     def adapted_modules(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """For each part, the layers that it is (a part) of, by name: the inputs and outputs of the layer, and the
-        outputs of the checkpoint's layer before those."""
+        outputs of the checkpoint's layer before them."""
         return tuple(
             {part.name: (self._in_features, part.of or part.out_features, 0)}
             | ({} if part.apart is None else {part.apart: (self._in_features, part.out_features, part.first)})
@@ -335,8 +335,8 @@ class Linear(Loadable):
         return self._adapted.table
 
     def of_rank(self, parts: Sequence[LowRank | None]) -> list[LowRank | None]:
-        """What this rank holds of the adapter of each part: the outputs of B, or the inputs of A, since the products
-        with those are summed over the ranks before B would be."""
+        """This rank's share of the adapter of each part: the outputs of B, or the inputs of A, since the products with
+        A are summed over the ranks before the products with B."""
         inputs, found = self._inputs_of_rank(), list[LowRank | None]()
         for part, each in zip(self._parts, parts, strict=True):
             if each is None:
@@ -370,7 +370,7 @@ class Linear(Loadable):
 
 
 def _runs_of_heads(outputs: Shard, head_dim: int, rotated: int) -> Iterator[Shard]:
-    """Of each head: the first half of what is turned and of what is not, then the second halves."""
+    """The first halves of each head's rotated and other outputs, then the second halves."""
     turned, rest = rotated // 2, (head_dim - rotated) // 2
     for head in range(outputs.start, outputs.end, head_dim):
         for start, size in ((0, turned), (rotated, rest), (turned, turned), (rotated + rest, rest)):
@@ -516,7 +516,7 @@ class OwnProduct:
     activation: Activation | None
     """Applied after that."""
     output_dtype: torch.dtype | None = None
-    """Of the sums; None: that of x."""
+    """Dtype of the sums; None for the dtype of x."""
 
     @classmethod
     def of(
@@ -631,7 +631,7 @@ def _without_activation(product: Product) -> Product:
         case PlainProduct() | WeightOnlyProduct():
             return replace(product, activation=None)
         case OwnProduct():
-            # Of a coded weight on a GPU, whose gates lie as its other outputs do.
+            # A coded weight on a GPU, whose gates are stored like its other outputs.
             return replace(product, weight=replace(product.weight, gated=False), fused="identity", activation=None)
         case _:
             return product

@@ -1,4 +1,4 @@
-"""The interface of a model: what the runner calls, what the loader reads."""
+"""The interface of a model for the runner and the loader."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ class CausalLM(nn.Module):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden], some of what `forward` returned -> [S, vocab_size] float32."""
+        """hidden [S, hidden], some of `forward`'s results -> [S, vocab_size] float32."""
 
 
 class NativeCausalLM(CausalLM):
@@ -119,8 +119,8 @@ class NativeCausalLM(CausalLM):
 
     Attributes:
         base_prefix: prefix of the names of the base model's tensors in the checkpoint.
-        layers: those that `run_layers` runs.
-        waits_for_device: whether the host reads what the device computes within a forward pass.
+        layers: The layers that `run_layers` runs.
+        waits_for_device: whether the host reads results of the device within a forward pass.
     """
 
     base_prefix: ClassVar[str]
@@ -139,7 +139,7 @@ class NativeCausalLM(CausalLM):
 
     @abstractmethod
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """The rest of `forward`. `x` is what `embed` returned, and may be overwritten."""
+        """The rest of `forward`. `x` is the result of `embed`, and may be overwritten."""
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         return self.run_adapted_layers(self.embed(inputs), inputs)
@@ -154,7 +154,7 @@ class NativeCausalLM(CausalLM):
         return self.ranks.gather_columns(self.head(hidden), self.vocab_size)
 
     def finish(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The logits of what `outputs` returned."""
+        """The logits from the result of `outputs`."""
         return outputs.float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
                 fields, gemma.num_layers, window_of(fields), lambda index: (index + 1) % pattern > 0
             ),
             sliding_rope=RopeConfig.read(sliding, gemma.head_dim),
-            # What the scaled rotation reaches already.
+            # The positions that the scaled rotation reaches already.
             max_model_len=gemma.rope.max_positions,
         )
 
@@ -161,7 +161,7 @@ def _rotations(fields: ConfigFields) -> dict[str, Mapping[str, Any]]:
     values = fields.values
     given = values.get("rope_parameters") or {_FULL: values.get("rope_scaling") or {}}
     if not isinstance(given, dict) or not given.keys() <= {_FULL, _SLIDING}:
-        raise fields.error("rope_parameters", given, f"those of {_FULL} and {_SLIDING}")
+        raise fields.error("rope_parameters", given, f"sections for {_FULL} and {_SLIDING}")
     sections = {kind: given.get(kind) or {} for kind in (_FULL, _SLIDING)}
     if not all(isinstance(section, dict) for section in sections.values()):
         raise fields.error("rope_parameters", given, "a section for each kind of layer")

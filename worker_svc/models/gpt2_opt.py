@@ -77,7 +77,7 @@ def run_norm_first(
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
-    """The fields of GPT-2's config.json; defaults are those of transformers."""
+    """The fields of GPT-2's config.json, with the defaults of transformers."""
 
     vocab_size: int
     max_positions: int
@@ -97,7 +97,7 @@ class GPT2Config:
         renamed = {own: values[name] for name, own in _OTHER_NAMES.items() if values.get(name) is not None}
         fields = ConfigFields({**values, **renamed})
         if fields.flag("add_cross_attention", False):
-            raise fields.error("add_cross_attention", True, "false: a decoder alone is served")
+            raise fields.error("add_cross_attention", True, "false: only decoders are served")
         hidden_size = fields.integer("n_embd", 768)
         num_heads = fields.integer("n_head", 12)
         return cls(
@@ -196,7 +196,7 @@ class GPT2LMHeadModel(NativeCausalLM):
 
 @dataclass(frozen=True, slots=True)
 class OPTConfig:
-    """The fields of OPT's config.json; defaults are those of transformers.
+    """The fields of OPT's config.json, with the defaults of transformers.
 
     Attributes:
         embedding_size: width of the token embedding; projections convert to `hidden_size` if they differ.

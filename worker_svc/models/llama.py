@@ -48,7 +48,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The fields of config.json; defaults are those of transformers' LLaMA."""
+    """The fields of config.json, with the defaults of transformers' LLaMA."""
 
     vocab_size: int
     hidden_size: int
@@ -69,17 +69,17 @@ class LlamaConfig:
     max_model_len: int
     experts: ExpertsConfig | None = None
     norm_offset: float = 0.0
-    """What norms add to their weights."""
+    """Number that norms add to their weights."""
     attention_scale: float | None = None
-    """Factor on the scores; None for that of the head size."""
+    """Factor on the scores; None for the default of the head size."""
     soft_cap: float | None = None
-    """Of the scores, as in `ops.paged_attention`."""
+    """Cap of the scores, as in `ops.paged_attention`."""
     logit_cap: float | None = None
     """Logits are `cap * tanh(logit / cap)`."""
     merged: bool = False
     """Whether the checkpoint has query, key and value in one layer, and gate and up in another."""
     sliding_rope: RopeConfig | None = None
-    """That of layers with a window, if it is another one."""
+    """The rotation of layers with a window, if it differs."""
 
     def rotation_for(self, max_positions: int | None) -> RotationByLength | None:
         """The rotation of a server whose sequences have this length, see `served_len`."""
@@ -197,7 +197,7 @@ class LlamaLayer(nn.Module):
         ]
 
     def _make_mlp(self, index: int, name: str, config: LlamaConfig, placement: Placement) -> nn.Module:
-        """[T, hidden] -> [T, hidden]; `name` is that of the layer."""
+        """[T, hidden] -> [T, hidden]; `name` is the name of the layer."""
         experts = config.experts
         if experts is None or index in experts.dense_layers:
             return GatedMlp(
@@ -287,7 +287,7 @@ class LlamaForCausalLM(NativeCausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """LLaMA whose layers may see a sliding window: all of them, or those that `layer_types` names (Ministral)."""
+    """LLaMA whose layers may see a sliding window: all layers, or the sliding ones of `layer_types` (Ministral)."""
 
     architecture = "MistralForCausalLM"
 
@@ -353,7 +353,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
 
 def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """`sliding_window` in the layers that `layer_types` names, or without it in those from `max_window_layers` on."""
+    """`sliding_window` in the sliding layers of `layer_types`; without `layer_types`, from `max_window_layers` on."""
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, minimum=0)
     return windows_of_layers(fields, num_layers, window, lambda index: index >= first)
@@ -362,7 +362,7 @@ def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, .
 def windows_of_layers(
     fields: ConfigFields, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """`window` in the layers that `layer_types` names, or without it in those for which `is_sliding` is true.
+    """`window` in the sliding layers of `layer_types`; without `layer_types`, in layers that satisfy `is_sliding`.
 
     Raises:
         ConfigurationError: an unknown type of layer, or a sliding layer without a window.
@@ -373,7 +373,7 @@ def windows_of_layers(
     if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
         raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
     if window is None and _SLIDING in types:
-        raise fields.error("layer_types", types, f"{_FULL} alone if no sliding window is used")
+        raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
     return tuple(window if each == _SLIDING else None for each in types)
 
 

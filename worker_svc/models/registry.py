@@ -1,4 +1,4 @@
-"""From a model directory to a model that is ready to run."""
+"""Loads a model from its directory."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -70,7 +70,7 @@ def load_model(
     """Reads the weights of `directory`, and its configuration where it is not read yet.
 
     Args:
-        ranks: those that share the model; only the part of this one is read.
+        ranks: The ranks that share the model; only the part of this one is read.
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's if it has a
             family for the model.
         quantization: how linear layers round their weights; transformers' code takes none only.
@@ -205,8 +205,8 @@ def resolve_dtype(config: Mapping[str, Any], requested: str, device: torch.devic
     """The dtype to run in.
 
     Args:
-        requested: a name of DTYPES, or "auto" for what config.json says (float32 when it is silent). "auto" turns
-            float16 into bfloat16 on a CPU, where float16 is slow and overflows in what bfloat16 holds.
+        requested: a name of DTYPES, or "auto" for the dtype in config.json (float32 if it has none). "auto" turns
+            float16 into bfloat16 on a CPU, where float16 is slow and overflows for numbers that bfloat16 holds.
 
     Raises:
         ConfigurationError: a dtype that is not served.

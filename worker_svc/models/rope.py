@@ -98,7 +98,7 @@ class RopeConfig:
         return RotationByLength(extended if length > original else "original", original, longest, length)
 
     def cos_sin_table(self, device: torch.device, num_positions: int) -> torch.Tensor:
-        """[n, head_dim] float32: cosines, then sines, of each of the first n positions; 1 and 0 of what is not turned.
+        """[n, head_dim] float32: cosines, then sines, of each of the first n positions; 1 and 0 for unrotated inputs.
 
         Args:
             num_positions: n, the length of the longest sequence, from which the table of a type with several follows.
@@ -154,7 +154,7 @@ def _dynamic(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]
 
 
 def _llama3(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
-    """Divides the frequencies of long wavelengths by the factor, keeps those of short ones, interpolates between."""
+    """Divides the frequencies of long wavelengths by the factor, keeps short ones, and interpolates between."""
     factor = rope.fields.number("factor")
     low = rope.fields.number("low_freq_factor")
     high = rope.fields.number("high_freq_factor")

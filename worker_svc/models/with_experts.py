@@ -67,8 +67,8 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
-    """LLaMA with biases on query, key and value, and with experts, one of which each token has. Every other one of the
-    lower layers may see a sliding window."""
+    """LLaMA with biases on query, key and value, and with experts, including one shared by all tokens. Every other one
+    of the lower layers may see a sliding window."""
 
     architecture = "Qwen2MoeForCausalLM"
     waits_for_device = True
@@ -105,7 +105,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
 
 def _qwen_experts(fields: ConfigFields, llama: LlamaConfig, shared_inner_size: int | None) -> ExpertsConfig | None:
-    """None where no layer has experts."""
+    """None if no layer has experts."""
     # transformers 5 writes Qwen3's number by Mixtral's name.
     count = fields.integer("num_local_experts" if "num_local_experts" in fields.values else "num_experts", minimum=0)
     if not count:

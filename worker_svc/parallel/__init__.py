@@ -1,1 +1,1 @@
-"""Tensor parallelism: how ranks meet, and what they exchange tensors by."""
+"""Tensor parallelism: the rendezvous of ranks, and the exchange of tensors."""

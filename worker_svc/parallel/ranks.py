@@ -30,7 +30,7 @@ class Shard:
 
 
 class Ranks:
-    """A rank alone. The subclasses communicate with other ranks.
+    """A single rank. The subclasses communicate with other ranks.
 
     Every rank gets the same steps and draws the same tokens: the operations return bitwise the same on all ranks.
 
@@ -80,7 +80,7 @@ class Ranks:
         """
 
     def fail(self, why: str) -> None:
-        """Something failed in this rank, maybe in it alone. Ends the process if other ranks would wait for it."""
+        """Reports a failure, perhaps of this rank only. Ends the process if other ranks would wait for it."""
 
 
 ALONE = Ranks()

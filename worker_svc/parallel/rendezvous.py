@@ -1,6 +1,6 @@
 """How the ranks of a model find each other by torch.distributed, and how each notices that another one ended.
 
-A rank that loses another one cannot go on, and what it computes cannot be trusted: it ends its process at once. The
+A rank that loses another one cannot go on, and its results cannot be trusted: it ends its process at once. The
 supervisor starts it again, and the ranks begin a new rendezvous.
 
 Rank 0 serves a store, in which every rank writes heartbeats. In addition, each other rank has a TCP connection with
@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long ranks wait for each other.
+    """The time that ranks wait for each other.
 
     Attributes:
         rendezvous: for all ranks to come, and then for one that is late in a collective operation. A living rank may be
@@ -133,7 +133,7 @@ def _open_store(address: TcpAddress, patience: Patience) -> TCPStore:
 
 
 def _wait_until_served(address: TcpAddress, deadline: float) -> None:
-    """Returns soon after rank 0 listens, or at the deadline. A TCPStore alone retries at growing intervals."""
+    """Returns soon after rank 0 listens, or at the deadline. A TCPStore itself retries at growing intervals."""
     while clock.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S):
             return
@@ -141,7 +141,7 @@ def _wait_until_served(address: TcpAddress, deadline: float) -> None:
 
 
 def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, patience: Patience) -> TCPStore:
-    """The store of a group that this rank is new to: the `served` one, or that of rank 0.
+    """The store of a group that this rank is new to: the `served` one, or rank 0's.
 
     A rank that was started again may find the store of its predecessor's group. That group is about to end: the other
     ranks see that this rank entered twice.
@@ -320,7 +320,7 @@ class Lifelines:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer if the other side closes before."""
+    """Receives `num_bytes` bytes, or fewer if the other side closes before."""
     data = b""
     while len(data) < num_bytes and (piece := connection.recv(num_bytes - len(data))):
         data += piece

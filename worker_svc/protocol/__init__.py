@@ -1,1 +1,1 @@
-"""The step stream: messages to values and back, sessions, and what a step must satisfy before it runs."""
+"""The step stream: conversion of messages, sessions, and the checks of a step before it runs."""

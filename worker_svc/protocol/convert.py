@@ -1,8 +1,8 @@
-"""Between the messages of the step stream and values, in both directions.
+"""Converts the messages of the step stream to values and back.
 
 `StepDecoder` refuses a StepRequest that is wrong by itself: lengths, ranges, contradictions within a list. `RowLedger`
-refuses what contradicts the present content of the rows. Neither changes anything before everything is checked. If
-the sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
+refuses requests that contradict the present content of the rows. Neither changes anything before everything is checked.
+If the sampling parameters of a row are wrong, the step runs and only that row fails (`SamplingReader`).
 """
 
 import zlib
@@ -53,7 +53,7 @@ MoveBlocks = worker_pb2.MoveBlocks
 
 _MAX_UINT32 = 0xFFFFFFFF
 _SLOTS_AT_ONCE = 4096
-"""Of a tier in one message: a scheduler takes it in between steps."""
+"""Maximum slots of a tier in one message: a scheduler handles it between steps."""
 
 
 def epoch_of(request: RunRequest) -> int:
@@ -218,7 +218,8 @@ class StepDecoder:
 
 
 def _check_cache_operations(operations: CacheOperations) -> None:
-    """No list writes a block twice, and no copy reads what another one writes, so that their order does not matter."""
+    """No list writes a block twice, and no copy reads a block that another one writes, so their order does not
+    matter."""
     if not any(map(len, (operations.swap_out, operations.swap_in, operations.copy))):
         return
     check_distinct(operations.swap_out[:, 1], "cache_operations.swap_out", "host block", "as destination")
@@ -326,7 +327,7 @@ def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
 
 
 def acknowledgement(output: StepOutput) -> RunResponse:
-    """The answer of a rank other than rank 0: its results are the same, so it sends only what shows that."""
+    """The answer of a rank other than rank 0: its results are the same, so it sends only a checksum of them."""
     crc32 = zlib.crc32(encode_int32(output.num_tokens), zlib.crc32(encode_int32(output.token_ids)))
     return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id, token_ids_crc32=crc32))
 
@@ -363,7 +364,7 @@ def fetched_message(lease: bytes, *, is_done: bool) -> RunResponse:
 
 
 def tier_messages(changes: Sequence[tuple[int, bytes | None]]) -> Iterator[RunResponse]:
-    """What slots of a tier hold; None for one that is empty."""
+    """Messages with the content of these slots of a tier; None marks an empty slot."""
     for start in range(0, len(changes), _SLOTS_AT_ONCE):
         part = sorted(changes[start : start + _SLOTS_AT_ONCE], key=lambda change: change[1] is None)
         slots, hashes = encode_int32([slot for slot, _ in part]), b"".join(name for _, name in part if name is not None)

@@ -1,7 +1,7 @@
-"""Which scheduler the worker obeys, and which step is next. Pure: no clock, no I/O, no device.
+"""Sessions: the scheduler that the worker obeys, and the next step. Pure: no clock, no I/O, no device.
 
 An epoch is one incarnation of the scheduler (or one attachment of it), a generation one incarnation of this worker. The
-scheduler may be `max_steps_in_flight` steps ahead. No step comes twice: who misses an answer attaches anew.
+scheduler may be `max_steps_in_flight` steps ahead. No step is repeated: after a missed answer schedulers attach anew.
 """
 
 from quire.rpc.errors import FailedPrecondition

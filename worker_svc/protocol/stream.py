@@ -78,11 +78,11 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 FETCH_BLOCKS = f"/{SERVICE_NAME}/FetchBlocks"
 _RETRY_WHILE_LOADING_MS = 200
 _HELD_WHILE_LOADING_S = 0.25
-"""Not less than what a scheduler waits between two calls, so that it always waits in one."""
+"""At least a scheduler's delay between two calls, so that there always is a waiting call."""
 _NO_STEP = 0
 """The number of the step at which ranks agree on an epoch, before the first step of a session."""
 _RANKS_TIMEOUT_S = 3.0
-"""Less than a scheduler waits for the answer, so that it learns what is missing."""
+"""Less than a scheduler waits for the answer, so that it learns of missing ranks."""
 _logger = logging.getLogger(__name__)
 
 
@@ -127,9 +127,9 @@ class Worker:
             agree: `Ranks.agree`, for a worker of several ranks.
             prepare: compiles the constraint of a serialized RowSampling; None if there is nothing to compile.
             adapters: there are some if `info.limits.max_adapters` is above 0.
-            blocks: what blocks hold, if `info.kv_namespace` says what that means; `tls` identifies this worker to
-                others that it fetches some from.
-            disk: where final blocks are kept, too.
+            blocks: the contents of blocks, if `info.kv_namespace` names their format; `tls` identifies this worker to
+                workers that it fetches blocks from.
+            disk: a further place for final blocks.
         """
         self.info = info
         self.decoder = StepDecoder(info)
@@ -160,7 +160,7 @@ class Worker:
 
         Args:
             on_superseded: Called when a higher epoch takes the worker away from this session.
-            on_fetched: Is told of blocks that this session offers.
+            on_fetched: Called with fetched blocks that this session offers.
 
         Raises:
             FailedPrecondition: the epoch is stale, or attached at this moment.
@@ -176,7 +176,7 @@ class Worker:
         return session
 
     def leave(self, session: Session) -> None:
-        """Ends a session: whoever had it is told nothing any more. Idempotent, also where another one has begun."""
+        """Ends a session, whose scheduler gets no further messages. Idempotent, also if another one has begun."""
         session.end()
         if self._session is session:
             self._session = self._supersede = None
@@ -185,7 +185,7 @@ class Worker:
             self._end_reads()
 
     def _end_reads(self) -> None:
-        """Nobody waits any more for adapters that are read."""
+        """Cancels the reads of adapters, which no caller waits for any more."""
         for slot in list(self._reads):
             self._reads.pop(slot).cancel()
 
@@ -272,8 +272,8 @@ class Worker:
             compiled.add_done_callback(lambda _: on_done())
 
     def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, AdapterLoaded]:
-        """Begins to load an adapter, which is read beside the steps. What it returns puts it into its slot when the
-        steps queued before are finished. A load of this slot that has not ended fails: it may never end."""
+        """Begins to load an adapter, which is read during the steps. The returned coroutine puts it into its slot when
+        the steps queued before are finished. An earlier unfinished load of the slot fails: it may never end."""
         assert self._adapters is not None, "a slot, which `StepDecoder` has checked"
         self._ledger.begin_load(load.slot)
         before = self._reads.get(load.slot)
@@ -328,7 +328,7 @@ class Worker:
         self._device_loop.submit(lane, admitted)
 
     def busy_ms(self) -> int:
-        """How long the device has been in its current step; 0 when idle."""
+        """Milliseconds that the device has been in its current step; 0 if idle."""
         return self._device_loop.busy_ms()
 
 
@@ -450,7 +450,7 @@ class StepStream:
         self._start(answer())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something beside the steps, for as long as the session lasts."""
+        """Runs a task during the steps, until the session ends."""
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
@@ -496,8 +496,8 @@ class StepStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with
-    the progress of that; Run is so after a moment, in which the worker may be ready.
+    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE, with the progress of
+    loading; Run waits a moment before, in which the worker may become ready.
 
     Attributes:
         wanted: A scheduler has called Run.
@@ -525,7 +525,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._refused: str | None = None
 
     def report_loading(self, progress: LoadProgress) -> None:
-        """What calls are told until `open`. To be called in any thread."""
+        """Sets the progress that calls are refused with until `open`. May be called in any thread."""
         self._loading = progress
 
     def open(self, worker: Worker) -> None:
@@ -538,7 +538,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker.disk.start(self._metrics.on_disk)
 
     async def stop_disk(self) -> None:
-        """Brings what is final to disk, after the last step."""
+        """Writes the final blocks to disk, after the last step."""
         if self._loaded is not None and self._loaded.disk is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._loaded.disk.stop)
 
@@ -609,10 +609,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def start_server(servicer: WorkerServicer, address: str, **options: Any) -> RpcServer:
-    """Listens and serves; `options` are those of `RpcServer.start`.
+    """Listens and serves; `options` are passed to `RpcServer.start`.
 
     Steps may have any size: one step may assign all rows, each with a long prompt or a long list of allowed tokens, and
-    what a scheduler has accepted must run.
+    a step of a request that a scheduler has accepted must run.
     """
     return await RpcServer.start(
         address,

@@ -1,11 +1,10 @@
-"""Blocks that move: those that this worker's scheduler offers to other workers, and those that it wants from them or
-from a tier below the pool.
+"""Transfers of blocks: a worker's scheduler offers its blocks to other workers, and fetches blocks from them or from a
+tier below the pool.
 
-Who fetches asks for blocks by their hashes, of other workers under a lease. What comes is checked by its CRC-32, and
-then written in a thread beside the steps. Nothing that goes wrong here is an error of a request: what does not come is
-computed.
+Workers fetch blocks by their hashes, under a lease. Each received block is checked by its CRC-32, and then written in a
+thread during the steps. No failure here is an error of a request: blocks that do not arrive are computed.
 
-What must never be wrong is a byte, so:
+No byte may ever be wrong, therefore:
 
 - Bytes go only between workers of one namespace (`WorkerInfo.kv_namespace`).
 - A block that was written since it was offered is not sent: the inventory counts the writes of each block, before and
@@ -56,8 +55,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Offer:
-    """Blocks, with their indices by hash; how often each had been written after the steps that came before; who fetches
-    them now, and until when they are offered."""
+    """Offered blocks, with their indices by hash; the number of writes of each block after the earlier steps; the
+    number of present fetches, and the end of the offer."""
 
     blocks: Int32Array
     index_of: dict[bytes, int]
@@ -78,7 +77,8 @@ class Move:
 
 
 Tell = Callable[[bytes, bool], object]
-"""Is told that blocks of a lease were fetched, and whether that call is over and no other one fetches some."""
+"""Called when blocks of a lease were fetched, with whether this call is over and no other one fetches from the
+lease."""
 
 
 def _to_nobody(lease: bytes, is_done: bool) -> None:
@@ -118,7 +118,7 @@ class Transfers:
         self._tell = tell
 
     def left(self) -> None:
-        """The scheduler is gone. What it offers can be fetched until another one is attached."""
+        """The scheduler is gone. Its offers can be fetched until another scheduler attaches."""
         self._tell = _to_nobody
 
     # Blocks that others fetch
@@ -128,7 +128,7 @@ class Transfers:
         blocks, hashes = self._blocks_of(message.block_ids, message.hashes, "offer_blocks")
         now = clock.monotonic()
         self._offers = {lease: each for lease, each in self._offers.items() if each.num_calls or each.expires_at > now}
-        # A step with drafts counts as a writer of each block that its row may be in, also of those that turn out final.
+        # A step with drafts counts as a writer of each block that its row may be in, even if the block turns out final.
         writes = self._call_device(partial(self._store.seals.num_writes, blocks))
         index_of = {content.tobytes(): index for index, content in enumerate(hashes)}
         lease_s = message.lease_ms / 1e3
@@ -212,8 +212,8 @@ class Transfers:
         return blocks, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
 
     def move(self, move: Move) -> Coroutine[Any, Any, list[int]]:
-        """What it returns fetches blocks for the present session and seals those that came. Its result are the indices
-        of the others."""
+        """Returns a coroutine that fetches blocks for the present session and seals the received ones. Its result is
+        the list of the other blocks' indices."""
         self._moving.add(move)
         return self._move(move)
 
@@ -242,7 +242,7 @@ class Transfers:
         return failed
 
     async def _fetch(self, move: Move, came: set[int]) -> None:
-        """Adds to `came` the blocks that are there. Raises what keeps the others from coming."""
+        """Adds the received blocks to `came`. Raises the error that keeps the others from coming."""
         if (source := move.source) is None:
             return await self._fetch_from_tier(move, came)
         if source.kv_namespace != self._info.kv_namespace or len(source.endpoints) != self._info.world_size:

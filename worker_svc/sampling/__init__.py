@@ -1,1 +1,1 @@
-"""From logits to tokens, and what is told of them."""
+"""Turns logits into tokens and log probabilities."""

@@ -30,18 +30,18 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
 from worker_svc.streams import to_device
 
-# Of the constraints whose compiled form is kept, as messages. A compiled one takes up to 100 times as much.
+# Size of the constraints, as messages, whose compiled form is cached. A compiled one takes up to 100 times as much.
 _CACHE_BYTES = 4 << 20
 _CACHE_ENTRY_BYTES = 4096
 # The scheduler counts on the 64 that were prepared last, and rows may have used as many older ones meanwhile.
 MIN_KEPT = 128
-# Steps go before what is compiled for the rows of later ones.
+# Steps have priority over the compilation for later steps' rows.
 _COMPILER_NICENESS = 10
 # The terms of eight tokens, by an octet of a mask.
 _TERMS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
 )
-# Up to so many octets that changed it is faster to write these alone.
+# Up to this number of changed octets, it is faster to write only these.
 _FEW_OCTETS = 2048
 
 DrawnTokens = Callable[[], NDArray[np.integer]]
@@ -108,7 +108,7 @@ class Terms:
     def __init__(self, width: int) -> None:
         """`width` is the width of the logits."""
         self._width = width
-        # Of whole octets.
+        # Whole octets.
         self._terms = np.zeros((0, -(-width // 8), 8), np.float32)
         self._octets = np.zeros((0, 0), np.uint8)
 
@@ -132,7 +132,7 @@ class Terms:
 class _Row:
     constraint: RowConstraint
     template: "Future[Template] | None"
-    """None where only the reasoning is limited."""
+    """None if only the reasoning is limited."""
     vocabulary: "Future[Vocabulary]"
     draws: bool
     prompt: Int32Array
@@ -191,7 +191,7 @@ class _Row:
         )
 
     def forced(self) -> list[int]:
-        """What must follow, as far as it is certain."""
+        """Returns the next tokens, up to the first that is uncertain."""
         matcher = self.ready()
         if self.thinking is not None and (end := self.thinking.forced):
             return list(end)
@@ -205,8 +205,8 @@ class _Row:
 class TemplateCache:
     """Compiled constraints by their content, the least recently used ones dropped. Compiles in a thread of its own.
 
-    Safe to use from several threads. Tenants share it: whoever finds a constraint dropped waits for it before the row
-    is planned, and nobody waits with him.
+    Safe to use from several threads. Tenants share it: a request whose constraint was dropped waits for it before its
+    row is planned, and no other request waits.
     """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -270,7 +270,7 @@ def _allows(mask: NDArray[np.int32], token_id: int) -> bool:
 
 
 def _be_nice() -> None:
-    """The calling thread alone, which only Linux can do."""
+    """Lowers the priority of the calling thread only, which needs Linux."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILER_NICENESS)
 
@@ -291,8 +291,8 @@ class RowMatchers:
         """
         self._templates = templates
         self._num_threads = num_threads
-        # What follows is the thread's, except `_constrained`: the rows of the last launched step, which those of the
-        # thread will be.
+        # The fields below belong to the thread, except `_constrained`: the constrained rows of the last launched step,
+        # which the thread will process.
         self._thread = ThreadPoolExecutor(1, "constraints")
         self._thread.submit(int).result()
         self._terms = None if host_width is None else Terms(host_width)
@@ -325,8 +325,8 @@ class RowMatchers:
         return self._thread.submit(self._make, places, samplers, inputs)
 
     def forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        """The next tokens of these constrained rows, as far as the next text is certain. Waits for what they drew last.
-        They had no changes since the last `begin`."""
+        """Returns the next tokens of these constrained rows while the text is certain. Waits for the rows' last tokens.
+        The rows must not have changed since the last `begin`."""
         return self._thread.submit(self._forced, rows).result()
 
     def _forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
@@ -397,7 +397,7 @@ class RowMatchers:
         rows, firsts = [self._rows[int(samplers[place])] for place in due], frozenset(due)
         while due:
             made.update(zip(due, zip(rows, self._masks_of(due, rows, errors), strict=True), strict=True))
-            # Of the drafts after these, those that may be drawn: what follows another is never kept.
+            # Goes on with the drafts that may be drawn: a token after an impossible one is never kept.
             due = [place + 1 for place in due if place + 1 < len(samplers) and samplers[place + 1] == samplers[place]]
             due = [place for place in due if inputs is not None and _allows(made[place - 1][1], int(inputs[place]))]
             # One copy of each goes on: it takes longer than a mask.

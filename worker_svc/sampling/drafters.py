@@ -1,7 +1,7 @@
-"""Drafters: guesses of the tokens that a row will draw next, which a step verifies.
+"""Drafters: guess the next tokens of a row, which a step then verifies.
 
-A drafter is a function of the row's tokens, so that all ranks draft alike. What it guesses decides how many tokens a
-step gives, never which: a draft counts only where the row draws that very token.
+A drafter is a function of the row's tokens, so that all ranks draft alike. Its guesses change how many tokens a step
+gives, but never the tokens: a draft counts only if the row samples that very token.
 """
 
 from collections.abc import Sequence
@@ -15,40 +15,40 @@ from worker_svc.step import Int32Array
 
 _NONE = np.zeros(0, np.int32)
 _FRESH_RUN, _FOLLOWED_RUN = 2, 8
-"""A prediction is trusted more after so many tokens that followed it."""
+"""Numbers of consecutive tokens that followed a prediction, from which on it is trusted, and trusted more."""
 _GRAMMAR = 3
 _NGRAM = 4
 _SHARED = 8
 OF_MODEL = 11
 EXPECTED_RIGHT = (0.4, 0.8, 0.95, 0.8, 0.3, 0.5, 0.6, 0.75, 0.5, 0.6, 0.75, 0.7)
-"""By kind of draft: how probably its next token is right, before anything was seen. Three kinds are from predictions,
-one from constraints, four from repetitions and three from earlier outputs, by how many tokens matched, and one from a
-draft model."""
+"""Expected acceptance rate of a draft's next token before there is evidence, by kind of draft: three kinds from
+predictions, one from constraints, four from repetitions and three from earlier outputs, by the number of matching
+tokens, and one from a draft model."""
 _MIN_SHARED_MATCH = 4
 _MAX_SCOPES, _MAX_TOKENS_OF_SCOPE = 64, 16384
-"""Of earlier outputs, so many scopes are kept, and of each so many of its last tokens: 4 MiB."""
+"""Maximum scopes whose earlier outputs are kept, and maximum tokens kept for each scope: 4 MiB in all."""
 _NUM_LED_BY = 6
-"""So many tokens of the prompt are kept before an output, so that its beginning is found."""
+"""Number of prompt tokens kept before an output, so that the beginning of the output is found."""
 _BETWEEN = -1
-"""Between two outputs; no token."""
+"""Separates two outputs; not a token."""
 _MIN_MATCH, _MAX_MATCH = 2, 6
-"""Of the last tokens of a row, so many at least occur before, and the place where most of them do, up to so many, is
-taken."""
+"""Minimum and maximum number of a row's last tokens that are matched with earlier places; the longest match wins."""
 _WINDOW = 2048
-"""A prediction is searched for the row's last tokens this far before and behind where they are expected."""
+"""A prediction is searched for the row's last tokens this far before and after their expected place."""
 _MAX_CATCH_UP = 64
-"""Of a row that comes with output, so many last tokens tell the place in its prediction."""
+"""Maximum output tokens with which a row that enters with output is placed in its prediction."""
 _FAR, _NUM_SOUGHT = 16, 4
-"""A row that left its prediction looks for its newest tokens, so many; after so many tokens for the last one only."""
+"""A row that left its prediction searches it for its newest `_NUM_SOUGHT` tokens; `_FAR` tokens later, only for the
+last one."""
 _MIN_REPLACED, _MAX_REPLACED = 2, 16
-"""Where the output has other tokens than the prediction, so many of them at least and at most, it is expected to have
-these in all of the rest. A single token may be a comma."""
+"""Minimum and maximum length of a passage that, if the output replaces it, is replaced in the rest of the prediction,
+too. A single token may be a comma."""
 _NEAR = 8
-"""Up to this distance from where it is expected a single token tells the place, else `_MIN_MATCH` do."""
+"""Up to this distance from the expected place one matching token suffices; farther away, `_MIN_MATCH` are needed."""
 
 
 class Draft(NamedTuple):
-    """Guessed tokens, and of what kind they are: those of one kind are about equally probable."""
+    """Guessed tokens and their kind; drafts of one kind are about equally probable."""
 
     token_ids: Int32Array
     kind: int = 0
@@ -58,19 +58,19 @@ NO_DRAFT = Draft(_NONE)
 
 
 class PredictedTokens:
-    """What the caller of a row expects it to say, and where its tokens are."""
+    """The output that a caller predicts for a row, with an index of its tokens."""
 
     def __init__(self, token_ids: Int32Array) -> None:
         self.token_ids = token_ids
-        # Made when first needed: the tokens in order with their places, and all pairs in order.
+        # Made at the first use: the tokens in order with their places, and all pairs in order.
         self._index: tuple[Int32Array, NDArray[np.intp], NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def may_be_found(self, last: Sequence[int], begin: int, end: int) -> bool:
-        """Whether the last two tokens are anywhere in it, or the last one from `begin` to before `end`. Of most text
-        that is another one neither is, and to search for it takes longer."""
+        """Whether the last two tokens occur anywhere, or the last one at a place from `begin` to before `end`. In most
+        text that differs from the prediction neither does, which saves the longer search."""
         if self._index is None:
             # Dictionaries and lists of the places take ten times as long to make.
             order = np.argsort(self.token_ids, kind="stable")
@@ -90,33 +90,33 @@ class PredictedTokens:
 
 @dataclass(slots=True)
 class FollowedPrediction:
-    """A prediction, and how far the row has followed it."""
+    """A prediction, and the place up to which the row has followed it."""
 
     predicted: PredictedTokens
     num_prompt_tokens: int
     num_seen: int | None = None
-    """How many of the row's tokens `place` is for; None before the first draft."""
+    """The number of the row's tokens that `place` accounts for; None before the first draft."""
     place: int = 0
-    """Where the prediction goes on if the output follows it, or token by token beside it while it does not."""
+    """Where the prediction goes on; while the output differs from it, `place` moves on token by token."""
     left_at: int | None = None
     """Where the output left the prediction, until it is found there again."""
     run: int = _FRESH_RUN
-    """How many tokens followed it since; a new row is trusted as if some had."""
+    """The number of tokens that followed the prediction since; a new row begins with some trust."""
     original: PredictedTokens | None = None
-    """That of the caller, where what the output replaced is replaced in the rest of `predicted`."""
+    """The caller's prediction, if passages of `predicted` have been replaced as in the output."""
 
     def anew(self) -> "FollowedPrediction":
-        """For a row whose tokens are others than before, or that continues another."""
+        """A copy from the start, for a row whose tokens changed or that continues another."""
         return FollowedPrediction(self.original or self.predicted, self.num_prompt_tokens)
 
     @property
     def num_beside(self) -> int:
-        """How many tokens ago the output left the prediction."""
+        """The number of tokens since the output left the prediction."""
         return 0 if self.left_at is None else self.place - self.left_at
 
     def after(self, token_ids: Int32Array, max_drafts: int) -> Int32Array:
-        """What comes next after the row's tokens, which are at least those of the last call; nothing where the output
-        has left the prediction."""
+        """Returns the tokens predicted after the row's tokens; empty while the output differs from the prediction. The
+        row's tokens must extend the tokens of the last call."""
         if self.num_seen is None:
             self.num_seen = max(self.num_prompt_tokens, len(token_ids) - _MAX_CATCH_UP)
             self.place = self.num_seen - self.num_prompt_tokens
@@ -129,7 +129,7 @@ class FollowedPrediction:
                 num_equal = 1
                 if self.left_at is None:
                     self.left_at = self.place
-                # A row that is looked at after many tokens: the newest tell the place, and each search takes time.
+                # After many tokens without a look, only the newest are searched for, since each search takes time.
                 num_sought = 1 if self.num_beside >= _FAR else _NUM_SOUGHT
                 if (num_skipped := len(token_ids) - self.num_seen - num_sought) > 0:
                     self.num_seen, self.place = self.num_seen + num_skipped, self.place + num_skipped
@@ -146,8 +146,8 @@ class FollowedPrediction:
         return int(differ[0]) if len(differ) else length
 
     def _find(self, token_ids: Int32Array, left_at: int) -> None:
-        """The last of these is not what was predicted. Sets `place` to where it is, near where the output should be if
-        it left out or added tokens."""
+        """Searches the prediction for the last of these tokens, which was not predicted, and sets `place` near where
+        the output should be if it left out or added tokens."""
         last: list[int] = token_ids[-2:].tolist()
         if not self.predicted.may_be_found(last, left_at - _NEAR, self.place + _NEAR + 1):
             return
@@ -163,8 +163,8 @@ class FollowedPrediction:
                 self._replace(token_ids[-num_beside:], left_at)
 
     def _replace(self, beside: Int32Array, left_at: int) -> None:
-        """The output had `beside`, the last of which is at `place` again, where the prediction goes on from `left_at`.
-        What it has instead it will have again: a word that is another one is so in all of the text."""
+        """Replaces a passage in the rest of the prediction as the output did: the output has `beside` from `left_at` to
+        `place`, where it follows the prediction again. A word that changed once probably changes everywhere."""
         token_ids, end = self.predicted.token_ids, self.place + 1
         instead = token_ids[left_at:end]
         length = min(len(beside), len(instead))
@@ -180,22 +180,22 @@ class FollowedPrediction:
 
 @dataclass(frozen=True, slots=True)
 class RowText:
-    """What is known of a row."""
+    """The text of a row, and its sources of drafts."""
 
     token_ids: Int32Array
     """Prompt and output, at least 1."""
     followed: FollowedPrediction | None = None
     forced: Sequence[int] = field(default=())
-    """What its constraint leaves no choice about, in the tokens of the tokenizer: others may have the same text."""
+    """The tokens that its constraint forces, as the tokenizer splits their text; other splits may be allowed, too."""
     scope: bytes = b""
-    """Of rows whose outputs may be guesses for it; empty: there are none."""
+    """Rows of one scope may guess from each other's outputs; empty for none."""
 
 
 class Drafter(Protocol):
     """Guesses tokens."""
 
     def draft(self, text: RowText, max_drafts: int) -> Draft:
-        """At most so many tokens, each of the vocabulary, that may follow the text."""
+        """Returns at most `max_drafts` tokens of the vocabulary that may follow the text."""
         ...
 
     def ended(self, text: RowText, num_prompt_tokens: int) -> None:
@@ -203,7 +203,7 @@ class Drafter(Protocol):
 
 
 class PredictionDrafter(Drafter):
-    """The tokens that the caller predicts, from where the output follows them, again behind what is another text."""
+    """Takes the tokens that the caller predicts, while the output follows them and again after a different passage."""
 
     def draft(self, text: RowText, max_drafts: int) -> Draft:
         if (followed := text.followed) is None:
@@ -213,17 +213,17 @@ class PredictionDrafter(Drafter):
 
 
 class GrammarDrafter(Drafter):
-    """The tokens that the row's constraint forces."""
+    """Takes the tokens that the row's constraint forces."""
 
     def draft(self, text: RowText, max_drafts: int) -> Draft:
         return Draft(np.array(text.forced[:max_drafts], np.int32), _GRAMMAR)
 
 
 class NgramDrafter(Drafter):
-    """Prompt lookup: what followed the last tokens of the row where they occurred before, in its prompt or output.
+    """Prompt lookup: takes the tokens that followed an earlier occurrence of the row's last tokens.
 
-    Of equally long matches it takes the last. A match that reaches the end of the tokens is a repetition, which goes
-    on.
+    The longest match wins, and of equally long ones the last. A match that reaches the end of the tokens is a
+    repetition, which is continued.
     """
 
     def draft(self, text: RowText, max_drafts: int) -> Draft:
@@ -248,7 +248,7 @@ class _Outputs:
         return self._token_ids[: self._num_tokens]
 
     def add(self, token_ids: Int32Array) -> None:
-        """One more output. Forgets the older half where there is no room."""
+        """Adds an output; drops the older half if there is no room."""
         half = _MAX_TOKENS_OF_SCOPE // 2
         token_ids = token_ids[-(half - 1) :]
         if self._num_tokens + len(token_ids) + 1 > _MAX_TOKENS_OF_SCOPE:
@@ -260,11 +260,11 @@ class _Outputs:
 
 
 class SharedDrafter(Drafter):
-    """What followed the last tokens of the row in earlier outputs of its scope, where most of them match; of equally
-    long matches the last. A scan of 16,384 tokens takes less time than an index would take to maintain.
+    """Takes the tokens that followed the row's last tokens in earlier outputs of its scope. The longest match wins, and
+    of equally long ones the last. A scan of 16,384 tokens takes less time than the upkeep of an index.
 
-    Scopes are kept apart: a guess of another tenant's text would tell by the time of an answer what that tenant was
-    answered.
+    Scopes are kept apart: if a guess came from another tenant's text, the time of an answer would reveal what that
+    tenant was answered.
     """
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ class SharedDrafter(Drafter):
     def ended(self, text: RowText, num_prompt_tokens: int) -> None:
         if not text.scope or len(text.token_ids) == num_prompt_tokens:
             return
-        # The scope that was used longest ago is the first.
+        # The least recently used scope is the first.
         outputs = self._outputs.pop(text.scope, None) or _Outputs()
         outputs.add(text.token_ids[max(num_prompt_tokens - _NUM_LED_BY, 0) :])
         self._outputs[text.scope] = outputs
@@ -319,13 +319,13 @@ KINDS = {
     "shared": SharedDrafter,
     "ngram": NgramDrafter,
 }
-"""By the names of `--speculate`, in the order in which they are asked."""
+"""Drafters by their names in `--speculate`, in the order in which they are tried."""
 AUTO = ("prediction", "grammar", "ngram")
-"""Those of `--speculate auto`."""
+"""The drafters of `--speculate auto`."""
 
 
 def _replaced(token_ids: Int32Array, old: Int32Array, new: Int32Array) -> Int32Array | None:
-    """The tokens with `new` wherever `old` was; None if that is nowhere."""
+    """Returns the tokens with `new` for each `old`; None if `old` does not occur."""
     starts = np.flatnonzero(token_ids[: max(len(token_ids) + 1 - len(old), 0)] == old[0])
     for index in range(1, len(old)):
         starts = starts[token_ids[starts + index] == old[index]]

@@ -1,10 +1,10 @@
 """Log probabilities: of drawn tokens, of prompt tokens, and of the candidates of rows that search.
 
-Those of a drawn token belong to the distribution after penalties and temperature and before truncation; a greedy row
-has no temperature. A candidate's are those of the model alone, without temperature or truncation; the rules of its row
-have changed them after they were normalised, as transformers does in beam search, and a banned token has -infinity. The
-prompt token at position p is scored by the logits of position p - 1 as they are, in the step that computes position
-p - 1.
+Log probabilities of a drawn token come from the distribution after penalties and temperature and before truncation; a
+greedy row has no temperature. A candidate has the log probability of the model, without temperature or truncation; the
+rules of its row change it after normalisation, as in transformers' beam search, and a banned token has -infinity. The
+prompt token at position p is scored by the unchanged logits of position p - 1, in the step that computes position p -
+1.
 
 Only rows that ask for them cost anything.
 """
@@ -86,7 +86,7 @@ def _logprob_rows(columns: SamplingColumns) -> NDArray[np.int64]:
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, columns: SamplingColumns) -> LogprobValues[Tensor] | None:
-    """The log probabilities that sampling rows ask for; None when no row does.
+    """The log probabilities that sampling rows request; None if no row does.
 
     Args:
         logits: [n, vocab] float32.
@@ -135,10 +135,10 @@ class CandidateValues(Generic[A]):
 
 
 def gather_candidates(logits: Tensor, columns: SamplingColumns) -> CandidateValues[Tensor] | None:
-    """The candidates that rows ask for, at most as many as there are tokens; None when no row does.
+    """The candidates that rows request, at most one per token of the vocabulary; None if no row does.
 
     Args:
-        logits: [n, vocab] float32. Those of rows with rules or a constraint are log probabilities already
+        logits: [n, vocab] float32. Rows with rules or a constraint have log probabilities already
             (`apply_logit_rules`).
         columns: Parameters of the n rows.
     """
@@ -182,7 +182,7 @@ class PromptPlan:
     first_tokens: NDArray[np.int64]
     """[r], index in the flat batch of the token before it."""
     num_logprobs: NDArray[np.int64]
-    """[r], how many of the most likely tokens each row asks for."""
+    """[r], number of the most likely tokens that each row requests."""
 
     def spread(self, values: NDArray[np.generic]) -> np.ndarray:
         """[r] -> one entry for each token that is scored."""
@@ -195,7 +195,7 @@ class PromptPlan:
 
 
 def plan_prompt_logprobs(batch: Batch, columns: SamplingColumns) -> PromptPlan | None:
-    """The log probabilities that the batch's rows request; None if no row does. `columns` are those of all rows."""
+    """The log probabilities that the batch's rows request; None if no row does. `columns` cover all rows."""
     places = np.flatnonzero(columns.wants_prompt_logprobs[batch.rows])
     if not len(places):
         return None
@@ -219,7 +219,7 @@ def compute_prompt_logprobs(
     Args:
         model: Computes logits of hidden states.
         hidden: [tokens of the batch, hidden].
-        token_ids: Of all rows, [rows, positions].
+        token_ids: [rows, positions], of all rows.
     """
     tokens, token_rows, positions = to_device(
         np.stack((plan.count_up(plan.first_tokens), plan.spread(plan.rows), plan.count_up(plan.first_positions))),

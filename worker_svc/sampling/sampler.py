@@ -1,13 +1,13 @@
 """From logits to tokens: a batch of rows, each with its own parameters.
 
 A sampled token is the inverse of the row's cumulative distribution, in the order of token ids, at a uniform random
-number. That number is a function of (seed, position), so a token depends on seed, position and the row's logits alone.
+number. That number is a function of (seed, position), so a token depends only on seed, position and the row's logits.
 It comes from Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011), with the seed as its key and the position as its counter: neither the batch nor the rank nor the history of
 the process matters. It runs on the host, vectorised over rows: seeds and positions are known before the model runs.
 
-The order is that of vLLM's sampler: allowed tokens, bias, stop tokens before min_tokens and bad words, then repetition,
-frequency and presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and top_p.
+The order is vLLM's: allowed tokens, bias, stop tokens before min_tokens and bad words, then repetition, frequency and
+presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and top_p.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Drawn:
     """[n] int64."""
     is_finite: Tensor
     """[n] bool; False if the logits hold NaN or +infinity, or nothing finite, and the token is undefined. True for a
-    row that reports candidates, all of which are banned: it draws no token."""
+    row that reports candidates, even if all are banned: it draws no token."""
 
     def take(self, places: NDArray[np.int64]) -> "Drawn":
         """Some of them, on the host."""
@@ -59,7 +59,7 @@ def draw(logits: Tensor, columns: SamplingColumns, positions: NDArray[np.integer
         columns: Parameters of the n rows. Rows that ask for candidates are treated as greedy.
         positions: [n], index in the sequence of the token that is drawn.
     """
-    # Their logits are log probabilities, so -infinity alone comes from a ban: it would be NaN if the model said it.
+    # Their logits are log probabilities, so only a ban yields -infinity: from the model it would have become NaN.
     may_be_banned = (columns.num_candidates > 0) & columns.changes_logits
     if ops.can_draw(logits.device):
         return RowDraws.of(columns, positions).draw(logits, may_be_banned=may_be_banned)
@@ -83,7 +83,7 @@ class RowDraws:
 
     @classmethod
     def of(cls, columns: SamplingColumns, positions: NDArray[np.integer], num_passes: int = 1) -> "RowDraws":
-        """`positions`, [n], are those of what the first pass draws; each further pass is one position behind."""
+        """`positions`, [n], are the positions that the first pass draws; each further pass draws one position later."""
         sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
         rules = DrawRules(
             temperature=np.where(sampled, columns.temperature, np.float32(0)),
@@ -110,7 +110,7 @@ class RowDraws:
 def _draw_by_torch(
     logits: Tensor, columns: SamplingColumns, sampled: NDArray[np.bool_], positions: NDArray[np.integer]
 ) -> tuple[Tensor, Tensor]:
-    """The same in torch: for accelerators, and where the library is missing."""
+    """Draws in torch: for accelerators, and if the library is missing."""
     highest, token_ids = logits.max(dim=1)
     if sampled.all():
         return _sample(logits, highest, token_ids, columns, positions), highest

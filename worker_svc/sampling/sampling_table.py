@@ -32,8 +32,8 @@ _NUMBERS = [each.name for each in SamplingParameters.DESCRIPTOR.fields if each.t
 class SamplingReader:
     """Reads how a row samples, for one worker.
 
-    The gateway has checked all values for its caller. This checks again what could harm other rows or the worker: a
-    value out of range fails its row, never the step.
+    The gateway has checked all values for its caller. This checks again the values that could harm other rows or the
+    worker: a value out of range fails its row, never the step.
     """
 
     def __init__(self, model: ModelGeometry, limits: WorkerLimits) -> None:
@@ -167,7 +167,7 @@ class SamplingReader:
 
 
 def _filled(sampling: SamplingParameters) -> SamplingParameters:
-    """The message, with absent values replaced by those that change nothing."""
+    """The message, with neutral values in place of absent ones."""
     for name in ("top_p", "repetition_penalty"):
         if not sampling.HasField(name):
             setattr(sampling, name, 1.0)
@@ -176,7 +176,7 @@ def _filled(sampling: SamplingParameters) -> SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Parameters of several rows: parallel arrays of shape [n]. The messages say what each means."""
+    """Parameters of several rows: parallel arrays of shape [n]. The proto messages document each."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
@@ -188,7 +188,7 @@ class SamplingColumns:
     wants_logprobs: NDArray[np.bool_]
     num_logprobs: NDArray[np.int64]
     logprob_token_ids: NDArray[np.object_]
-    """Of each row an array of the tokens that it reports, or None."""
+    """For each row an array of the tokens that it reports, or None."""
     num_candidates: NDArray[np.int64]
     """0 if the row draws a token."""
     has_rules: NDArray[np.bool_]
@@ -269,7 +269,7 @@ class SamplingColumns:
         self.refusal[row] = sampling.refusal
 
     def clear(self, rows: Int32Array) -> None:
-        """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
+        """Frees the objects of rows without a sequence; their numbers stay until `put` replaces them."""
         self.rules[rows] = self.refusal[rows] = self.followed[rows] = self.logprob_token_ids[rows] = None
         self.has_rules[rows] = self.has_constraint[rows] = self.is_refused[rows] = False
 

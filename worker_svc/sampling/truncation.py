@@ -25,7 +25,7 @@ _LOG2_E = float(np.log2(np.e))
 
 
 def lowest_kept(scores: Tensor, weights: Tensor, columns: SamplingColumns) -> Tensor | None:
-    """The lowest score that each row keeps; None when no row excludes anything.
+    """The lowest score that each row keeps; None if no row excludes anything.
 
     Args:
         scores: [n, vocab] float32, logits over temperature, shifted so that each row's highest is 0.
@@ -64,7 +64,7 @@ def _rank_floor(scores: Tensor, weights: Tensor, columns: SamplingColumns, floor
     top_k = to_device(np.where(has_top_k, columns.top_k, vocab_size), device)
     top_p = to_device(columns.top_p.astype(np.float64), device)
     head = _Head.of(scores, int(columns.top_k.max()) if has_top_k.all() else vocab_size, top_k, floor)
-    # With top-k the nucleus is a share of those k, else of all that min-p kept.
+    # With top-k the nucleus is a share of the k kept tokens, else of all tokens that min-p kept.
     mass = head.mass
     if not has_top_k.all():
         kept = weights * (scores >= floor[:, None]) if np.isfinite(columns.min_score).any() else weights
@@ -79,9 +79,9 @@ class _Head:
     scores: Tensor
     """[n, width] float32."""
     num_possible: Tensor
-    """[n] int64: how many of them min-p and top-k keep."""
+    """[n] int64: the number of tokens that min-p and top-k keep."""
     cumulative: Tensor
-    """[n, width] float64, sums of the weights of those."""
+    """[n, width] float64, cumulative sums of their weights."""
 
     @classmethod
     def of(cls, scores: Tensor, width: int, top_k: Tensor, floor: Tensor) -> "_Head":
@@ -137,7 +137,7 @@ def best_tokens(scores: Tensor, count: int) -> Tensor:
 def best_tokens_by_key(scores: Tensor, count: int) -> Tensor:
     """`best_tokens` by one integer key a token: the score is the high half, the low half falls as the id rises."""
     last = scores.shape[1] - 1
-    # Bits of floats rise as the floats do once those of negative ones are turned round. Adding 0 makes -0 into 0.
+    # The bits of floats rise as the floats do once negative ones are inverted. Adding 0 makes -0 into 0.
     bits = (scores + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) | torch.arange(last, -1, -1, device=scores.device)
@@ -155,7 +155,7 @@ def _best_by_partition(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def _first_at_least(floor: np.float32, scores: np.ndarray, count: int) -> np.ndarray:
-    """Tokens of one row above the floor, and of those that are on it the lowest ids, `count` in all, best first."""
+    """`count` tokens of one row, best first: the tokens above the floor, then the lowest ids of the tokens on it."""
     token_ids = np.flatnonzero(scores >= floor)
     if len(token_ids) > count:
         is_above = scores[token_ids] > floor

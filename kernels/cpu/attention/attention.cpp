@@ -77,7 +77,7 @@ void plan_short_decode(const AttentionArgs& args, const Decode& decode, int64_t 
     plan.decodes.push_back(decode.unit(head, std::min(head + step, args.num_kv_heads), begin, end, nullptr));
 }
 
-// States are [chunks, rows, Hq]. Returns those after the rows'.
+// States are [chunks, rows, Hq]. Returns the memory behind the rows' states.
 float* plan_long_decode(const AttentionArgs& args, const Decode& decode, int64_t heads, float* states,
                         AttentionPlan& plan) {
   const int64_t states_of_head = args.num_heads / args.num_kv_heads * state_size(args);

@@ -18,7 +18,7 @@ struct Merge {
 };
 
 struct AttentionPlan {
-  std::vector<Unit> prefills;  // those with the longest context first
+  std::vector<Unit> prefills;  // in descending order of context length
   std::vector<Unit> decodes;   // units that cover the whole context of their rows and heads
   std::vector<Unit> chunks;    // chunks[i] belongs to merges[merge_of[i]]
   std::vector<int32_t> merge_of;

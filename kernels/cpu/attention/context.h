@@ -1,4 +1,4 @@
-// What decode and prefill share: the tokens of a row's context, wherever in the pool they lie, the lines of queries and
+// Shared by decode and prefill: the tokens of a row's context, wherever in the pool they lie, the lines of queries and
 // outputs, scores from products of query and key, and the softmax over scores that come in parts.
 #pragma once
 
@@ -87,7 +87,7 @@ struct ScoreRule {
         soft_cap(static_cast<float>(args.soft_cap)),
         slope(args.alibi_slopes == nullptr ? 0.0f : args.alibi_slopes[head]) {}
 
-  // `distance` is the position of the key in lane 0 less that of the query.
+  // `distance` is the position of the key in lane 0 less the position of the query.
   Vec operator()(Vec product, int64_t distance) const {
     Vec score = product * set1(scale);
     if (soft_cap != 0.0f) score = set1(soft_cap) * tanh(score / set1(soft_cap));
@@ -96,8 +96,8 @@ struct ScoreRule {
   }
 };
 
-// The running softmax of one query: `sum` of e^(score - max_score) over the scores so far, of which `max_score` is the
-// largest.
+// The running softmax of one query: `max_score` is the largest score so far, and `sum` the sum of e^(score -
+// max_score).
 struct Softmax {
   float max_score = -kInfinity;
   float sum = 0.0f;

@@ -2,8 +2,8 @@
 // head, and for all rows of the unit, while the next ones are prefetched. The tiles of one block lie side by side, so
 // all heads of a unit take turns at every block: memory is read in long stretches, wherever the blocks are.
 //
-// A row's result is the same to the bit whatever other rows the unit has: the numbers of each query are computed and
-// summed in one order, and those of tokens that it does not see are left out.
+// A row's result is bitwise the same whatever other rows the unit has: the numbers of each query are computed and
+// summed in one order, and the numbers of tokens that it does not see are left out.
 #include "attention/context.h"
 #include "runtime/isa.h"
 
@@ -49,7 +49,7 @@ inline int64_t span_end(int64_t token, int64_t end) {
   return next < end ? next : end;
 }
 
-// Scores of a head in a span, with room for what is read and written at once behind the last.
+// Scores of a head in a span, with room for a vector behind the last score.
 constexpr int kScores = kSpan + kWidth;
 
 // Tokens of a sequence that lie in one block.
@@ -65,7 +65,7 @@ struct Pieces {
   int num_pieces;
   Piece<Stored> pieces[kSpan];
 
-  // Those from `token` on.
+  // Fills in the pieces from `token` on.
   void fill(const AttentionArgs& args, const Unit& unit, int64_t token) {
     // The last row has the blocks of all.
     const int32_t* table = args.block_tables + (unit.row + unit.num_rows - 1) * args.table_stride;
@@ -241,7 +241,7 @@ inline void add_last_values(HeadGroup<T>& group, int64_t h, int64_t d, const T* 
   store(sums, total);
 }
 
-// Calls function(head) for all heads, kMax at once where there are so many; how many is its template argument.
+// Calls function(head) for all heads, kMax heads at once if possible; their number is its template argument.
 template <int kMax, class Function>
 inline void for_heads(int64_t heads, Function function) {
   int64_t h = 0;
@@ -298,7 +298,7 @@ void add_weighted_values(HeadGroup<T>& group, const T* values, int count, int co
   });
 }
 
-// Some tokens of a context: from `begin` to before `end`; none where these are not in order.
+// Tokens of a context from `begin` to before `end`; empty if these are not in order.
 struct Range {
   int64_t begin, end;
 
@@ -370,7 +370,7 @@ class UnitHeads {
     for_queries([&](int64_t h, int64_t row, int64_t head) {
       const Element* query = query_of<Element>(args_, args_.query_start_loc[unit_.row + row], head);
       copy_query(heads_.query + h * heads_.stride, query, heads_.head_dim);
-      // Of all units of a row and head, the one with the first token that is seen takes the sink in.
+      // Among the units of a row and head, the one with the first visible token adds the sink.
       heads_.softmax[h] = seen_[row].begin >= unit_.begin ? first_softmax(args_, head) : Softmax();
     });
   }
@@ -415,7 +415,7 @@ class UnitHeads {
   // value may be no number.
   void add_seen_values(HeadGroup<Stored>& group, const Stored* values, int count, int64_t token,
                        PrefetchLines& ahead) {
-    // Rows see tokens in order: what the first and the last one see is seen by all.
+    // Rows see tokens in order: tokens that the first and the last row see are seen by all.
     Range common = seen_[0].within(seen_[unit_.num_rows - 1]).within({token, token + count});
     if (common.begin > common.end) common = {token, token};
     const Range parts[] = {{token, common.begin}, common, {common.end, token + count}};
@@ -473,8 +473,7 @@ int64_t scratch_of(const AttentionArgs& args, int64_t num_rows) {
                                   : UnitHeads<T>::scratch_bytes(args, num_rows);
 }
 
-// The states of one head: that of the first chunk takes the others in, which lie `stride` floats apart. Returns the
-// sum.
+// The states of one head, `stride` floats apart: the first chunk's state absorbs the others. Returns the sum.
 float merge_head(float* total, int64_t chunks, int64_t stride, int64_t head_dim) {
   Softmax softmax;
   softmax.max_score = total[0];

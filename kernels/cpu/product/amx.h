@@ -1,4 +1,4 @@
-// Products by matrix units (AMX), for 16-bit numbers and int8 values. Included by product.cpp alone.
+// Products by matrix units (AMX), for 16-bit numbers and int8 values. Included only by product.cpp.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -18,8 +18,8 @@ constexpr int64_t kLinesOfHalf = (block_bytes<Kind>() / 2 + kCacheLine - 1) / kC
 // Bytes of a block as it is multiplied.
 constexpr int64_t kMultipliedBytes = kPanel * kWordsOfBlock * kBytesOfWord;
 
-// Tokens in a multiple of so many groups, each of which has `lines` lines of a tile. Where tokens do not divide evenly,
-// the last groups have some of those before them too, whose sums get the same bits.
+// Tokens in groups, whose number is a multiple of `multiple`; each group has `lines` lines of a tile. If tokens do not
+// divide evenly, the last groups repeat some earlier tokens, whose sums get the same bits.
 struct Groups {
   Groups(int64_t begin, int64_t end, int64_t multiple)
       : begin(begin),
@@ -99,7 +99,7 @@ void multiply_half(const ProductArgs& args, int64_t panel, int64_t half, const G
 constexpr int64_t kMaxBlocks = 8;
 inline int64_t blocks_at_once(int64_t passes) { return passes > 4 ? kMaxBlocks : kMaxBlocks / 2; }
 
-// The stretches of panels, one after the other, each of which is multiplied in several passes of tokens.
+// The consecutive stretches of panels; each stretch is multiplied in several passes of tokens.
 template <class Kind, bool = kIsExpanded<Kind>>
 class Stretches {
  public:

@@ -5,7 +5,7 @@
 // share. Numbers whose upper byte is not in the table, the exceptions, are stored elsewhere and put in afterwards.
 //
 // A panel of a weight is its head, then the numbers of its blocks (pack_weight.cpp) in groups of 128. All exceptions
-// follow the last panel. Of a model's weights, about one in ten thousand is an exception.
+// follow the last panel. About one in ten thousand of a model's weights is an exception.
 #pragma once
 
 #include <cstddef>

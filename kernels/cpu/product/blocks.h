@@ -1,5 +1,5 @@
-// The operands of products, and the blocks of a panel (pack_weight.cpp) in the order of their use. Included by
-// product.cpp alone.
+// The operands of products, and the blocks of a panel (pack_weight.cpp) in the order of their use. Included only by
+// product.cpp.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kCacheLine = 64;
 // Bytes of a token that are multiplied with a block.
 constexpr int64_t kLineBytes = kWordsOfBlock * 4;
-// 16-bit numbers of a block, and how many of them are expanded from the stored form at once.
+// 16-bit numbers of a block, and the number of them that are expanded from the stored form at once.
 constexpr int64_t kNumbersOfBlock = kPanel * kPanel;
 constexpr int64_t kExpandedAtOnce = Bf12Group::kNumbers;
 
@@ -107,9 +107,9 @@ class Bf12Expander {
   int64_t start_ = 0, end_ = 0;  // of the block and of the panel
 };
 
-// The kinds of operands: X, the elements of a token; Weight, those of the weight in memory; and the Sum of their
-// products. One, two or four elements of a token are a word. An Expander converts the weight where it is not multiplied
-// as stored.
+// The kinds of operands: X, the elements of a token; Weight, the elements of the weight in memory; and the Sum of their
+// products. One, two or four elements of a token are a word. An Expander converts a weight that is not multiplied as
+// stored.
 template <class Number>
 struct Pairs {
   using X = Number;

@@ -1,27 +1,27 @@
 // Weights as files store them: a code of a few bits for each number, and scales of groups of them.
 //
-// Of a column of a panel, 32 inputs are a piece, and kPiecesOfGroup pieces a group. A number is
+// In a column of a panel, 32 inputs are a piece, and kPiecesOfGroup pieces a group. A number is
 //
-//     scale of the group * scale of its part of the piece * value of its code - minimum of the group * that of the
-//     piece
+//     scale of the group * scale of its part of the piece * value of its code -
+//     minimum of the group * minimum of the piece
 //
-// where the products are exact in float, so that the order in which they are made does not matter: the difference is
-// rounded to float, and that to bfloat16, which are the bits of the weight that is dequantized first.
+// where the products are exact in float, so that their order does not matter. The difference is rounded to float and
+// then to bfloat16, which gives the same bits as a weight that is dequantized first.
 //
-// In safetensors files, codes and scales come apart, and groups have any number of pieces (Grouping). There a number is
+// In safetensors files, codes and scales are separate, and groups have any number of pieces (Grouping). A number is
 //
-//     (code - that which stands for 0) * scale of the group
+//     (code - code of 0) * scale of the group
 //
 // rounded to float and then to bfloat16; the difference is exact.
 //
-// A panel is its head, then its blocks, each of which is a piece of all columns. The head has the F16 scales of all
-// columns, then their F16 minima, for group after group; in the other case the scales in their own type, then the codes
-// that stand for 0, a byte each. A block has the int8 scales of all columns for each part, then
-// their minima, then the codes of 128 numbers after 128 in the order of a block of bfloat16 (pack_weight.cpp). Of those
-// 128, number 16 v + l has the v-th code of lane l. Half h of a chunk of codes, h = v % 2, has a byte v / 2 for lane l:
-// of 4 bits and more the lower ones are the h-th nibble of byte 4 l + v / 2 of the chunk, and further bits follow,
-// where those of one significance and half are the bits of a 64-bit word. So a byte of four codes lies where a product
-// of int8 values takes it: lane l has the numbers of inputs l % 2, l % 2 + 2, ... of column 8 h + l / 2.
+// A panel is its head, then its blocks, one for each piece of all columns. The head has, group after group, the F16
+// scales of all columns and their F16 minima; in safetensors files, the scales in their own type and the codes of 0, a
+// byte each. A block has the int8 scales of all columns for each part, then their minima, then the codes in chunks of
+// 128 numbers in the order of a bfloat16 block (pack_weight.cpp). Number 16 v + l of a chunk is the v-th code of lane
+// l. Half h = v % 2 of a chunk has byte v / 2 of lane l. Codes of 4 and more bits have their lower 4 bits in the h-th
+// nibble of byte 4 l + v / 2 of the chunk; the further bits follow, and the bits of one significance and half are a
+// 64-bit word. Thus a byte of four codes lies where a product of int8 values takes it: lane l has the numbers of inputs
+// l % 2, l % 2 + 2, ... of column 8 h + l / 2.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@
 
 namespace quire {
 
-// kParts: scales of a piece; none where the group's, and its minimum, are the only ones. kPiecesOfGroup is 0 where
-// Grouping has it.
+// kParts: scales of a piece; 0 if only the group has a scale and a minimum. kPiecesOfGroup is 0 if Grouping has the
+// number.
 template <int kBitsOfCode, int kPartsOfPiece, bool kHasMinima, int64_t kPiecesOfAGroup>
 struct Coded {
   static constexpr int kBits = kBitsOfCode, kParts = kPartsOfPiece;
@@ -60,8 +60,8 @@ struct Coded {
   }
 };
 
-// The formats of GGUF files. A code is a byte from 0 on, and stands for the byte less kOffset. kValues are those of the
-// codes of 4 bits.
+// The formats of GGUF files. A code is a byte from 0 on, and stands for the byte less kOffset, or, with 4 bits, for an
+// entry of kValues.
 struct Q4K : Coded<4, 1, true, 8> {
   static constexpr int kOffset = 0;
   static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -98,7 +98,7 @@ struct Iq4Nl : Coded<4, 0, false, 1> {
   static constexpr const float (&kValues)[16] = Iq4Xs::kValues;
 };
 
-// The formats of safetensors files: whole numbers, of which group by group one stands for 0, and FP8 (E4M3).
+// The formats of safetensors files: integers with a code of 0 for each group, and FP8 (E4M3).
 template <int kBitsOfCode>
 struct ScaledInt : Coded<kBitsOfCode, 0, false, 0> {
   static constexpr bool kZeros = true;
@@ -288,7 +288,7 @@ class CodedBlocks {
         store(of_group_[what] + i, load(reinterpret_cast<const F16*>(group_) + i));
   }
 
-  // Scales in their own type, and what stands for 0, negative.
+  // Scales in their own type, and the negated codes of 0.
   void start_scaled_group() {
     const int64_t bytes = Format::scale_bytes(grouping_);
     for (int64_t i = 0; i < kPanel; i += kWidth) {

@@ -1,6 +1,6 @@
-// Products of int8 tokens with coded weights (coded.h), by vectors. Sums over the inputs of a scale are whole numbers,
-// so that they do not depend on how they are made: a few tokens take the codes as they are stored, many take them from
-// scratch memory, where each panel is put once in the order in which it is multiplied. Included by product.cpp alone.
+// Products of int8 tokens with coded weights (coded.h), by vectors. Sums over the inputs of a scale are integers, so
+// they do not depend on how they are made: with few tokens the codes are taken as they are stored, with many from
+// scratch memory, where each panel is put once in the order of multiplication. Included only by product.cpp.
 #pragma once
 
 #include "product/vectors.h"
@@ -19,7 +19,7 @@ struct Int8ByCoded {
   using Expander = CodedExpander<Format>;
 };
 
-// A piece of a token: its 32 values, of each 8 those with even places first, then the sum of each part.
+// A piece of a token: its 32 values, the even places of each 8 first, then the sum of each part.
 struct TokenPiece {
   int8_t values[kPanel];
   float sums[2];
@@ -92,7 +92,7 @@ class CodeMultiplier {
   }
 
  private:
-  // As many as have all their sums in registers, where codes are taken as stored, and where they are expanded.
+  // Tokens whose sums all fit into registers, with codes as stored and with expanded ones.
   static constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 1, kExpandedTokens = kWidth == 16 ? 6 : 2;
   static constexpr int64_t kFewTokens = 4;
   static constexpr int kVectorsOfHalf = 16 / kWidth;
@@ -278,7 +278,7 @@ class CodeMultiplier {
   static constexpr bool kSmall = Format::kBits < 8 && !kHasTable<Format>;
 #endif
 
-  // What is multiplied: codes as `load_codes` has them, or what they stand for.
+  // Loads the multiplied bytes: codes as in `load_codes`, or their values.
   template <class Format>
   static void load_bytes_of(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
     load_codes<Format>(chunk, lane, codes);

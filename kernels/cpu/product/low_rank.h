@@ -1,13 +1,12 @@
 // Low-rank parts of a product: each token adds B (scale A x) of the adapter in its slot to some columns (LoRA).
 //
 // `shrink` computes scale A x of all tokens, and a product adds B times that to its sums, before its activation. The
-// order of sums depends on the token's own adapter alone, so neither other tokens nor their number change its bits.
-// Tokens are multiplied slot by slot: those with the same adapter share what is loaded of it.
+// order of sums depends only on the token's own adapter, so neither other tokens nor their number change its bits.
+// Tokens are multiplied slot by slot: tokens with the same adapter share its loads.
 //
-// A lies in groups of 4 lines, of which each cache line is followed by that of the next line: whole groups are read
-// from one end to the other. B lies in tiles of 16 columns, each word by word of `shrunk`: of float numbers one, of
-// bfloat16 a pair. A gated product has the tiles of the gates first, then as many of what they are multiplied with.
-// Included by product.cpp alone.
+// A lies in groups of 4 lines, whose cache lines alternate, so that whole groups are read from one end to the other. B
+// lies in tiles of 16 columns, each word by word of `shrunk`: one float number, or a pair of bfloat16 numbers. A gated
+// product has the tiles of the gates first, then the tiles of the other outputs. Included only by product.cpp.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +18,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLinesOfGroup = 4;
-// Tokens of a slot that are multiplied together: as many as have their sums in registers.
+// Tokens of a slot that are multiplied together, so that their sums fit into registers.
 constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 2;
 
 // Numbers of T in words: vectors of them, as they are multiplied.
@@ -83,7 +82,7 @@ inline void shrink_lines(const ShrinkArgs& args, const LowRankPart& part, const 
   }
 }
 
-// The lines of the next unit are prefetched, unless they are those of this one.
+// The lines of the next unit are prefetched, unless it has the same lines.
 template <class T>
 void shrink_as(const ShrinkArgs& args, const int64_t* tokens, const ShrinkUnit* begin, const ShrinkUnit* end) {
   auto lines_of = [&](const ShrinkUnit& unit) {
@@ -156,7 +155,7 @@ void Addends::want_panel(int64_t panel) {
   });
 }
 
-// Of all lines of A that the next `shrink` reads, those whose turn it is.
+// Prefetches this panel's share of the lines of A that the next `shrink` reads.
 void Addends::want_share_of_next(int64_t panel) {
   const ShrinkArgs* next = by_slot_.next;
   if (next == nullptr || begin_ != 0) return;
@@ -196,7 +195,7 @@ void Addends::compute_some(const LowRankPart* parts, const int64_t* tokens) cons
   for (int t = 0; t < kTokens; ++t)
     shrunk[t] = static_cast<const Shrunk*>(args_.shrunk) + tokens[t] * args_.shrunk_stride;
   for (int64_t half = 0; half < kPanel / kTile; ++half) {
-    // Of every other word: a sum does not wait for the one before it.
+    // Two sums, of every other word each, so that a sum does not wait for the previous one.
     Vec sums[2][kTokens][kVectorsOfTile] = {};
     for (const LowRankPart* part = parts; part < parts + args_.num_parts; ++part) {
       if (!has_tile(*part, tile(panel_, half))) continue;

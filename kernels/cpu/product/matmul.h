@@ -52,8 +52,8 @@ inline void multiply_tile(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
     for (int i = 0; i < kVectors; ++i) store(c.line(m) + i * kWidth, sums[m][i]);
 }
 
-// C = A B, or C += A B. The numbers of columns and of words are multiples of 16, columns of 32 too; that of lines is
-// one of kLinesAtOnce.
+// C = A B, or C += A B. The numbers of columns and of words are multiples of 16, columns of 32 too; the number of lines
+// is one of kLinesAtOnce.
 template <class T>
 inline void multiply(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t k, bool add) {
   constexpr int kLines = 4, kColumns = kTileVectors * kWidth;
@@ -73,7 +73,7 @@ inline constexpr int64_t kLinesAtOnce = 16;
 // Configures the matrix unit for its lifetime, and restores the former configuration, for example oneDNN's.
 class MatrixUnit {
  public:
-  // `lines`: those of the tiles of A, 4 and 5, and of C, 0 to 3. B is in tiles 6 and 7.
+  // `lines`: the lines of the tiles of A (4 and 5) and of C (0 to 3). B is in tiles 6 and 7.
   explicit MatrixUnit(int64_t lines = 16) {
     _tile_storeconfig(before_);
     TileConfig config = {};
@@ -100,7 +100,7 @@ class MatrixUnit {
   alignas(64) uint8_t before_[64];
 };
 
-// Sums of 16 lines and 32 columns in tiles 0 and 1, and with kTwo those of the next 16 lines in 2 and 3.
+// Loads sums of 16 lines and 32 columns to tiles 0 and 1, and with kTwo the next 16 lines to tiles 2 and 3.
 template <bool kTwo, class Sum>
 inline void load_sums(const Sum* c, int64_t stride) {
   _tile_loadd(0, c, stride * 4);

@@ -103,7 +103,7 @@ struct Stored<Q40> {
   }
 };
 
-// The file has what is added, which is a negative minimum.
+// The file has an addend, which is a negative minimum.
 inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 template <>
@@ -200,7 +200,7 @@ int64_t in_features_of(const PackArgs& args) {
     return args.in_bytes / Stored<Format>::kBytes * Format::kPiecesOfGroup * kPanel;
 }
 
-// Rows of codes alone, the one of two that comes first in the lower half of a byte.
+// Packs rows that hold only codes; the first of two codes is in the lower half of a byte.
 template <class Format>
 void pack_scaled(const PackArgs& args, int64_t panel) {
   constexpr int64_t kPerByte = 8 / Format::kBits;

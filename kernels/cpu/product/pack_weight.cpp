@@ -1,4 +1,4 @@
-// Packs weights into the order in which product.cpp reads them, and compresses those of bfloat16 to 12 bits (bf12.h).
+// Packs weights into the order in which product.cpp reads them, and compresses bfloat16 weights to 12 bits (bf12.h).
 //
 // A panel is kPanel columns of the product. It is a row of blocks. A block is two tiles of 16 columns, and a tile has
 // 16 lines of words. A word holds the weights that a word of a token is multiplied with: a float, two 16-bit numbers,
@@ -18,7 +18,7 @@
 namespace quire {
 namespace {
 
-// Packs one block of a panel: bytes from `begin` on of the weight's rows, of which `count` are left.
+// Packs one block of a panel: `count` remaining bytes of the weight's rows, from `begin` on.
 template <class Word>
 void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin, int64_t count) {
   constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);

@@ -1,4 +1,4 @@
-// What packing weights (pack_weight.cpp, pack_coded.cpp) takes.
+// Helpers of pack_weight.cpp and pack_coded.cpp.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace quire {
 
 inline constexpr int64_t kColumnsOfTile = kPanel / 2;
 
-// The row of the weight that a column of a panel holds; none where the column is padding.
+// The row of the weight that a column of a panel holds; none if the column is padding.
 inline std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t column) {
   if (!args.gated) {
     const int64_t row = panel * kPanel + column;

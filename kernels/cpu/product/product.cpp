@@ -18,16 +18,16 @@ namespace {
 
 constexpr int64_t kTile = kPanel / 2;
 
-// What the adapters of tokens `begin` to `end` - 1 add to a panel (low_rank.h), computed when the first of them needs
-// it. While a panel is multiplied, what the adapters have for the next one is prefetched, and a share of what the next
-// `shrink` reads: a few lines at a time, because a processor stalls when its queue of requests is full.
+// The numbers that the adapters of tokens `begin` to `end` - 1 add to a panel (low_rank.h), computed at their first
+// use. While a panel is multiplied, the adapters' lines for the next one are prefetched, and a share of the lines that
+// the next `shrink` reads: a few lines at a time, because a processor stalls when its queue of requests is full.
 class Addends {
  public:
   // `sums` has room for kPanel of each token.
   Addends(const ProductArgs& args, const TokensBySlot& by_slot, int64_t begin, int64_t end, float* sums)
       : args_(args), by_slot_(by_slot), begin_(begin), end_(end), sums_(sums) {}
 
-  // Begins to multiply a panel, in so many steps; is_first: of those that follow each other.
+  // Begins to multiply a panel, in `steps` steps; is_first: the panel is the first of consecutive ones.
   void start(int64_t panel, bool is_first, int64_t steps);
   void step() {
     for (int64_t i = 0; i < lines_of_step_ && span_ != last_span_; ++i) prefetch_line();
@@ -62,7 +62,7 @@ class Addends {
   const int64_t begin_, end_;
   float* const sums_;
   int64_t panel_ = -1;  // of the sums
-  // What is still to be prefetched; what there is no room for is not.
+  // Remaining lines to prefetch; lines beyond the capacity are not prefetched.
   struct Span {
     const char* at;
     int64_t lines;
@@ -200,8 +200,8 @@ inline const typename Kind::X* x_of(const ProductArgs& args, int64_t token) {
   return static_cast<const typename Kind::X*>(args.x) + token * args.x_stride;
 }
 
-// Calls function(first, last) for tokens that are multiplied at once, those of each unit in equal parts of at most
-// kBytes. `begin` is that of a unit.
+// Calls function(first, last) for tokens that are multiplied at once: equal parts, of at most kBytes, of each unit's
+// tokens. `begin` is the beginning of a unit.
 template <class Kind, int64_t kBytes, class Function>
 void for_passes(const ProductArgs& args, int64_t begin, int64_t end, Function function) {
   const int64_t line = sizeof(typename Kind::X) * (args.in_features < 1 ? 1 : args.in_features);

@@ -1,5 +1,5 @@
 // Products by vectors: each vector of weights is multiplied with several tokens while it is in a register. Processors
-// with matrix units use this for floats alone. Included by product.cpp alone.
+// with matrix units use this only for floats. Included only by product.cpp.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -111,7 +111,7 @@ inline Vec words_of(const ProductArgs& args, int64_t token, int64_t first) {
   return kHasOffset<Kind> ? exclusive_or(words, kOffset<Kind>) : words;
 }
 
-// Packed words of a group: word by word, those of all its tokens.
+// The packed words of a group, word by word for all its tokens.
 template <int kTokens>
 struct PackedWords {
   const void* words;

@@ -1,4 +1,4 @@
-// The C interface of the library: what kernels/cpu/library.py loads and checks, and bindings.py calls.
+// The C interface of the library: kernels/cpu/library.py loads and checks it, and bindings.py calls it.
 //
 // Every operation takes a context and one struct. All fields have 8 bytes, so no struct has padding. Words as in
 // kernels/ops.py: T tokens, R rows, H heads, D head size, B block size. Strides count elements, and the last dimension
@@ -21,7 +21,7 @@ enum Status : int32_t {
   kBadSlot = 3,      // a slot is not in the pool
   kBadPosition = 4,  // a position is not in the table of cosines and sines
   kNoMemory = 5,
-  kBadId = 6,  // an id is not that of a row
+  kBadId = 6,  // an id is not the index of a row
   kBadSlotOfAdapter = 7,
 };
 
@@ -94,12 +94,12 @@ enum Activation : int64_t {
   kRelu = 1,
   kSilu = 2,
   kGeluTanh = 3,
-  // Of weights that were packed as gated: activation(gate) * up.
+  // For weights that were packed as gated: activation(gate) * up.
   kSiluAndMul = 4,
   kGeluTanhAndMul = 5,
 };
 
-// The groups of inputs that have a scale, where codes and scales of a weight come apart (coded.h); else all zeros.
+// The groups of inputs that have a scale, if codes and scales of a weight are separate (coded.h); else all zeros.
 struct Grouping {
   int64_t pieces;       // of 32 inputs in a group; the last group of a row may have fewer
   int64_t scale_dtype;  // a Dtype
@@ -116,8 +116,8 @@ struct PackArgs {
   int64_t row_bytes;  // from one row to the next
   int64_t gated;
   int64_t word_bytes;    // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
-  int64_t stored;        // where the weight is coded (coded.h); its rows are those of the file
-  const void* scales;    // [out_features, groups], where they come apart from the codes
+  int64_t stored;        // StoredAs, if the weight is coded (coded.h); its rows are rows of the file
+  const void* scales;    // [out_features, groups], if they are separate from the codes
   const uint8_t* zeros;  // [out_features, groups] codes, or null
   Grouping grouping;
 };
@@ -183,7 +183,7 @@ struct QuantizeArgs {
   int64_t value_stride;
 };
 
-// What an adapter adds to some columns of a product: B (scale A x).
+// The product that an adapter adds to some columns of another product: B (scale A x).
 struct LowRankPart {
   const void* a;  // [rank / 4, blocks, 4, cache line] (low_rank.h)
   const void* b;  // [tiles, words of rank, 16]
@@ -219,7 +219,7 @@ struct ProductArgs {
   const void* bias;       // [out_features] numbers, or null
   const float* scales;    // [out_features] of the weight, or null
   const float* x_scales;  // [T], or null
-  // Of the low-rank addends, as in ShrinkArgs; null where there are none.
+  // The low-rank addends, as in ShrinkArgs; null if there are none.
   const void* shrunk;
   const LowRankPart* parts;
   const int64_t* slots;
@@ -289,7 +289,7 @@ struct RotaryArgs {
   int64_t head_dim;
 };
 
-// A process among those of one machine that have mapped the same memory (exchange.h).
+// One of the processes of a machine that have mapped the same memory (exchange.h).
 struct SharedGroup {
   void* memory;  // quire_group_bytes, on a cache line, all zeros at first
   int64_t rank;
@@ -368,7 +368,7 @@ QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openm
 QUIRE_API void quire_close(quire::Context* context);
 // All structs, fields and constants that callers use: callers recognize a library that was built from another api.h.
 QUIRE_API const quire::Layout* quire_layout();
-// Bytes of memory that a group of so many processes takes.
+// Bytes of memory that a group of `size` processes takes.
 QUIRE_API int64_t quire_group_bytes(int64_t size, int64_t slot_bytes);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);

@@ -10,7 +10,7 @@ namespace {
 
 // The signals of each process, on cache lines of its own. Zero, the value of new memory, is before the first round.
 struct alignas(64) Member {
-  uint64_t begun;  // rounds that the process has begun; it alone reads this
+  uint64_t begun;  // rounds that the process has begun; read only by itself
 };
 
 struct alignas(64) Arrival {

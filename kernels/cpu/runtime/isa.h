@@ -39,7 +39,7 @@ struct Unit {
   float* states;
 };
 
-// Tokens that have adapters, slot by slot, in their order. A slot has those from `begin` to `end` - 1.
+// Tokens that have adapters, slot by slot, in their order. A slot has tokens `begin` to `end` - 1.
 struct TokensOfSlot {
   int64_t slot, begin, end;
 };
@@ -47,7 +47,7 @@ struct TokensBySlot {
   const int64_t* tokens;
   const TokensOfSlot* slots;
   int64_t num_slots;
-  // The operation that reads what the product before it prefetches; null where it is not known.
+  // The next operation, whose data the product prefetches; null if it is not known.
   const ShrinkArgs* next;
 };
 
@@ -121,8 +121,8 @@ struct IsaKernels {
   ByDtype<int64_t (*)(const AttentionArgs&)> prefill_scratch;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> decode;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> prefill;
-  // Output of the unit's rows and heads, from the states of all its chunks, [chunks, num_rows, Hq]. Overwrites those of
-  // the first chunk.
+  // Output of the unit's rows and heads, from the states of all its chunks, [chunks, num_rows, Hq]. Overwrites the
+  // states of the first chunk.
   ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
   // Lines begin to end of the operation.
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;

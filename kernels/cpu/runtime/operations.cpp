@@ -93,7 +93,7 @@ Status check_tokens(const RotaryArgs& args) {
   return kOk;
 }
 
-// The tokens of an operation that have adapters, slot by slot: so they share what they read of an adapter.
+// The tokens of an operation that have adapters, slot by slot, so that they share the reads of an adapter.
 class SortedTokens {
  public:
   template <class Args>
@@ -119,7 +119,7 @@ class SortedTokens {
     return {tokens_.data(), slots_.data(), static_cast<int64_t>(slots_.size()), next};
   }
 
-  // The units of `shrink`: those that read the same lines one after the other.
+  // The units of `shrink`; units that read the same lines are consecutive.
   std::vector<ShrinkUnit> units(const ShrinkArgs& args) const {
     std::vector<ShrinkUnit> units;
     for (const TokensOfSlot& of_slot : slots_)
@@ -322,7 +322,7 @@ Status Operations::add_all_gather(const AllGatherArgs& args) {
   return kOk;
 }
 
-// Runs what add(operations) adds.
+// Runs the operations that add(operations) adds.
 template <class Add>
 int32_t run_added(const Context& context, int64_t threads, const Add& add) {
   try {

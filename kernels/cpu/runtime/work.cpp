@@ -12,7 +12,7 @@ namespace {
 // thread spins that long. Then it sleeps: its partner may have lost its core to another process and can use this one.
 class Barrier {
  public:
-  // Returns when so many threads have called it.
+  // Returns when `threads` threads have called it.
   void wait(int64_t threads) {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
@@ -64,7 +64,7 @@ void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
   const Memory memory = allocate(shared + own * threads);
   for (const auto& work : works) work->begin();
   Barrier barrier;
-  // In turn: while threads take units of a work, those of the next one are assigned.
+  // Used in turn: while threads take units of a work, the units of the next one are assigned.
   Shares shares[2] = {Shares(threads), Shares(threads)};
   if (!works.empty()) works[0]->assign(shares[0], 0, 1);
   run_on_threads(openmp, threads, [&] {

@@ -34,8 +34,8 @@ struct Units {
   int64_t begin, end;
 };
 
-// The units of a work, divided among threads: of as many units a thread has the same ones every time, so what they read
-// stays near to it. It takes them by a counter on a cache line of its own.
+// The units of a work, divided among threads: with an equal number of units a thread has the same ones every time, so
+// that their data stays near to it. It takes them by a counter on a cache line of its own.
 class Shares {
  public:
   explicit Shares(int64_t threads) : of_threads_(threads) {}
@@ -50,7 +50,7 @@ class Shares {
   }
 
   // Takes at most `count` units of the thread at `distance`, at first 0, or of the next one that has any: the thread's
-  // own, then those of the nearest threads. False: none is left.
+  // own units, then units of the nearest threads. Returns false if none is left.
   bool take(int64_t thread, int64_t& distance, int64_t count, Units& taken) {
     for (const int64_t threads = of_threads_.size(); distance < 2 * threads; ++distance) {
       const int64_t other = thread ^ distance;  // of the same 2 threads, then of the same 4, 8, ...

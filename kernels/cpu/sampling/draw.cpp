@@ -1,8 +1,9 @@
 // From the logits of a row to a token: the highest logit, scores and their weights, the lowest score that top-k, top-p
-// and min-p keep, and the inverse of the cumulative distribution. worker_svc/sampling says what each of them is.
+// and min-p keep, and the inverse of the cumulative distribution. worker_svc/sampling explains each of them.
 //
-// A threshold is found without sorting the vocabulary: sums at several scores in one pass say between which two it
-// lies, and the next pass reads what lies there. Sums are of floats within a line, of doubles from line to line.
+// A threshold is found without sorting the vocabulary: one pass sums at several scores and finds the two scores between
+// which the threshold lies; the next pass reads only the scores between them. Sums are of floats within a line, of
+// doubles from line to line.
 #include "runtime/isa.h"
 #include "vec/vec.h"
 
@@ -14,7 +15,7 @@ constexpr int64_t kLine = 256;
 constexpr int64_t kSorted = 48;
 // Scores at which one pass sums; the first is the lowest that can be the threshold.
 constexpr int kPlaces = 8;
-// `exp` of what is below is 0.
+// `exp` of lower numbers is 0.
 constexpr float kLowest = -88.0f;
 
 // Tokens in any order. There is room for kWidth more after the last one.
@@ -23,7 +24,7 @@ struct Candidates {
   float* weights;
   int64_t size;
 
-  // None of the lanes behind the last one is above any threshold.
+  // No lane behind the last candidate is above any threshold.
   void close() const {
     store(scores + size, set1(-kInfinity));
     store(weights + size, zero());
@@ -85,12 +86,12 @@ bool spread(float low, float high, float (&places)[kPlaces]) {
   return has_inner;
 }
 
-// The highest score such that the candidates at or above it weigh, or count, `wanted` or more; `low` where all of those
-// from `low` on are less. `rest` is memory for as many candidates.
+// The highest score such that the candidates at or above it weigh, or count, `wanted` or more; `low` if all candidates
+// from `low` on are less. `rest` is memory for the same number of candidates.
 template <bool kCounts>
 float threshold(Candidates list, double wanted, float low, const Candidates& rest) {
   float high = kInfinity;
-  double above = 0;  // the sum of what is at `high` and higher
+  double above = 0;  // the sum of the weights at `high` and higher
   while (list.size > kSorted) {
     float places[kPlaces];
     if (!spread(low, high, places)) return low;
@@ -115,7 +116,7 @@ float threshold(Candidates list, double wanted, float low, const Candidates& res
   return low;
 }
 
-// The weight of the k likeliest candidates, the least likely of which has score `last`.
+// The weight of the k most likely candidates; `last` is the lowest of their scores.
 double weight_of_likeliest(const Candidates& list, int64_t k, float last) {
   double sum = 0, tied = 0;
   int64_t count = 0;
@@ -130,7 +131,7 @@ double weight_of_likeliest(const Candidates& list, int64_t k, float last) {
   return sum + tied * static_cast<double>(k - count);
 }
 
-// What one row takes.
+// The scratch memory of one row.
 struct Memory {
   Memory(std::byte* memory, int64_t vocab_size) {
     Arena arena(memory);
@@ -246,7 +247,7 @@ class Row {
     return sums[0];
   }
 
-  // The first token at which the sum of what is kept passes its share of all; -1 where rounding hides it.
+  // The first token at which the sum of kept weights passes its share of all; -1 if rounding hides it.
   int64_t pick(float floor) {
     double total = 0;
     if (floor > -kInfinity) keep_from(floor);

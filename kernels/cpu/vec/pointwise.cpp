@@ -30,7 +30,7 @@ inline const T* x_line(const NormArgs& args, int64_t line) {
   return static_cast<const T*>(args.x) + group * args.x_group_stride + (line - group * args.x_group) * args.x_stride;
 }
 
-// x + residual to residual; returns the sum of squares of what was written, after rounding.
+// x + residual to residual; returns the sum of squares of the written numbers, after rounding.
 template <class T>
 inline float add_to(T* residual, const T* x, int64_t n) {
   Vec squares = zero();
@@ -184,7 +184,7 @@ inline int64_t pool_line(const RotaryArgs& args, int64_t token, int64_t head) {
   return (block * args.key.count + head) * cache.block_size + offset;
 }
 
-// Lines of keys before those of values.
+// The number of lines of keys, which precede the lines of values.
 inline int64_t lines_of_keys(const RotaryArgs& args) {
   return args.cache.num_blocks * args.key.count * args.cache.block_size;
 }

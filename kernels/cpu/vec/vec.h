@@ -1,7 +1,7 @@
-// A vector of kWidth floats in the instruction set that this file is compiled for, and what kernels need of it.
+// A vector of kWidth floats in the instruction set that this file is compiled for, and its operations for kernels.
 //
-// Loads and stores convert from and to the element types. Those with a count touch only so many elements: the
-// other lanes are 0. NaN goes through everything here but `max`, which may drop it.
+// Loads and stores convert from and to the element types. Loads and stores with a count touch only `count` elements:
+// the other lanes are 0. NaN goes through everything here but `max`, which may drop it.
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +20,7 @@ struct F16 {
   uint16_t bits;
 };
 
-// What a shuffle of bytes takes in a word to make its upper three bytes 0.
+// The control word of a byte shuffle that makes the upper three bytes of a word 0.
 inline constexpr int32_t kNoUpperBytes = static_cast<int32_t>(0x80808000u);
 
 }  // namespace quire
@@ -50,8 +50,8 @@ inline constexpr int kPrefetchCache = kFirstCache;
 inline constexpr int kPrefetchCache = kSecondCache;
 #endif
 
-// The same for what is read soon, and once: 9% more a second on an AMD processor, for keys and values and for weights
-// of one token. Not measured on others.
+// The same for data that is read soon, and once: 9% more a second on an AMD processor, for keys and values and for
+// weights of one token. Not measured on others.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 inline constexpr int kOnceCache = kNoCache;
 #else

@@ -1,4 +1,4 @@
-// vec.h for AVX2 with FMA and F16C. Included by it alone.
+// vec.h for AVX2 with FMA and F16C. Included only by vec.h.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -8,7 +8,7 @@ struct Vec {
 };
 
 inline constexpr int kWidth = 8;
-// Sums that a kernel keeps in registers beside its operands.
+// Sums that a kernel keeps in registers in addition to its operands.
 inline constexpr int kSums = 8;
 // Vectors side by side in a tile of a matrix product.
 inline constexpr int kTileVectors = 2;
@@ -118,7 +118,7 @@ inline void store_twice(float* p, Vec x) {
   _mm256_storeu_ps(p + kWidth, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-// Adds the products of the four int8 values of each word. Those of `b` are passed xor kInt8Offset.
+// Adds the products of the four int8 values of each word. The values of `b` are passed xor kInt8Offset.
 inline constexpr int32_t kInt8Offset = 0;
 inline __m256i even_int8(IntVec x) { return _mm256_srai_epi16(_mm256_slli_epi16(bits_of(x), 8), 8); }
 inline __m256i odd_int8(IntVec x) { return _mm256_srai_epi16(bits_of(x), 8); }

@@ -1,4 +1,4 @@
-// vec.h for AVX-512. Included by it alone.
+// vec.h for AVX-512. Included only by vec.h.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -8,7 +8,7 @@ struct Vec {
 };
 
 inline constexpr int kWidth = 16;
-// Sums that a kernel keeps in registers beside its operands.
+// Sums that a kernel keeps in registers in addition to its operands.
 inline constexpr int kSums = 16;
 // Vectors side by side in a tile of a matrix product.
 inline constexpr int kTileVectors = 4;
@@ -133,7 +133,7 @@ inline void store_twice(float* p, Vec x) {
   _mm512_storeu_ps(p + kWidth, _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(8)), x.v));
 }
 
-// Adds the products of the four int8 values of each word. Those of `b` are passed xor kInt8Offset.
+// Adds the products of the four int8 values of each word. The values of `b` are passed xor kInt8Offset.
 #if defined(__AVX512VNNI__)
 inline constexpr int32_t kInt8Offset =
     static_cast<int32_t>(0x80808080u);  // makes them unsigned, 128 more than they are

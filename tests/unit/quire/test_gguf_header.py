@@ -58,8 +58,8 @@ HUGE = (1 << 64) - 1
         (header(version=1), "its version is 1; versions 2 and 3 are read, convert the model again"),
         (header(version=3 << 24), "it is in big-endian byte order; `gguf-convert-endian`"),
         (b"GGUF\3\0", "it ends within its metadata; the file is cut short"),
-        (header(counts=(HUGE, 0)), f"it counts {HUGE} tensors, of which at most 1048576 are read"),
-        (header(counts=(0, HUGE)), f"it counts {HUGE} fields, of which"),
+        (header(counts=(HUGE, 0)), f"it counts {HUGE} tensors; at most 1048576 are read"),
+        (header(counts=(0, HUGE)), f"it counts {HUGE} fields; at most"),
         (header([struct.pack("<Q", HUGE)]), f"it has a text of {HUGE} bytes at byte 32; at most 16777216 are read"),
         (
             header([field("a", ARRAY, struct.pack("<IQ", U8, HUGE))]),

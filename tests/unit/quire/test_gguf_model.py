@@ -383,7 +383,7 @@ def test_parts_that_do_not_belong_together_are_refused(directory: Path, tmp_path
         return str(caught.value)
 
     second.rename(tmp_path / "kept")
-    assert problem() == f"{first} is one of 3 parts of a model; {second.name} is not beside it"
+    assert problem() == f"{first} is one of 3 parts of a model; {second.name} is not next to it"
     second.write_bytes(third.read_bytes())
     assert problem() == f"{second} has the name of part 2 and is another one"
     other = write_gguf(tmp_path / "other.gguf", directory, tensors_per_part=9)

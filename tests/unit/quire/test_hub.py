@@ -370,7 +370,7 @@ def test_what_the_cache_has_needs_no_space(hub: LocalHub, cache: Path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
     # Of another content, as of a revision whose download was given up.
     (cache / "models--org--model" / "blobs" / f"{'0' * 64}.quire.incomplete").write_bytes(WEIGHTS)
-    assert "needs 2.0 MiB more, of which 1.0 MiB are free" in error_of(MODEL)
+    assert "needs 2.0 MiB more; 1.0 MiB are free" in error_of(MODEL)
     keep(cache, WEIGHTS[: 1 << 20])
     assert (pull(MODEL) / "model.safetensors").read_bytes() == WEIGHTS
     hub.branches["org/model", "v3"] = {**SMALL, "README.md": b"new", "model.safetensors": WEIGHTS}

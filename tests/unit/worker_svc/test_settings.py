@@ -18,7 +18,7 @@ def load(*argv: str, program: str = "worker") -> WorkerSettings | ServeSettings:
         (["--num-gpu-blocks=9", "--kv-cache-memory=1MiB"], r"--num-gpu-blocks \(9\) and --kv-cache-memory \(1048576\)"),
         # OpenMP ends a process that cannot have its threads, which would be started again without end.
         (["--num-threads=1000000"], r"--num-threads: .* the greatest value is 1024"),
-        (["--speculate=off,ngram"], r"--speculate is off,ngram; off stands alone"),
+        (["--speculate=off,ngram"], r"--speculate is off,ngram; off excludes the others"),
     ],
 )
 def test_flags_that_contradict_each_other_or_have_no_effect_are_refused(

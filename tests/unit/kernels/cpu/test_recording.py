@@ -168,7 +168,7 @@ def test_a_recording_holds_what_it_was_made_from() -> None:
 X = torch.randn(MOST_TOKENS, HIDDEN).bfloat16()
 NOT_RECORDED: list[tuple[Callable[[], object], str]] = [
     (lambda: X.view(-1, 8)[:2] + 1, r"aten\.add\.Tensor is computed by torch"),
-    (lambda: ops.rms_norm(X[1:], X[0], 1e-6), "rms_norm over 39 lines, which are not those of 40 tokens"),
+    (lambda: ops.rms_norm(X[1:], X[0], 1e-6), "rms_norm over 39 lines, which 40 tokens do not divide"),
     (lambda: ops.pack_weight(X), "pack_weight cannot be recorded"),
 ]
 

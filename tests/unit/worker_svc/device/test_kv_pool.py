@@ -110,7 +110,7 @@ def test_the_host_pool_has_as_many_blocks_as_its_memory_holds(
         (
             {"num_gpu_blocks": 1 << 21, "swap_space": 1 << 30},
             None,
-            r"--swap-space is 1.0 GiB; 0 B .* beside the KV pool; set it to at most that",
+            r"--swap-space is 1.0 GiB; 0 B .* in addition to the KV pool; set it to at most that",
         ),
     ],
 )

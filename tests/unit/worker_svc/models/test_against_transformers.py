@@ -254,7 +254,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         ({"layer_types": "full_attention"}, "expected 2 of full_attention and"),
         (
             {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
-            "expected full_attention alone if no sliding window is used",
+            "expected only full_attention if no sliding window is used",
         ),
     ],
 )
@@ -311,9 +311,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
         (
             Gemma2ForCausalLM,
             {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
-            "expected full_attention alone if no sliding window is used",
+            "expected only full_attention if no sliding window is used",
         ),
-        (Gemma3ForCausalLM, {"rope_parameters": {"rope_theta": 1e4}}, "expected those of full_attention and sliding_"),
+        (
+            Gemma3ForCausalLM,
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "expected sections for full_attention and sliding_",
+        ),
         (Gemma3ForCausalLM, {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
         (Phi3ForCausalLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
         (Phi3ForCausalLM, {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
