@@ -834,7 +834,8 @@ class Scheduler:
                 condition = "while nothing else was done"
             case _:
                 what, condition = "this request ran", "at the same step, in which only it ran"
-        message = f"the worker was lost {losses.num} times in a row while {what}, the last {losses.num_alone} times {condition}"
+        last = f"the last {losses.num_alone} times {condition}"
+        message = f"the worker was lost {losses.num} times in a row while {what}, {last}"
         if fault.detail is not None:
             message += f": {fault.detail}"
         assert not isinstance(at_fault, MovedBlocks), "they are fetched once, whatever is lost meanwhile"

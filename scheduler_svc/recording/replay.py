@@ -1,7 +1,7 @@
-"""Runs the core on what it was told, without workers and gateways, and compares what it plans.
+"""Runs the core on its recorded inputs, without workers and gateways, and compares its plans.
 
 The core is deterministic: time, ids and results are its arguments. So the same version plans the very same steps, and a
-changed one shows where it begins to plan others.
+changed version shows where its plans begin to differ.
 """
 
 import io
@@ -50,12 +50,12 @@ from scheduler_svc.recording.messages import (
 _MAX_DIFFERENCES = 20
 
 _HALVES = frozenset({"refuse_in_flight", "lose_in_flight"})
-"""Operations that `void_in_flight` must follow: in between, the state need not hold together."""
+"""Operations that `void_in_flight` must follow: in between, the state need not be consistent."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of a replay. `differences` are lines, the first ones of `num_differences`."""
+    """The result of a replay. `differences` are lines, the first ones of `num_differences`."""
 
     num_operations: int = 0
     num_requests: int = 0
@@ -63,7 +63,7 @@ class Report:
     num_differences: int = 0
     differences: list[str] = field(default_factory=list[str])
     ended_early: str | None = None
-    """Why the rest cannot be replayed: what the core was told does not fit its state any more."""
+    """Why the rest cannot be replayed: the recorded inputs do not fit the core's state any more."""
     damage: str | None = None
     is_interrupted: bool = False
 
@@ -82,11 +82,11 @@ class _CannotGoOnError(Exception):
 
 
 class Replayer:
-    """A core that is told one recorded operation after the other.
+    """A core that runs one recorded operation after the other.
 
     Attributes:
         scheduler: The core; None before its start.
-        before: The core that goes on next with the limits of `scheduler`; None where there is none.
+        before: The core that continues next with the limits of `scheduler`; None if there is none.
 
     Args:
         checks: Whether the core's invariants are checked after each operation.
@@ -102,7 +102,7 @@ class Replayer:
         self._start: float | None = None
 
     def run(self, operations: Iterator[Operation]) -> None:
-        """Runs as many as there are, or as fit; what differs is in `report`."""
+        """Runs the operations up to the first one that does not fit; differences are in `report`."""
         try:
             for operation in operations:
                 self._run(operation)
