@@ -371,7 +371,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         usage = None if owned is None else self._loop.usage_so_far(owned.key)
         is_of_sequence = abort.HasField("sequence_index")
         if owned is None and not is_of_sequence:
-            # Of what is forgotten, the rest may be on its way.
+            # The request is forgotten, but the rest of its replay may be on its way.
             reader.connection.outbox.drop_replay(reader.handle)
         if is_of_sequence:
             if owned is None or usage is None:
@@ -380,7 +380,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if self._loop.usage_so_far(owned.key) is not None:
                 return
         if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
-            # Of the other sequences the reader may lack something yet; the usage comes with the end.
+            # The reader may lack events of the other sequences; the usage comes with the end.
             if self._requests.end(owned, usage, is_read_on=is_of_sequence):
                 return
         elif owned is not None:

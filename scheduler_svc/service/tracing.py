@@ -194,7 +194,7 @@ class StepTrace:
             raise ConfigurationError(f"--trace-steps {path}: {error.strerror}") from error
 
     def attached(self, config: SchedulerConfig, vocab_size: int) -> None:
-        """Workers were attached: what the core works with, for who models this replica (`quire simulate`)."""
+        """Workers were attached: records the core's limits, for models of this replica (`quire simulate`)."""
         sizes = {name: getattr(config, name) for name in _SIZES}
         self._write({"name": "replica", "ph": "M", "pid": 1, "args": {**sizes, "vocab_size": vocab_size}})
 

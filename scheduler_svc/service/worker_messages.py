@@ -1,4 +1,4 @@
-"""Between the core's plans and results and the messages of workers."""
+"""Conversions between the core's plans and results and the messages of workers."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -128,19 +128,19 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         draft_scope=assigned.draft_scope,
     )
     if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
-        # They are delivered before the first output token, so a sequence that has output needs none.
+        # They are delivered before the first output token, so a sequence with output needs none.
         message.prompt_logprobs = sampling.prompt_logprobs
     return message
 
 
 MOVE_TIMEOUT_S = 5.0
-"""What has not come from another replica by then is computed."""
+"""Seconds after which blocks that have not come from another replica are computed."""
 LEASE_S = 10.0
-"""How long blocks are kept for another replica after they were offered, or some of them were fetched last."""
+"""Seconds that blocks are kept for another replica after they were offered, or after the last fetch."""
 
 
 class RankPlace(NamedTuple):
-    """Which rank a worker is."""
+    """A worker's rank, and the number of ranks."""
 
     rank: int
     world_size: int
@@ -189,7 +189,7 @@ class ReplicaInfo:
         return changes + differing_parts(before.fingerprint, self.fingerprint)
 
     def has_tokenizer_of(self, before: "ReplicaInfo") -> bool:
-        """Whether token ids mean the same, as far as both say which tokenizer they have."""
+        """Whether token ids mean the same, unless one of the two has an unknown tokenizer."""
         ours, theirs = self.fingerprint.tokenizer, before.fingerprint.tokenizer
         return self.vocab_size == before.vocab_size and not (ours and theirs and ours != theirs)
 
@@ -296,8 +296,8 @@ class RowPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A worker has compiled the constraint of this number, or has loaded the adapter, or says why it cannot; or it has
-    fetched blocks, but for those with the indices `failed`."""
+    """A worker has compiled the constraint of this number, has loaded the adapter, or reports why it cannot; or it has
+    fetched blocks, except the ones with the indices `failed`."""
 
     number: int
     failure: str | None = None
@@ -306,7 +306,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Another replica has fetched a rank's part of the blocks of a lease, and no more of it if that `is_done`."""
+    """Another replica has fetched a part of a rank's blocks under a lease; `is_done` with the last part."""
 
     lease: Lease
     is_done: bool
@@ -314,26 +314,26 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The first of these slots of the worker's tier hold these blocks now, and the others none."""
+    """The first of these slots of the worker's tier hold these blocks now, and the other slots are empty."""
 
     slots: list[int]
     hashes: list[BlockHash]
 
     @classmethod
     def of(cls, message: worker_pb2.TierChanged) -> Self:
-        """Raises InvalidArgument when the arrays of the message make no sense."""
+        """A change from its message. Raises InvalidArgument if the arrays of the message are malformed."""
         slots = decode_int32(message.slots, "slots", minimum=0).tolist()
         return cls(slots, _hashes(message.hashes, "hashes")[: len(slots)])
 
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """All that a worker says of a step.
+    """A worker's complete answer to a step.
 
-    `result` is what the core applies. `rows`, int64[n], are those that sampled, in the order of the result's tokens.
+    `result` is the part for the core. `rows`, int64[n], are the rows that sampled, in the order of the result's tokens.
     `worker_us` are the microseconds of the step in the worker's queue, cache operations, model and sampler.
-    `token_ids_crc32`, of tokens and counts, is the same for all ranks, the tokens themselves come from rank 0; None
-    from a rank of a release that does not send it.
+    `token_ids_crc32`, of tokens and counts, is the same for all ranks, while the tokens come from rank 0; None from a
+    rank whose release does not send it.
     """
 
     result: StepResult
@@ -343,7 +343,7 @@ class StepAnswer:
     token_ids_crc32: int | None = None
 
     def check_rows(self, step: StepInFlight) -> None:
-        """Raises ValueError unless `rows` are those that sample in this step, in their order."""
+        """Raises ValueError unless `rows` are the rows that sample in this step, in their order."""
         if not np.array_equal(self.rows, step.rows):
             raise ValueError(
                 f"the result of step {self.result.step_id} has rows {self.rows.tolist()}; "
@@ -430,8 +430,8 @@ class PromptLogprobsRouter:
     def answered(self, answer: StepAnswer) -> list[PromptLogprobs]:
         """The step's reports, by request. Raises ValueError for a report that was not requested.
 
-        Those of a chunk that is not finite are left out: readers would keep them where the worker is lost before the
-        request fails, and computes the prompt again.
+        Reports of a chunk that is not finite are left out: if the worker is lost before the request fails, its prompt
+        is computed again, and readers would keep the wrong values.
         """
         step_id, non_finite = answer.result.step_id, answer.result.non_finite_chunks
         reporting = self._by_step.pop(step_id, {})
