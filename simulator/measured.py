@@ -257,7 +257,7 @@ def non_negative_least_squares(matrix: Array, target: Array) -> Array:
             if (attempt[free] > 0).all():
                 solution = attempt
                 break
-            # Goes only as far as the first coefficient that would fall below zero.
+            # Stops at the first coefficient that would fall below zero.
             falling = free & (attempt <= 0)
             steps = solution[falling] / np.maximum(solution[falling] - attempt[falling], 1e-300)
             solution = np.maximum(solution + float(steps.min()) * (attempt - solution), 0.0)
