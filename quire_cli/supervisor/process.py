@@ -26,11 +26,11 @@ _PIPES_GRACE_S = 1.0
 
 
 class ServiceRefused(ConfigurationError):  # noqa: N818
-    """A child ended with status 2. The message is the line that it printed as the reason; print it once, as it is."""
+    """A child ended with status 2. The message is the line that it printed as the reason; print it once, unchanged."""
 
 
 def print_error(line: str) -> None:
-    """Writes a line to stderr; ignores that its reader may be gone, as after `quire serve 2>&1 | head`."""
+    """Writes a line to stderr; ignores a closed pipe, as after `quire serve 2>&1 | head`."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -69,7 +69,7 @@ class ServiceSpec:
         environ: The child's environment.
         is_proven: Whether this configuration has worked before. If so, a refusal is due to something that has changed
             since and may change back, so the service is restarted.
-        on_output: Takes each line of the child's stdout; where absent, stdout goes to our stderr. Its stderr goes to
+        on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
     """
 
@@ -107,7 +107,7 @@ class SupervisedProcess:
         return self._process is not None
 
     def start(self) -> asyncio.Task[None]:
-        """Starts it. The task ends when the service is stopped, with ServiceRefused where it refuses for good."""
+        """Starts it. The task ends when the service is stopped, with ServiceRefused if it refuses for good."""
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
         return self._task
 
@@ -229,7 +229,7 @@ def _describe(status: int) -> str:
 
 
 class _Child:
-    """A process that a thread of its own starts and waits for.
+    """A process that a separate thread starts and waits for.
 
     asyncio starts a process first and then the thread that waits for it: at the limit of threads, it leaves a process
     that nothing waits for. The kernel kills the child when the thread ends (launch.py), which is after the child.
@@ -242,7 +242,7 @@ class _Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], **options: Any) -> Self:
-        """`options` are those of subprocess.Popen. Raises OSError."""
+        """Starts a process; `options` go to subprocess.Popen. Raises OSError."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
         ended: asyncio.Future[int] = loop.create_future()
@@ -269,7 +269,7 @@ class _Child:
             raise
 
     async def wait(self) -> int:
-        """The status of its end, negative for a signal."""
+        """The exit status, negative for a signal."""
         return await asyncio.shield(self._ended)
 
     def signal(self, number: signal.Signals) -> None:
@@ -286,7 +286,7 @@ def _kill_started(started: asyncio.Future[subprocess.Popen[bytes]]) -> None:
 
 
 class _LinePipe:
-    """A pipe into which a child process writes lines, read in a task until all who hold the other end are gone.
+    """A pipe into which a child process writes lines. A task reads it until no process holds the other end.
 
     Not asyncio's pipes of a subprocess: asyncio reports the end of a process only when its pipes are closed too, and
     grandchildren may hold them open for ever.
