@@ -35,7 +35,7 @@ _COLOURS = {"ok": "32", "note": "33", "wrong": "31"}
 
 @dataclass(frozen=True, slots=True)
 class DoctorFlags:
-    """Shows what this machine has, what Quire uses of it, and what is wrong; the exit status is then 1."""
+    """Shows the resources of this machine, Quire's use of them, and problems; the exit status is then 1."""
 
     model: str | None = setting(None, "look at this model, too; by default at the embedded one", metavar="DIR")
     grpc_port: int = setting(50051, "port for gRPC that should be free", minimum=1, maximum=65535)

@@ -81,7 +81,7 @@ class ListFlags:
 
 @dataclass(frozen=True, slots=True)
 class RevokeFlags:
-    """Takes keys out of a file. Requests that run go on; new ones are refused."""
+    """Takes keys out of a file. Running requests continue; new ones are refused."""
 
     file: str | None = setting(None, "the file of keys", positional=True)
     id: tuple[str, ...] = setting((), "the key's id; may be repeated", metavar="NAME")

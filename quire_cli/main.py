@@ -1,4 +1,4 @@
-"""The entry point: runs a command and turns what it raises into one line and an exit status."""
+"""The entry point: runs a command, and turns its errors into one line and an exit status."""
 
 import difflib
 import errno

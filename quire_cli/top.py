@@ -246,7 +246,7 @@ def _strip(pool: Mapping[str, int], room: int) -> Text:
 
 def sparkline(times: Sequence[float], values: Sequence[float | None], width: int, column_s: float) -> str:
     """Values at rising times as bars of eight heights, the newest to the right; each is the mean of `column_s` seconds,
-    a gap where none is known."""
+    a gap if none is known."""
     columns: list[list[float]] = [[] for _ in range(width)]
     for at, value in zip(times, values, strict=True):
         place = int(at // column_s) - int(times[-1] // column_s) - 1

@@ -48,7 +48,7 @@ class OpenAiServer:
         url: With or without the path `/v1`.
         model: None is the only one that it serves.
         endpoint: "completions", "chat", or None: chats for messages, completions for all else.
-        ignore_eos: Outputs have the length that was planned, where the server knows `ignore_eos` and `min_tokens`, as
+        ignore_eos: Outputs have the planned length, if the server supports `ignore_eos` and `min_tokens`, as
             vLLM, SGLang and Quire do; others end as they like.
         transport: Stands in for the network.
     """

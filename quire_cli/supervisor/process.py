@@ -21,7 +21,7 @@ from quire.settings import ConfigurationError
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 # The line that `run_service` prints before it exits with status 2.
 _REFUSAL = re.compile(r"quire \w+: error: .+")
-# Once the process is gone, only what is already in its pipes is left to read.
+# Once the process is gone, only the rest in its pipes is left to read.
 _PIPES_GRACE_S = 1.0
 
 
@@ -65,7 +65,7 @@ class ServiceSpec:
 
     Attributes:
         name: For messages and `LocalServer.process`.
-        command: Makes the command line, anew for each start; its first word is an absolute path.
+        command: Makes the command line for each start; its first word is an absolute path.
         environ: The child's environment.
         is_proven: Whether this configuration has worked before. If so, a refusal is due to something that has changed
             since and may change back, so the service is restarted.
@@ -141,7 +141,7 @@ class SupervisedProcess:
             started_at = clock.monotonic()
             try:
                 status = await self._run_once()
-            except OSError as error:  # too many open files or processes, or no memory: of a moment
+            except OSError as error:  # too many open files or processes, or no memory: these are temporary
                 delay_s = self._backoff.delay_s(0.0)
                 self._report(f"{self.name} cannot be started: {error}; trying again in {delay_s:g} s")
                 await self._wait_to_stop(delay_s)
@@ -164,8 +164,8 @@ class SupervisedProcess:
             await asyncio.wait_for(self._stopping.wait(), timeout_s)
 
     async def _run_once(self) -> int:
-        """Starts the process, waits for its end, returns its status. Raises OSError where it cannot be started, and
-        leaves nothing of it behind then."""
+        """Starts the process, waits for its end, returns its status. If it cannot be started, raises OSError and leaves
+        nothing of it behind."""
         self._refusals = []
         pipes: list[_LinePipe] = []
         try:
@@ -188,7 +188,7 @@ class SupervisedProcess:
                 await pipe.finish(_PIPES_GRACE_S)
 
     async def _spawn(self, pipes: Sequence["_LinePipe"]) -> "_Child":
-        """The first pipe is for its stderr, the second, if any, for its stdout."""
+        """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
         try:
             self._process = child = await _Child.start(
                 [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self._spec.command()],
@@ -217,7 +217,7 @@ class SupervisedProcess:
 
 
 def _kill_group(pid: int) -> None:
-    # Each process leads a group of its own, whose id is its pid.
+    # Each process leads a separate group, whose id is its pid.
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -289,7 +289,7 @@ class _LinePipe:
     """A pipe into which a child process writes lines. A task reads it until no process holds the other end.
 
     Not asyncio's pipes of a subprocess: asyncio reports the end of a process only when its pipes are closed too, and
-    grandchildren may hold them open for ever.
+    grandchildren may hold them open forever.
     """
 
     def __init__(self, write_end: int, transport: asyncio.ReadTransport, reading: asyncio.Task[None]) -> None:
@@ -321,7 +321,7 @@ class _LinePipe:
             os.close(self.write_end)
 
     async def finish(self, grace_s: float) -> None:
-        """Reads what is still in the pipe, for at most `grace_s` seconds, and closes it."""
+        """Reads the rest of the pipe, for at most `grace_s` seconds, and closes it."""
         self.close_write_end()
         await asyncio.wait([self._reading], timeout=grace_s)
         self._reading.cancel()

@@ -469,7 +469,7 @@ def check_servable(settings: ServeSettings) -> None:
     weight_files(model)
     is_native = settings.model_impl != "transformers"
     if not is_gguf(model):
-        # Worker and gateway each read the whole vocabulary of a GGUF file; they say what is wrong with it.
+        # Worker and gateway each read the whole vocabulary of a GGUF file, and report its errors.
         described = ModelDirectory.open(model)
         described.tokenizer_json()
         is_native = is_native and described.architecture in SUPPORTED_ARCHITECTURES

@@ -224,7 +224,7 @@ class Replayer:
             self._show(f"{self._place(operation)}: {_describe(here)}; {_queues(scheduler)}")
 
     def _place(self, operation: Operation) -> str:
-        """Where in the recording; seconds are since its first operation with a time."""
+        """The place in the recording; seconds are since its first operation with a time."""
         if self._start is None and operation.now:
             self._start = operation.now
         seconds = f" at {operation.now - (self._start or 0):.3f} s" if operation.now else ""
@@ -272,7 +272,7 @@ def _queues(scheduler: Scheduler) -> str:
 
 
 def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | None = None) -> Report:
-    """Runs the core on a recording, from its snapshot where it has one. Raises RecordingError."""
+    """Runs the core on a recording, from its snapshot if it has one. Raises RecordingError."""
     header = read_header(path)
     replayer = Replayer(checks=checks, show=show)
     first = 0
@@ -289,8 +289,8 @@ def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | Non
 
 
 def _replay_segment(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
-    """Tells `replayer` what one file of the recording holds. Raises RecordingError where it is missing, or is another
-    recording's."""
+    """Runs `replayer` on one file of the recording. Raises RecordingError if it is missing, or belongs to another
+    recording."""
     part = path if segment == newest.segment else segment_path(path, segment)
     header, frames = open_frames(part)
     with closing(frames):
@@ -317,8 +317,8 @@ def _check_same(part: Path, header: Header, newest: Header) -> None:
 
 
 def compact(path: Path, newest: Header, end: int) -> None:
-    """Replaces the files before number `end` by a snapshot of the core after them. Raises RecordingError where the core
-    does not plan what was recorded, and changes nothing."""
+    """Replaces the files before number `end` by a snapshot of the core after them. If the core's plans differ from the
+    recording, raises RecordingError and changes nothing."""
     replayer = Replayer(checks=False)
     first = _load_snapshot(path, newest, replayer) if _has_snapshot(path, newest) else 0
     for segment in range(first, end):
@@ -327,7 +327,7 @@ def compact(path: Path, newest: Header, end: int) -> None:
     if not report.is_equal or report.damage is not None or replayer.scheduler is None:
         reason = report.damage or report.ended_early or next(iter(report.differences), "it holds no operation")
         raise RecordingError(f"{path}: its first files cannot be replaced by a snapshot: {reason}")
-    # Another scheduler may have begun meanwhile, whose files have these names.
+    # Another scheduler may have begun meanwhile, and its files have these names.
     _check_same(path, read_header(path), newest)
     _write_snapshot(path, newest, end, replayer)
     for segment in range(first, end):
@@ -335,14 +335,14 @@ def compact(path: Path, newest: Header, end: int) -> None:
 
 
 def _has_snapshot(path: Path, newest: Header) -> bool:
-    """Whether there is one of this recording. One of an earlier recording may have outlived its other files."""
+    """Whether this recording has a snapshot. A snapshot of an earlier recording may have outlived its other files."""
     snapshot = snapshot_path(path)
     return snapshot.exists() and read_header(snapshot).recording_id == newest.recording_id
 
 
 def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
-    """Writes the core as it is before the file `segment`, in place of an earlier snapshot; and the one before it, where
-    the file begins between the start of a core and its takeover."""
+    """Writes the core as it is before the file `segment`, in place of an earlier snapshot. If the file begins between
+    the start of a core and its takeover, writes the core before it too."""
     header = Header()
     header.CopyFrom(newest)
     header.segment = segment
@@ -356,7 +356,7 @@ def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer
 
 
 def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
-    """Returns which file goes on after it."""
+    """Loads the snapshot, and returns the number of the file that continues after it."""
     snapshot = snapshot_path(path)
     header, frames = open_frames(snapshot)
     try:
@@ -376,7 +376,7 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
 
 
 class _CoreUnpickler(pickle.Unpickler):
-    """Loads a core and nothing else, so that a file from elsewhere runs no code of its own."""
+    """Loads only the classes of a core, so that a file from elsewhere cannot run code."""
 
     _ALLOWED = frozenset(
         {
@@ -405,7 +405,7 @@ class _CoreUnpickler(pickle.Unpickler):
 
 
 def _method(owner: object, name: str) -> object:
-    """The methods that a core keeps: of its policy, what makes its pools, and what makes room in them."""
+    """A method that a core refers to: one of its policy, the one that makes its pools, or one that makes room."""
     is_own = isinstance(owner, Scheduler) and name in ("_make_room", "_give_way")
     if is_own or (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
         return getattr(owner, name)

@@ -218,7 +218,7 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
             ready=readiness.is_ready,
             loading=loading,
             draining=readiness.is_draining,
-            # A drain may have any time.
+            # The time of a drain is unbounded.
             leave_after_ms=min(round(readiness.leave_after_s * 1e3), _MAX_UINT32),
             busy=readiness.is_busy,
         )
@@ -286,7 +286,7 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
 
 
 def _request_end_message(handle: int, usage: Usage | None) -> scheduler_pb2.RequestEnd:
-    """Without usage it answers an Abort of a request that is not known."""
+    """The end of a request; without usage, the answer to an Abort of an unknown request."""
     if usage is None:
         return scheduler_pb2.RequestEnd(handle=handle)
     return scheduler_pb2.RequestEnd(
@@ -420,7 +420,7 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
 
 
 def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
-    """In order of rank. All ranks are attached or none, and they share one generation."""
+    """The workers' states, in order of rank. All ranks are attached or none, and they share one generation."""
     generation = 0 if loop.replica is None else loop.replica.worker_generation
     loading = None if loop.loading is None else loop.loading.message()
     return [

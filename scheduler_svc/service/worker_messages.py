@@ -61,7 +61,7 @@ def _move_message(number: int, arriving: Arriving) -> worker_pb2.MoveBlocks:
 
 
 def offer_message(lease: Lease, sealed: Iterable[tuple[BlockId, BlockHash]]) -> bytes:
-    """Lets workers of other replicas fetch these blocks."""
+    """An offer of these blocks to workers of other replicas."""
     pairs = list(sealed)
     offer = worker_pb2.OfferBlocks(
         lease=lease,
@@ -173,11 +173,11 @@ class ReplicaInfo:
     block_bytes: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
-        """Whether the other one is the same start of the same workers."""
+        """Whether `other` is the same start of the same workers."""
         return other is not None and other.worker_generation == self.worker_generation
 
     def model_changes(self, before: "ReplicaInfo") -> list[str]:
-        """In what this model differs from the one before, each with both values; empty where it may be the same."""
+        """The properties in which this model differs, each with both values; empty if it may be the same model."""
         changes = [
             f"{name} {old} and {new}"
             for name, old, new in (
@@ -194,7 +194,7 @@ class ReplicaInfo:
         return self.vocab_size == before.vocab_size and not (ours and theirs and ours != theirs)
 
     def is_like(self, other: "ReplicaInfo | None") -> bool:
-        """Whether the other one is alike in all but the start of its workers, and what they measured then."""
+        """Whether `other` is equal except for the start of its workers, and values that are measured at a start."""
         if other is None:
             return False
         return replace(other, worker_generation=self.worker_generation, fixed_tokens=self.fixed_tokens) == self
@@ -217,7 +217,7 @@ _BOUNDS = {
     "limits.fixed_tokens": (0, 1 << 16),
     "limits.max_passes": (0, 64),
 }
-"""The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
+"""Bounds of workers' reports. They size tables, and token ids and positions travel as int32."""
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
@@ -261,7 +261,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
 
 
 def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHash]]:
-    """The worker's inventory of final blocks. Raises InvalidArgument when the arrays of the message make no sense."""
+    """The worker's inventory of final blocks. Raises InvalidArgument if the arrays of the message are malformed."""
     blocks = decode_int32(attached.sealed_block_ids, "sealed_block_ids", minimum=0).tolist()
     contents = _hashes(attached.sealed_hashes, "sealed_hashes")
     if len(contents) != len(blocks):
@@ -352,8 +352,8 @@ class StepAnswer:
 
 
 def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
-    """Raises InvalidArgument where an array is malformed or a token id is not in the vocabulary. The core checks
-    whether the arrays fit each other and the step."""
+    """A step's answer from its message. Raises InvalidArgument if an array is malformed or a token id is not in the
+    vocabulary. The core checks whether the arrays fit each other and the step."""
     result = StepResult(
         step_id=message.step_id,
         token_ids=decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size).astype(np.int64),
@@ -406,9 +406,9 @@ def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> 
 
 
 class PromptLogprobsRouter:
-    """Knows, for each step in flight, whose prompt is in the rows that report log probabilities of it.
+    """Maps rows that report log probabilities of their prompt to requests, for each step in flight.
 
-    They pass the core by, as nothing is decided by them, and reach a gateway before the first generated token of their
+    The reports bypass the core, which does not need them, and reach a gateway before the first generated token of their
     request. A prompt that is computed again before that is reported again; readers get each position once.
     """
 
@@ -417,7 +417,7 @@ class PromptLogprobsRouter:
         self._by_step: dict[int, Mapping[int, Request]] = {}
 
     def planned(self, plan: StepPlan, rows: RowTable) -> None:
-        """A step is sent. To be called before anything else changes the rows."""
+        """A step is sent. Called before the rows change again."""
         for row in plan.release.tolist():
             self._reporting.pop(row, None)
         for assigned in plan.assign:
