@@ -56,8 +56,7 @@ class SyntheticDrafts:
 
 
 def work_with(plan: StepPlan, num_drafts: NDArray[np.int64] | None) -> StepWork:
-    """The work of a step that verifies `num_drafts` drafts of each sample, each as a row of one token over its
-    context."""
+    """The work of a step that verifies these drafts of each sample, each as a row of one token over its context."""
     work = StepWork.of(plan)
     return work if num_drafts is None else _with(work, plan, num_drafts)
 

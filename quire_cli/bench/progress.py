@@ -9,8 +9,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """The progress of one run. `num_requests` is None if a duration limits the run. With `stays` its last state stays
-    visible."""
+    """The progress of one run. `num_requests` is None if a duration limits it. With `stays` its last state remains."""
 
     def __init__(self, label: str, num_requests: int | None, *, stays: bool = True) -> None:
         self._label = label

@@ -186,8 +186,7 @@ class BeamSearch:
     def _finish(
         self, likely: SequenceOf[Continuation], outputs: SequenceOf[SequenceOf[int]], length: int
     ) -> list[Hypothesis]:
-        """Adds the candidates in `likely` that end with this token and are among the best to the finished; returns
-        them."""
+        """Adds the candidates that end with this token and are among the best to the finished; returns them."""
         divisor = self._divisor(length)
         kept: list[Hypothesis] = []
         for each in likely:

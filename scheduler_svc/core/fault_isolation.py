@@ -18,8 +18,7 @@ from scheduler_svc.core.sequence import SequenceGroup
 
 LOSSES_BEFORE_TRIALS = 3
 """Number of losses in a row, while a request runs and gets no token between them, after which the requests that ran at
-the last loss are tried. A single loss proves little: an operator may have killed the worker, or another request may be
-at fault."""
+the last loss are tried. One loss proves little: an operator may have killed the worker, or another request did."""
 
 LOSSES_ON_TRIAL = 3
 """Number of further losses, all at the same step of the request while only it runs, that prove it at fault."""
@@ -136,8 +135,7 @@ class Trials:
         return bool(self._suspects)
 
     def refused(self, running: GroupQueue) -> SequenceGroup | None:
-        """The oldest step in flight was refused. Returns the group at fault, which still runs; None if it may be one of
-        several."""
+        """The oldest step in flight was refused. Returns the group at fault, which still runs; None if unknown."""
         groups = list(running)
         if not self._suspects:
             self._suspect([group.request.key for group in groups])

@@ -88,8 +88,7 @@ def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: BlockPoo
 
 @lru_cache(maxsize=256)
 def _true_hashes(root: BlockHash, packed: bytes, block_bytes: int) -> tuple[BlockHash, ...]:
-    """`hash_chain`, cached, since it depends only on its arguments: few sequences fill a block between two
-    operations."""
+    """`hash_chain`, cached: between two operations few sequences fill a block."""
     return tuple(hash_chain(root, packed, block_bytes))
 
 

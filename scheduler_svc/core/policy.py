@@ -430,8 +430,7 @@ class FairPolicy(Policy):
         return self.counters.get(tenant, self._floor)
 
     def _next_tenant(self, queues: SequenceOf[GroupQueue]) -> str | None:
-        """The tenant with the lowest counter that has a group in these queues that is not held; None if there is no
-        such tenant."""
+        """The tenant with the lowest counter that has a group in these queues that is not held; None if none has."""
         while self._heap:
             entry = self._heap[0]
             tenant = entry[2]

@@ -231,8 +231,7 @@ class Preparations:
         return None
 
     def _begin(self, need: Need, stuck: set[type[Need]], *, is_idle: bool) -> Preparation | None:
-        """Begins to prepare a need. None if it has to wait, or if it is ready or underway, possibly for another
-        tenant."""
+        """Begins to prepare a need. None if it has to wait, or is ready or underway, perhaps for another tenant."""
         if self._is_known(need):
             return None
         if self.trials.is_suspect(need):

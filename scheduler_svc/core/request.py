@@ -62,8 +62,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter, identified by its digest. Its directory on the workers and its name at gateways are only carried
-    along."""
+    """A LoRA adapter, identified by its digest. Its directory on workers and its name at gateways are only carried."""
 
     digest: bytes
     directory: str = field(default="", compare=False)

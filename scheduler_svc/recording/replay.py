@@ -289,8 +289,7 @@ def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | Non
 
 
 def _replay_segment(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
-    """Runs `replayer` on one file of the recording. Raises RecordingError if it is missing, or belongs to another
-    recording."""
+    """Runs `replayer` on one file of the recording. Raises RecordingError if it is missing, or of another one."""
     part = path if segment == newest.segment else segment_path(path, segment)
     header, frames = open_frames(part)
     with closing(frames):

@@ -35,8 +35,7 @@ class Awaited:
         return now - self._sent_at.pop(number, now)
 
     def late(self, now: float) -> tuple[int, float] | None:
-        """The number of a late order, and its seconds so far; None if none is late. Called regularly while workers
-        live."""
+        """The number of a late order, and its seconds so far; None if none is late. Called while workers live."""
         if not self._sent_at:
             return None
         number, sent_at = next(iter(self._sent_at.items()))

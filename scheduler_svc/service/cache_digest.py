@@ -90,8 +90,7 @@ class _Told:
 
 
 class CacheDigest:
-    """The blocks that were reported to gateways, and the changes since. While no gateway wants them, nothing is
-    recorded."""
+    """The blocks that were reported to gateways, and the changes since. Without gateways nothing is recorded."""
 
     def __init__(
         self, feed: CacheFeed, call_later: Callable[[float, Callable[[], None]], object] = _call_later

@@ -18,8 +18,7 @@ _RETRY_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The original submission of a durable request, and its part of the limit on tokens. A log probability counts as a
-    token."""
+    """The original submission of a durable request, and its charge in tokens. A log probability counts as a token."""
 
     description: bytes
     prompt_charge: int

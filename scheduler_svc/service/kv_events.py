@@ -49,8 +49,7 @@ _BATCHES_AT_ONCE = 100
 _MAX_LOGGED_REQUESTS = 10
 
 _MAX_BUFFER_BYTES = 256 << 20
-"""Maximum size of kept batches: a step of prompts has some 2 bytes a token, so this holds more than the default number
-of steps."""
+"""Maximum size of kept batches. At some 2 bytes a token of prompts it holds more than the default number of steps."""
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
