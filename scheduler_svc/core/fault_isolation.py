@@ -2,8 +2,8 @@
 or hangs in, or a constraint or adapter that it dies of while it prepares it. Then only that request fails, or the
 requests that need the constraint or adapter.
 
-`Trials` only decides: the scheduler runs, requeues and fails groups as it says, and `preparation` prepares suspects
-one at a time.
+`Trials` only decides: the scheduler runs, requeues and fails groups as it says, and `preparation` prepares each suspect
+by itself.
 """
 
 import math
