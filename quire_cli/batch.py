@@ -1,8 +1,8 @@
-"""`quire batch`: answers a file of requests, with a server that serves nobody else and ends with them.
+"""`quire batch`: answers a file of requests with a private server that ends with them.
 
-The file and the answers are those of OpenAI's batches. The gateway finds them in its directory of batches, where this
-process puts the one and waits for the other. Answers are written as they come, in the order of the requests, so that a
-run which was interrupted goes on behind the last whole line of its output.
+The file and the answers have the format of OpenAI's batches. This process puts the file into the gateway's directory of
+batches, and waits there for the answers. Answers are written as they come, in the order of the requests, so that an
+interrupted run continues after the last whole line of its output.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class BatchSettings(ServeSettings):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 if all requests were answered well, else 1; 2 when the file or the server's flags are wrong."""
+    """Returns 0 if all requests were answered well, else 1; 2 if the file or the server's flags are wrong."""
     settings = load_settings(BatchSettings, argv, os.environ, program=PROGRAM)
     if settings.file is None:
         raise ConfigurationError("no file of requests; give one as argument")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _endpoint_of(source: Path) -> str:
-    """The `url` of the first request, which is that of all."""
+    """The `url` of the first request. All requests must have the same."""
     with source.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
@@ -92,10 +92,10 @@ def _endpoint_of(source: Path) -> str:
 
 
 class _Output:
-    """Where the answers go: whole lines, in the order of the requests. As a context it is open.
+    """The output file, or stdout: whole lines, in the order of the requests. As a context it is open.
 
     Attributes:
-        num_written: How many there are, those of earlier runs included.
+        num_written: Number of answers, including answers of earlier runs.
     """
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class _Output:
         self._file: BinaryIO | None = None
 
     def resume(self, source: Path, lines: Sequence[Line]) -> None:
-        """Counts the answers of earlier runs, and cuts off a last line that is the beginning of one.
+        """Counts the answers of earlier runs, and cuts off a last line that is incomplete.
 
         Raises:
             ConfigurationError: the file cannot be written, or has something else than answers to the first of these
@@ -123,7 +123,7 @@ class _Output:
             raise ConfigurationError(f"--output {self._path} cannot be used: {error.strerror}") from error
 
     def _count_answers(self, path: Path, source: Path, lines: Sequence[Line]) -> int:
-        """How many bytes of the file whole answers take. Raises as `resume` does."""
+        """The number of bytes of whole answers at the start of the file. Raises as `resume` does."""
         end = 0
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -151,7 +151,7 @@ class _Output:
             self._file.close()
 
     def write(self, answers: Iterable[bytes]) -> None:
-        """Answers as lines, to the next requests in turn."""
+        """Writes answers to the next requests, one per line."""
         assert self._file is not None, "the output is open"
         for text in answers:
             self._file.write(text)
@@ -173,7 +173,7 @@ class _Output:
 
 
 def _custom_id_of(text: bytes) -> str | None:
-    """That of an answer; None if the line is not one."""
+    """The custom_id of an answer; None if the line is no answer."""
     try:
         answer = json.loads(text)
         return answer["custom_id"] if text.startswith(ANSWER_BEGIN) and "response" in answer else None
@@ -221,7 +221,7 @@ def _copy(source: Path, lines: Sequence[Line], target: Path) -> None:
 
 
 async def _until_ended(store: BatchStore, batch: BatchRow, output: _Output) -> BatchRow:
-    """Writes answers as they come. Those that are left when the batch has ended are in its results."""
+    """Writes answers as they come. Answers that are left when the batch has ended are in its results."""
     line, last = ProgressLine(), 0
     while True:
         while answers := await store.run(store.answers_behind, batch.id, last, _WRITTEN_AT_ONCE):
@@ -237,7 +237,7 @@ async def _until_ended(store: BatchStore, batch: BatchRow, output: _Output) -> B
 
 
 def _results(store: BatchStore, batch: BatchRow, requests: Path, wanted: Set[str]) -> Iterator[bytes]:
-    """Good and other answers in the order of the requests, to those with the wanted ids."""
+    """Good and other answers in the order of the requests, only for the wanted ids."""
     results = {
         is_good: _lines_of(store.path_of(file_id))
         for is_good, file_id in ((True, batch.facts["output_file_id"]), (False, batch.facts["error_file_id"]))

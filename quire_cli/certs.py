@@ -17,8 +17,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 @dataclass(frozen=True, slots=True)
 class CertsFlags:
     """Makes ca.pem, and for each role ROLE.pem and ROLE.key, in a directory. Called again, it renews all but the
-    authority: for the hosts of before unless --host names others, and in the directories of before. Services that run
-    read the new files at the next handshake."""
+    authority, for the same hosts unless --host names others, and in the same directories. Running services read the new
+    files at the next handshake."""
 
     tls_dir: Path = setting(Path("certs"), "directory of the files", metavar="DIR")
     by_role: bool = setting(
@@ -26,21 +26,21 @@ class CertsFlags:
     )
     host: tuple[str, ...] = setting(
         (),
-        "name or address of a service, besides localhost; with commas; not given, those of the certificate that is "
-        "renewed",
+        "name or address of a service, in addition to localhost; with commas; by default the hosts of the certificate "
+        "that is renewed",
         metavar="HOST",
     )
     days: int = setting(365, "days for which the certificates are valid", minimum=1, maximum=36500)
     authority_days: int = setting(3650, "days for which a new authority is valid", minimum=1, maximum=36500)
     renew_authority: bool = setting(
         False,
-        "make a new authority, which ca.pem trusts besides those from before, and renew nothing else: the next call "
+        "make a new authority, which ca.pem trusts in addition to earlier ones, and renew nothing else: the next call "
         "does, once every process has this ca.pem",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes or renews the files. ConfigurationError when the directory cannot be used."""
+    """Makes or renews the files. ConfigurationError if the directory cannot be used."""
     flags = load_settings(CertsFlags, argv, os.environ, program=PROGRAM)
     now = dt.datetime.now(dt.UTC)
     directory = flags.tls_dir
@@ -65,14 +65,14 @@ def main(argv: Sequence[str]) -> int:
             print(f"{target / f'{role}.pem'}: valid until {certificate.not_valid_after_utc:%Y-%m-%d}")
     except OSError as error:
         if error.filename is None:
-            # Of stdout.
+            # An error of stdout.
             raise
         raise ConfigurationError(f"{directory} cannot be used: {error}") from error
     return 0
 
 
 def _directory_of(role: Role, flags: CertsFlags) -> Path:
-    """The directory of its files."""
+    """The directory of the role's files."""
     if not flags.by_role and not (flags.tls_dir / role / f"{role}.pem").exists():
         return flags.tls_dir
     share_authority(flags.tls_dir, flags.tls_dir / role)

@@ -93,9 +93,9 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _answer(client: Client, conversation: Conversation, line: str, flags: ChatFlags) -> bool:
-    """Streams the answer to one message; False when the call failed, and the message is forgotten then.
+    """Streams the answer to one message; returns False if the call failed, and the message is forgotten then.
 
-    Ctrl-C ends the answer and keeps what was said.
+    Ctrl-C ends the answer and keeps its text so far.
     """
     said = ""
     messages = [*conversation.messages, ChatMessage("user", line)]

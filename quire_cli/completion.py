@@ -1,4 +1,4 @@
-"""`quire completion SHELL`: prints what makes a shell complete commands, flags, choices and file names."""
+"""`quire completion SHELL`: prints a script for the completion of commands, flags, choices and file names."""
 
 import argparse
 import importlib
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """All commands in one parser, as shtab reads it."""
+    """All commands in one parser, in the form that shtab reads."""
     # quire_cli.main imports this module when the command is called.
     from quire_cli.main import COMMANDS
 
@@ -57,7 +57,7 @@ def _add(commands: _Commands, name: str, help: str, flags: str | None) -> argpar
         try:
             parents.append(make_parser(getattr(importlib.import_module(module), cls), f"quire {name}"))
         except ModuleNotFoundError as error:
-            # Of a service that this machine has no packages for, only the name is completed.
+            # The packages of this service are not installed: only its name is completed.
             missing_package(error)
     parser = commands.add_parser(name, help=help, parents=parents, add_help=False)
     for action in parser._actions:

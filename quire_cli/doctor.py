@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine has, what Quire uses of it, and what is wrong."""
+"""`quire doctor`: the resources of this machine, Quire's use of them, and problems."""
 
 import dataclasses
 import importlib
@@ -26,7 +26,7 @@ from quire_cli.bench.machine import cpu_field
 
 PROGRAM = "quire doctor"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# The default --max-connections of two ports, and what else a gateway opens.
+# The default --max-connections of two ports, and the other files that a gateway opens.
 _FEW_OPEN_FILES = 8704
 _GIB = 1 << 30
 _FEW_FREE_BYTES = 10 * _GIB
@@ -35,7 +35,7 @@ _COLOURS = {"ok": "32", "note": "33", "wrong": "31"}
 
 @dataclass(frozen=True, slots=True)
 class DoctorFlags:
-    """Shows what this machine has, what Quire uses of it, and what is wrong; the exit status is then 1."""
+    """Shows the resources of this machine, Quire's use of them, and problems; the exit status is then 1."""
 
     model: str | None = setting(None, "look at this model, too; by default at the embedded one", metavar="DIR")
     grpc_port: int = setting(50051, "port for gRPC that should be free", minimum=1, maximum=65535)
@@ -44,7 +44,7 @@ class DoctorFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one line for each part; 1 where one of them is wrong."""
+    """Prints one line for each part; returns 1 if one of them is wrong."""
     flags = load_settings(DoctorFlags, argv, os.environ, program=PROGRAM)
     findings = []
     for finding in examine(flags):
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(flags: DoctorFlags) -> Iterator[Finding]:
-    """Looks at every part in turn; loading torch takes some seconds."""
+    """Examines every part in turn; loading torch takes some seconds."""
     yield from (_versions(), _processors(), _memory(), _huge_pages(), _open_files(), _sockets())
     yield from (_port("gRPC port", "--grpc-port", flags.grpc_port), _port("HTTP port", "--http-port", flags.http_port))
     yield from (_service("gateway", "gateway.app"), _service("scheduler", "scheduler_svc.service.app"))
@@ -81,7 +81,7 @@ def _processors() -> Finding:
 
 
 def _topology() -> str:
-    """How the processors lie, and what the threads of a worker make of it."""
+    """The layout of the processors, and whether a worker binds its threads to them."""
     available = os.sched_getaffinity(0)
     known, nodes = cores(available), num_nodes(available)
     if not known:
@@ -116,7 +116,7 @@ def _open_files() -> Finding:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in limits:
         return Finding("open files", Verdict.OK, "any number")
-    # A gateway raises the first to what it needs.
+    # A gateway raises the first limit to its need.
     allowed, most = limits
     found = f"{allowed:,} (at most {most:,})"
     if most >= _FEW_OPEN_FILES:
@@ -167,7 +167,7 @@ def _worker() -> Iterator[Finding]:
 
 
 def _model_cache() -> Finding:
-    """The cache of the hub's models, which may not be there yet."""
+    """The cache of the hub's models, which may not exist yet."""
     try:
         from huggingface_hub import constants
     except ModuleNotFoundError as error:
@@ -204,7 +204,7 @@ def _model(name: str | None) -> Finding:
 
 
 def _cached(name: HubName) -> Path | None:
-    """The model in the cache; None where it is not there, or what reads the cache is not."""
+    """The model in the cache; None if it is not there, or if the hub's package is not installed."""
     try:
         from quire.hub import cached
     except ModuleNotFoundError:
@@ -220,7 +220,7 @@ def _print(finding: Finding) -> None:
 
 
 def _painter() -> Callable[[str], str]:
-    """Colours on a terminal that has them only, and where NO_COLOR is not set (no-color.org)."""
+    """Colours only on a terminal that has them, and only if NO_COLOR is not set (no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda text: text
     return lambda text: f"\033[{_COLOURS[text.strip()]}m{text}\033[0m"

@@ -1,4 +1,4 @@
-"""`quire drain`: a replica takes no more requests, and what it runs goes on at the others."""
+"""`quire drain`: makes a replica refuse new requests and move its requests to the others."""
 
 import os
 import sys
@@ -21,9 +21,9 @@ PROGRAM = "quire drain"
 
 @dataclass(frozen=True, slots=True)
 class DrainFlags:
-    """Drains a replica: it takes no more requests, and gateways that have another replica move those that it runs
-    there. Returns when none is left; then stop its scheduler and its workers. It takes requests again when its
-    scheduler is started anew."""
+    """Drains a replica: it takes no more requests, and gateways that have another replica move its requests there.
+    Returns when none is left; then stop its scheduler and its workers. It takes requests again after a restart of its
+    scheduler."""
 
     replica: str | None = setting(
         None, "address of the replica's scheduler, as --schedulers of gateways has it", positional=True
@@ -42,7 +42,7 @@ class DrainFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when no request is left; 1 when some are."""
+    """Returns 0 if no request is left, 1 if some are."""
     flags = load_settings(DrainFlags, argv, os.environ, program=PROGRAM)
     if flags.replica is None:
         raise ConfigurationError("give the address of a scheduler")
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _drain(address: str, flags: DrainFlags) -> int:
-    """How many requests are left. Raises QuireError."""
+    """The number of requests that are left. Raises QuireError."""
     options = channel_options()
     if flags.tls_dir is not None and isinstance(parse_address(address), TcpAddress):
         credentials = TlsIdentity.of(flags.tls_dir, Role.OPERATOR).read().channel_credentials()

@@ -1,4 +1,4 @@
-"""The feed of a gateway's page (/ui/feed), for commands that show the same numbers in a terminal."""
+"""The feed of a gateway's page (/ui/feed), for commands that show its numbers in a terminal."""
 
 import http.client
 import json
@@ -15,10 +15,10 @@ from quire.settings import ConfigurationError, setting
 from quire_cli.flags import CredentialFlags
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-# The gateway says something every second.
+# The gateway sends an event every second.
 _SILENCE_S = 10.0
 _MAX_STEPS = 64
-# As the gateway takes them.
+# As in the gateway's own history.
 _MAX_SAMPLES, _SAMPLE_S = 300, 2.0
 _COUNTERS = ("generated_tokens", "computed_tokens", "steps", "preemptions")
 
@@ -86,7 +86,7 @@ def _connection(flags: CredentialFlags, url: str) -> http.client.HTTPConnection:
 
 
 def _refuse(answer: http.client.HTTPResponse, url: str) -> None:
-    """Raises the error that the gateway answered with."""
+    """Raises the error of the gateway's answer."""
     text = answer.read(4096)
     try:
         message = str(json.loads(text)["error"]["message"])
@@ -143,7 +143,7 @@ class ReplicaNumbers:
                 self.samples.append(self._sample(now, numbers, self.rates))
 
     def _sample(self, now: float, numbers: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str, Any]:
-        """By the names of the feed's history."""
+        """A sample, by the names of the feed's history."""
         queues = {name: numbers[f"{name}_requests"] for name in ("running", "waiting", "swapped")}
         return {
             "at": now,
@@ -158,7 +158,7 @@ class ReplicaNumbers:
 
     @property
     def first_token_ms(self) -> float | None:
-        """The median of the requests that ended in the last minute; None where none did."""
+        """The median over the requests that ended in the last minute; None if none did."""
         return None if self.numbers is None else self.numbers["first_token_ms_p50"]
 
     @property
@@ -170,7 +170,7 @@ class ReplicaNumbers:
 
 @dataclass(slots=True)
 class Deployment:
-    """What the feed of one gateway has said so far."""
+    """The state of a deployment, from all events of one gateway's feed so far."""
 
     gateway: Mapping[str, Any] | None = None
     replicas: dict[str, ReplicaNumbers] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class Deployment:
                 samples = self.of(value["replica"]).samples
                 samples.extend(each for each in value["samples"] if not samples or each["at"] > samples[-1]["at"])
             case _:
-                """Of a later version."""
+                """An event of a later version."""
 
     def of(self, address: str) -> ReplicaNumbers:
         """A replica by its address."""
@@ -209,7 +209,7 @@ class Deployment:
         )
 
     def health_of(self, replica: ReplicaNumbers) -> str:
-        """One word, and the reason where it is not ready."""
+        """One word, and the reason if it is not ready."""
         state = self._state_of(replica)
         if replica.problem is not None or state is None or not state["connected"]:
             return f"not connected: {replica.problem}" if replica.problem else "not connected"
@@ -228,7 +228,7 @@ class Deployment:
 
 
 def object_of(deployment: Deployment, replica: ReplicaNumbers) -> dict[str, Any]:
-    """What is known of a replica, for JSON: its numbers as the feed has them, and rates a second."""
+    """The known facts of a replica, for JSON: the feed's numbers, and rates per second."""
     return {
         "replica": replica.address,
         "health": deployment.health_of(replica),
@@ -239,7 +239,7 @@ def object_of(deployment: Deployment, replica: ReplicaNumbers) -> dict[str, Any]
 
 
 def milliseconds(value: float | None) -> str:
-    """A time for people; "-" for none."""
+    """A readable time; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.0f} ms" if value < 10_000 else f"{value / 1000:.1f} s"
@@ -261,7 +261,7 @@ def line_of(deployment: Deployment, replica: ReplicaNumbers) -> str:
 
 
 def _moves_of(numbers: Mapping[str, Any]) -> str:
-    """What lies below the pool and what moved, where something did."""
+    """The blocks below the pool, and the moves, if there are any."""
     parts = {
         "{} blocks on disk": numbers.get("disk_blocks"),
         "{} fetched from disk": numbers.get("blocks_from_disk"),

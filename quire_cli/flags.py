@@ -16,9 +16,9 @@ def _one_text(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CredentialFlags:
-    """How to call the gateway."""
+    """Flags for calling the gateway."""
 
-    # The command line of a process can be seen by everyone on its machine.
+    # Every user of a machine can see the command lines of its processes.
     api_key: str | None = setting(None, "API key, if the gateway requires one; safer in the variable", metavar="KEY")
     tls: bool = setting(False, "use TLS; a public authority has signed the gateway's certificate")
     tls_ca_file: Path | None = setting(None, "use TLS; this authority has signed the gateway's certificate")
@@ -31,14 +31,14 @@ class CredentialFlags:
     )
 
     def client_tls(self) -> ClientTls | None:
-        """None where no flag of TLS is given."""
+        """The TLS settings; None if no flag of TLS is given."""
         tls = ClientTls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_server_name)
         return tls if self.tls or tls != ClientTls() else None
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFlags(CredentialFlags):
-    """The gateway, or several."""
+    """Flags for the address of a gateway, or of several."""
 
     address: str = setting(
         DEFAULT_ADDRESS,
@@ -49,7 +49,7 @@ class ConnectionFlags(CredentialFlags):
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags(ConnectionFlags):
-    """The model."""
+    """Flags for the model."""
 
     # Not QUIRE_MODEL, which names a directory to the services.
     model: str | None = setting(
@@ -59,7 +59,7 @@ class ModelFlags(ConnectionFlags):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFlags(ModelFlags):
-    """How to generate; what is not given is left to the model's defaults."""
+    """Flags for generation; without a flag the model's default holds."""
 
     max_tokens: int | None = setting(None, "maximum number of tokens to generate", minimum=1)
     temperature: float | None = setting(None, "0 is greedy", minimum=0)
@@ -85,7 +85,7 @@ class GenerationFlags(ModelFlags):
                 raise ValueError(f"{flag} is for beam search, which needs --beam-width")
 
     def options(self) -> GenerationOptions:
-        """The same for the client."""
+        """The options for the client."""
         return GenerationOptions(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -106,7 +106,7 @@ class GenerationFlags(ModelFlags):
 
 
 def read_text(file: str) -> str:
-    """A whole text; - is stdin. ConfigurationError where it cannot be read or is not UTF-8."""
+    """A whole text; - is stdin. ConfigurationError if it cannot be read or is not UTF-8."""
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:

@@ -29,7 +29,7 @@ Gateways read a changed file within two seconds. `quire keys COMMAND --help` lis
 
 @dataclass(frozen=True, slots=True)
 class AddFlags:
-    """Makes a key and prints it, alone on stdout. The file gets its hash only, so it cannot be shown again."""
+    """Makes a key and prints only the key on stdout. The file gets just its hash, so it cannot be shown again."""
 
     file: str | None = setting(None, "the file of keys; created if it does not exist", positional=True)
     tenant: str | None = setting(
@@ -81,7 +81,7 @@ class ListFlags:
 
 @dataclass(frozen=True, slots=True)
 class RevokeFlags:
-    """Takes keys out of a file. Requests that run go on; new ones are refused."""
+    """Takes keys out of a file. Running requests continue; new ones are refused."""
 
     file: str | None = setting(None, "the file of keys", positional=True)
     id: tuple[str, ...] = setting((), "the key's id; may be repeated", metavar="NAME")

@@ -1,4 +1,4 @@
-"""`quire log-level`: changes the log level of services that run, at their admin ports."""
+"""`quire log-level`: changes the log level of running services, at their admin ports."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ CONFIGURED = "configured"
 
 @dataclass(frozen=True, slots=True)
 class LogLevelFlags:
-    """Changes the log level of services that run, until they are started again or the time is over."""
+    """Changes the log level of running services, until they are restarted or the time is over."""
 
     level: str | None = setting(
         None,
@@ -35,7 +35,7 @@ class LogLevelFlags:
     )
     seconds: float = setting(
         0.0,
-        "after so many seconds the level is as configured again; 0 is no limit",
+        "seconds after which the level is as configured again; 0 is no limit",
         minimum=0,
         maximum=MAX_DURATION_MS / 1000,
         metavar="SECONDS",
@@ -48,7 +48,7 @@ class LogLevelFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the level of each service; 0 when all have it."""
+    """Prints the level of each service; returns 0 if all have it."""
     flags = load_settings(LogLevelFlags, argv, os.environ, program=PROGRAM)
     if flags.level is None:
         raise ConfigurationError(f"give a level: {', '.join((*LOG_LEVELS, CONFIGURED))}")

@@ -1,4 +1,4 @@
-"""The entry point: runs a command and turns what it raises into one line and an exit status."""
+"""The entry point: runs a command, and turns its errors into one line and an exit status."""
 
 import difflib
 import errno
@@ -84,7 +84,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         ),
         "replay": Command.of("quire_cli.replay", "ReplayFlags", "run a scheduler's recording again, without workers"),
     },
-    "Run one service alone, on one of several machines": {
+    "Run only one service, on one of several machines": {
         "gateway": Command("gateway.__main__", "run one gateway", {"": "gateway.settings:GatewaySettings"}),
         "scheduler": Command(
             "scheduler_svc.__main__", "run one scheduler", {"": "scheduler_svc.settings:SchedulerSettings"}
@@ -97,7 +97,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         ),
     },
 }
-"""All commands in the order of `quire --help`: those that most users need first."""
+"""All commands in the order of `quire --help`: the ones that most users need first."""
 
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_encodable(arguments)
         status = _run(name, arguments[1:])
-        # At exit it would be too late to report that nobody reads, or that the disk is full.
+        # At exit it would be too late to report that the reader is gone, or that the disk is full.
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -188,7 +188,7 @@ _OTHER_HOSTS = "the gateway's certificate is for other hosts"
 _NAME_A_HOST = "--tls-server-name is a name that it has; `quire certs --host` gives it others"
 _CLOSED = "the connection was closed"
 _CLOSED_BY = "check that `quire serve` runs, the port, and whether it needs TLS (--tls-ca-file, --tls-cert-file)"
-# What gRPC and Python's ssl say of a connection that TLS prevents, the problem, and the way out.
+# Texts of gRPC and Python's ssl about a connection that TLS prevents, the problem, and the way out.
 _TLS_FAILURES = (
     ("Hostname Verification Check failed", _OTHER_HOSTS, _NAME_A_HOST),
     ("Hostname mismatch", _OTHER_HOSTS, _NAME_A_HOST),
@@ -201,7 +201,7 @@ _TLS_FAILURES = (
 
 
 def explain(error: QuireError) -> str:
-    """A failed call in one line for people."""
+    """A failed call in one readable line."""
     if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
         said = " ".join(error.message.split())
         if "http1.x server" in said:

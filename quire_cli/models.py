@@ -1,4 +1,4 @@
-"""`quire models`: what is on this machine to serve, and the memory that each model needs."""
+"""`quire models`: the models on this machine, and the memory that each needs."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ PROGRAM = "quire models"
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _KV_TOKENS = 1000
 _GEMMA_2 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-# What transformers assumes where config.json does not say it, as of the published Gemma 3.
+# The defaults of transformers for fields that config.json leaves out, as in the published Gemma 3.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "GemmaForCausalLM": {"head_dim": 256},
     "Gemma2ForCausalLM": _GEMMA_2,
@@ -31,7 +31,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelsFlags:
-    """Lists the models on this machine: the embedded one, those in the cache of the hub, and those in directories."""
+    """Lists the models on this machine: the embedded one, models in the hub's cache, and models in directories."""
 
     directories: tuple[Path, ...] = setting((), "look in these directories, too", metavar="DIR", positional=True)
     json: bool = setting(False, "print JSON", variable="QUIRE_MODELS_JSON")
@@ -39,13 +39,13 @@ class ModelsFlags:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """One model, or why what looks like one cannot be read.
+    """One model, or the reason why it cannot be read.
 
     Attributes:
-        model: What `--model` takes.
-        format: The dtype of most weights, or what a GGUF file says of its types.
-        weight_bytes: Of the files: what weights take in memory that stay as the file has them.
-        kv_bytes: Of 1,000 tokens, in the dtype that is served by default.
+        model: The value for `--model`.
+        format: The dtype of most weights, or a GGUF file's name for its types.
+        weight_bytes: Size of the files, and in memory of weights that stay as in the file.
+        kv_bytes: Bytes of 1,000 tokens in the KV pool, in the dtype that is served by default.
     """
 
     model: str
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _found(directories: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Names and paths of what looks like a model."""
+    """Names and paths of directories and files that look like models."""
     yield "quire-tiny", resolve_model(None)
     for directory in directories:
         if not directory.is_dir():
@@ -120,7 +120,7 @@ def _read(name: str, path: Path) -> _Model:
 
 
 def _of_gguf(path: Path) -> tuple[str, int]:
-    """What the file says of its types, and the number of elements of all tensors."""
+    """The file's name for its types, and the number of elements of all tensors."""
     header = GgufHeader.read(path)
     try:
         from gguf import LlamaFileType
@@ -134,7 +134,7 @@ def _of_gguf(path: Path) -> tuple[str, int]:
 
 
 def _of_safetensors(files: Sequence[Path]) -> tuple[str, int]:
-    """The dtype of most elements, and the number of all."""
+    """The dtype of most elements, and the number of all elements."""
     elements: dict[str, int] = {}
     for file in files:
         with file.open("rb") as opened:
@@ -149,7 +149,7 @@ def _of_safetensors(files: Sequence[Path]) -> tuple[str, int]:
 
 
 def _kv_bytes(config: Mapping[str, Any]) -> int | None:
-    """Of 1,000 tokens; None where the configuration does not say, as that of latent attention."""
+    """Bytes of 1,000 tokens; None if the configuration does not determine them, as with latent attention."""
 
     def first(*names: str) -> Any:
         return next((config[name] for name in names if config.get(name)), None)
@@ -162,7 +162,7 @@ def _kv_bytes(config: Mapping[str, Any]) -> int | None:
     size, kv_heads = first("head_dim"), first("num_key_value_heads") or heads
     if size is None and isinstance(width, int) and isinstance(heads, int):
         size = width // heads
-    # The file may say anything.
+    # The file may have any values.
     if "kv_lora_rank" in config or not all(isinstance(each, int) and each > 0 for each in (layers, kv_heads, size)):
         return None
     return 2 * layers * kv_heads * size * _FLOAT_BYTES.get(str(first("dtype", "torch_dtype")), 2) * _KV_TOKENS

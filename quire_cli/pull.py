@@ -1,4 +1,4 @@
-"""`quire pull`: a model of a hub into the cache, before it is served or without a server."""
+"""`quire pull`: downloads a model of a hub into the cache, before it is served or without a server."""
 
 import os
 import signal
@@ -26,15 +26,15 @@ _PATIENCE = "a hub that sends nothing is given up after a minute"
 
 @dataclass(frozen=True, slots=True)
 class PullFlags:
-    """Downloads a model of the Hugging Face Hub into its cache, where --model ORG/NAME finds it, offline too. A
-    download that broke goes on where it ended. HF_HOME names the cache, HF_ENDPOINT the hub, HF_TOKEN the account."""
+    """Downloads a model of the Hugging Face Hub into its cache, where --model ORG/NAME finds it, offline too. A broken
+    download continues where it ended. HF_HOME names the cache, HF_ENDPOINT the hub, HF_TOKEN the account."""
 
     model: str | None = setting(
         None,
         "ORG/NAME or ORG/NAME@REVISION, a branch, tag or commit; a GGUF file as ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf",
         positional=True,
     )
-    weights: bool = setting(True, "with the weights; a gateway needs the rest alone", variable="QUIRE_PULL_WEIGHTS")
+    weights: bool = setting(True, "with the weights; a gateway needs only the rest", variable="QUIRE_PULL_WEIGHTS")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,10 +64,10 @@ class Stopped(Exception):  # noqa: N818 - no error
 
 
 def fetch(name: HubName, *, with_weights: bool = True) -> Path:
-    """The model in the cache, with the progress of a download on stderr. To be called in the main thread.
+    """The model in the cache, with the progress of a download on stderr. Called in the main thread.
 
     Raises:
-        ConfigurationError: as of `quire.hub.pull`.
+        ConfigurationError: as in `quire.hub.pull`.
         Stopped: SIGINT or SIGTERM came.
     """
     shown = DownloadLine(name)
@@ -105,7 +105,7 @@ class DownloadLine:
         self._line.show(text)
 
     def look(self) -> None:
-        """To be called now and then; says so where nothing has arrived for a while."""
+        """Shows a notice if nothing has arrived for a while. Called regularly."""
         if self._last is None:
             return
         at, progress = self._last

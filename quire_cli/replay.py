@@ -1,4 +1,4 @@
-"""`quire replay`: a scheduler's recording, run again on this machine without workers."""
+"""`quire replay`: runs a scheduler's recording again on this machine, without workers."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ _INTERRUPTED_EXIT_STATUS = 130
 
 @dataclass(frozen=True, slots=True)
 class ReplayFlags:
-    """Tells the scheduler's core again what `quire scheduler --record FILE` wrote, and compares the steps that it plans
-    with the recorded ones. The exit status is 0 when all are equal, else 1."""
+    """Runs the scheduler's core again on a file of `quire scheduler --record FILE`, and compares the planned steps with
+    the recorded ones. The exit status is 0 if all are equal, else 1."""
 
     file: str | None = setting(None, "the recording", positional=True)
     check: bool = setting(True, "check the core's invariants after each operation, which takes most of the time")
@@ -25,7 +25,7 @@ class ReplayFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what was replayed and where it differs; 0 when every step is planned as it was."""
+    """Prints the size of the replay and its differences; returns 0 if every step is planned as it was."""
     flags = load_settings(ReplayFlags, argv, os.environ, program=PROGRAM)
     if flags.file is None:
         raise ConfigurationError("give the file that `quire scheduler --record FILE` wrote")

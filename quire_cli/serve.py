@@ -1,4 +1,4 @@
-"""`quire serve`: all processes of one machine, until a signal comes."""
+"""`quire serve`: runs all processes of one machine until a signal comes."""
 
 import asyncio
 import dataclasses
@@ -19,20 +19,20 @@ from quire_cli.supervisor.process import print_error
 from quire_cli.supervisor.server import report_on_stderr
 
 PROGRAM = "quire serve"
-# The services know what to do.
+# Signals that are passed on to the services, which handle them.
 _LOG_LEVEL_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP; the first lets live requests finish, a second ends everything at once,
-    but for SIGHUP, which a terminal that closes sends more than once.
+    except SIGHUP, which a closing terminal sends more than once.
 
     Returns:
-        0 after the first signal, 128 + its number after a second one, 2 when a service refused its configuration.
+        0 after the first signal, 128 + its number after a second one, 2 if a service refused its configuration.
     """
     settings = load_settings(ServeSettings, argv, os.environ, program=PROGRAM)
     if (name := hub_name(settings.model)) is not None:
-        # Once for all processes, before any starts: they have the same commit, now and when they start again.
+        # Once for all processes, before any starts: they have the same commit, even after a restart.
         try:
             settings = dataclasses.replace(settings, model=str(fetch(name)))
         except Stopped as stopped:
@@ -57,7 +57,7 @@ async def _serve(settings: ServeSettings) -> int:
             line.clear()
             report_on_stderr(text)
 
-    # In a log, `report` says every few seconds how far the model is.
+    # In a log, `report` prints the progress of the model every few seconds.
     shows_progress = sys.stderr.isatty() and not is_json
     server = LocalServer(
         settings, report=report, progress=(lambda text: line.show(f"quire: {text}")) if shows_progress else None

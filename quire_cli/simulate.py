@@ -1,4 +1,4 @@
-"""`quire simulate`: the scheduler's core against a modelled device, in virtual time."""
+"""`quire simulate`: simulates the scheduler's core on a modelled device, in virtual time."""
 
 import os
 import sys
@@ -32,19 +32,19 @@ from simulator.tokens import fake_tokens
 
 PROGRAM = "quire simulate"
 _SWAP_SPACE = 4 << 30
-"""Bytes of host memory for swapped blocks, as a worker on a GPU takes."""
+"""Bytes of host memory for swapped blocks, the default of a worker on a GPU."""
 _MAX_BLOCKS = 1 << 24
-"""Of a pool, as a scheduler takes it from its workers."""
+"""Maximum blocks of a pool, as a scheduler accepts it from its workers."""
 _LOW_EXPLAINED = 0.5
-"""Of the variance: below it other things than their work decided how long the traced steps took."""
+"""Share of the variance. A lower one means that the times of traced steps depended on other things than their work."""
 _INTERRUPTED_EXIT_STATUS = 130
 _MIN_REQUESTS = 10
-"""At the lowest rate that a sweep tries."""
+"""Minimum requests at the lowest rate that a sweep tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCount:
-    """A number of blocks, or a share of those that fit."""
+    """A number of blocks, or a share of the blocks that fit."""
 
     value: float
     is_share: bool
@@ -73,7 +73,7 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class DeviceFlags:
-    """The device, and what it runs"""
+    """The device and its model"""
 
     hardware: str | None = setting(
         None, "device by name: a100-40gb, a100-80gb, h100 or h200, and NAME-xN for N of them", metavar="NAME"
@@ -96,17 +96,17 @@ class DeviceFlags:
         metavar="FILE,...",
     )
     frontend_latency: float = setting(
-        0.0, "what clients, gateways and the network add to each answer", minimum=0, maximum=60, metavar="SECONDS"
+        0.0, "time that clients, gateways and the network add to each answer", minimum=0, maximum=60, metavar="SECONDS"
     )
 
 
 @dataclass(frozen=True)
 class CoreFlags:
-    """The scheduler and its pool, as quire scheduler and quire worker have them"""
+    """The scheduler and its pool, with the flags of quire scheduler and quire worker"""
 
     num_gpu_blocks: BlockCount = setting(
         BlockCount(1.0, True),
-        "blocks of the KV pool, or a share of those that fit",
+        "blocks of the KV pool, or a share of the blocks that fit",
         parse=BlockCount.parse,
         metavar="BLOCKS",
     )
@@ -125,7 +125,7 @@ class CoreFlags:
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
     policy: str = setting("fcfs", "which request goes first", choices=tuple(kind.value for kind in PolicyKind))
     preemption_mode: str = setting(
-        "auto", "what preempted requests do with their blocks", choices=tuple(mode.value for mode in PreemptionMode)
+        "auto", "how preempted requests free their blocks", choices=tuple(mode.value for mode in PreemptionMode)
     )
     max_prefill_share: float = setting(
         0.5,
@@ -149,7 +149,7 @@ class FleetFlags:
 
     replicas: int = setting(1, "replicas, each with the devices of --hardware", minimum=1, maximum=1024)
     prefill_replicas: int = setting(
-        0, "so many of --replicas are for prefill and the others for decode; 0: all for both", minimum=0
+        0, "number of --replicas for prefill, with the others for decode; 0: all for both", minimum=0
     )
     transfer_bandwidth: int | None = setting(
         None,
@@ -158,13 +158,13 @@ class FleetFlags:
         metavar="BYTES",
     )
     transfer_latency: float = setting(
-        0.005, "what a move takes beside its blocks", minimum=0, maximum=60, metavar="SECONDS"
+        0.005, "time of a move without its blocks", minimum=0, maximum=60, metavar="SECONDS"
     )
 
 
 @dataclass(frozen=True)
 class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
-    """Runs the scheduler with a modelled device, and reports what `quire bench` reports of a server."""
+    """Simulates the scheduler with a modelled device, and prints the report of `quire bench`."""
 
     sweep: dict[str, tuple[str, ...]] | None = setting(
         None,
@@ -174,13 +174,13 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
         metavar="NAME=VALUE:VALUE,...",
     )
     slo_share: float = setting(0.9, "sweep: share of the requests that must keep --slo", minimum=0.01, maximum=1)
-    # Long beside one request, so that a queue that grows is seen.
+    # Much longer than one request, so that a growing queue is seen.
     sweep_duration: float = setting(
         120.0, "sweep: how long requests come at each rate", minimum=1, maximum=MAX_SECONDS, metavar="SECONDS"
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError where values do not go together."""
+        """Raises ValueError if values do not go together."""
         super().__post_init__()
         if (self.hardware is None) == (not self.cost_trace):
             raise ValueError("give the device by --hardware, for example a100-40gb, or by --cost-trace; one of both")
@@ -210,7 +210,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
                 raise ValueError(f"{flag} is given; a --sweep looks for rates itself, each for --sweep-duration")
 
     def replica(self) -> Replica:
-        """What is simulated. Raises ConfigurationError."""
+        """The simulated replica, or fleet of replicas. Raises ConfigurationError."""
         return self._traced() if self.cost_trace else self._modelled(Hardware.named(self.hardware or ""))
 
     def _modelled(self, hardware: Hardware) -> Replica:
@@ -260,7 +260,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
     def _sized(
         self, costs: CostModel, sizes: Mapping[str, int], facts: dict[str, Any], block_s: float = 0.0
     ) -> Replica:
-        """With the sizes that flags give, and else with these."""
+        """The replica with the sizes of the flags, and these sizes as defaults."""
         max_num_batched_tokens = self.max_num_batched_tokens or sizes["max_num_batched_tokens"]
         max_num_seqs = self.max_num_seqs or min(sizes["max_num_seqs"], max_num_batched_tokens)
         if self.max_num_seqs is not None and self.max_num_batched_tokens is None:
@@ -283,7 +283,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
                 max_waiting_requests=self.max_waiting_requests,
-                # Only their number bounds the requests that wait.
+                # Only their number limits waiting requests.
                 max_waiting_tokens=self.max_waiting_requests * max_model_len,
                 watermark=self.watermark,
                 num_host_blocks=sizes["num_host_blocks"] if self.num_host_blocks is None else self.num_host_blocks,
@@ -316,7 +316,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report; 1 where no request ended well, or nothing keeps the SLO."""
+    """Prints the report. Returns 1 if no request ended well, or if nothing keeps the SLO."""
     flags = load_settings(SimulateFlags, argv, os.environ, program=PROGRAM)
     flags.check_output()
     _warn(flags.replica().costs)
@@ -327,7 +327,7 @@ def _warn(costs: CostModel) -> None:
     if isinstance(costs, Measured) and costs.residual.explained < _LOW_EXPLAINED:
         print(
             f"{PROGRAM}: warning: the fit explains {costs.residual.explained:.0%} of what the traced steps differ in "
-            "time, so do not rely on what follows: trace the worker again, while nothing else runs beside it",
+            "time, so do not rely on what follows: trace the worker again, while nothing else runs on its machine",
             file=sys.stderr,
         )
 
@@ -367,7 +367,7 @@ def _simulate(flags: SimulateFlags) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[list[None]]:
-    """Ends what is below it at Ctrl-C; what it gives is not empty then."""
+    """Ends the block at Ctrl-C; the list that it yields is not empty then."""
     interruption: list[None] = []
     try:
         yield interruption
@@ -381,7 +381,7 @@ def _interrupted(what: str) -> int:
 
 
 def _read_file(flags: SimulateFlags) -> list[LoadRequest] | None:
-    """The requests of a file, all of which a simulation can take. Raises ConfigurationError."""
+    """The requests of a file, checked so that a simulation can take them all. Raises ConfigurationError."""
     requests = read_file(flags)
     for request in requests or ():
         try:
@@ -445,7 +445,7 @@ def _sweep(flags: SimulateFlags, argv: Sequence[str]) -> int:
     assert flags.slo is not None
     file = _read_file(flags)
     settings = combinations(flags.sweep)
-    # All are checked before the first one runs.
+    # All settings are checked before the first one runs.
     flags_of = [
         load_settings(SimulateFlags, [*argv, *to_argv(SimulateFlags, each)], os.environ, program=PROGRAM)
         for each in settings
@@ -503,7 +503,7 @@ def _found_line(found: Found) -> str:
 
 
 def _facts(flags: SimulateFlags, replica: Replica) -> dict[str, Any]:
-    """No time and no place: the same simulation gives the same file."""
+    """Facts without time and place, so that the same simulation gives the same file."""
     config = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(replica.config).items()}
     fleet = {"fleet": asdict(replica.fleet)} if replica.fleet.num_replicas > 1 else {}
     return {"version": VERSION, "flags": flags.given(), "config": config, **fleet, **replica.facts}

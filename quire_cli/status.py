@@ -1,4 +1,4 @@
-"""`quire status`: is it up, what does it serve, with what."""
+"""`quire status`: health, models and replicas of gateways."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ class StatusFlags(CredentialFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the status of each gateway; 0 when all serve requests."""
+    """Prints the status of each gateway; returns 0 if all serve requests."""
     flags = load_settings(StatusFlags, argv, os.environ, program=PROGRAM)
     if flags.watch:
         return _watch(flags)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(flags: StatusFlags) -> int:
-    """Prints the numbers of all replicas every second, until Ctrl-C. Raises Unavailable where the gateway ends."""
+    """Prints the numbers of all replicas every second, until Ctrl-C. Raises Unavailable if the gateway ends."""
     deployment, url = Deployment(), flags.url or flags.address or DEFAULT_URL
     try:
         with closing(read_feed(flags, url)) as events:

@@ -1,4 +1,4 @@
-"""`quire top`: the numbers of the page /ui in a terminal, until Ctrl-C; one plain snapshot where there is none."""
+"""`quire top`: the numbers of the page /ui in a terminal, until Ctrl-C; one plain snapshot without a terminal."""
 
 import math
 import os
@@ -26,7 +26,7 @@ _BAR = 20
 _STEP_ROWS, _WAITING_ROWS, _MIN_ROWS = 6, 6, 2
 _TABLE_HEAD = 5
 _TABLE_WIDTH = 64
-"""Columns of a terminal that tables need; in a smaller one there are sentences."""
+"""Columns of a terminal that tables need; a smaller one shows sentences."""
 _HEAD_HEIGHT = 8
 """Lines of a terminal that has room for more than numbers."""
 _COLUMN_GAP = 3
@@ -34,7 +34,7 @@ _MIN_NAME = 10
 _BAR_COLUMN = ""
 _COLUMNS = ("running", "waiting", "swapped", "rows", "tokens/s", "first token", "KV", _BAR_COLUMN, "preempted")
 _OMITTED_FIRST = (_BAR_COLUMN, "rows", "swapped", "preempted", "first token")
-"""Columns that a small terminal does without, in this order."""
+"""Columns that a small terminal leaves out, in this order."""
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def snapshot(flags: FeedFlags) -> int:
-    """Prints one line a replica, once rates are known."""
+    """Prints one line per replica, once rates are known."""
     deployment = Deployment()
     with closing(read_feed(flags, flags.url)) as events:
         for name, value in events:
@@ -89,7 +89,7 @@ def snapshot(flags: FeedFlags) -> int:
 
 
 def headline(deployment: Deployment, url: str) -> str:
-    """What is shown, in one line."""
+    """The model, the gateway and its version, in one line."""
     gateway = deployment.gateway or {}
     return f"{gateway.get('model', '?')} at {url} (quire {gateway.get('version', '?')})"
 
@@ -103,7 +103,7 @@ def _draw(flags: TopFlags) -> None:
                 live.update(Text(f"no gateway answers at {flags.url}; trying again", style="red"), refresh=True)
                 continue
             deployment.take(*event)
-            # A replica that is heard for the first time is drawn at once: the next event may be long in coming.
+            # A replica with its first numbers is drawn at once: the next event may come late.
             heard = sum(each.numbers is not None for each in deployment.replicas.values())
             if heard != drawn_heard or time.monotonic() - drawn_at >= flags.interval:
                 drawn_at, drawn_heard = time.monotonic(), heard
@@ -111,7 +111,7 @@ def _draw(flags: TopFlags) -> None:
 
 
 def _events_for_ever(flags: TopFlags) -> Iterator[tuple[str, dict[str, Any]] | None]:
-    """The events; None where there is no gateway, which is tried again. An error of the first connection is raised."""
+    """The events; None if there is no gateway, which is tried again. Raises an error of the first connection."""
     has_answered = False
     while True:
         try:
@@ -126,7 +126,7 @@ def _events_for_ever(flags: TopFlags) -> Iterator[tuple[str, dict[str, Any]] | N
 
 
 def picture(deployment: Deployment, url: str, width: int, height: int) -> RenderableType:
-    """All replicas, then the steps and the queue of each, as far as a terminal of this size has room."""
+    """All replicas, then the steps and the queue of each, while there is room in a terminal of this size."""
     parts: list[RenderableType] = []
     if height >= _HEAD_HEIGHT:
         parts.append(Text(headline(deployment, url), style="bold", no_wrap=True, overflow="ellipsis"))
@@ -139,7 +139,7 @@ def picture(deployment: Deployment, url: str, width: int, height: int) -> Render
             if replica.numbers is not None and room >= _HISTORY_HEIGHT:
                 parts.append(_history(replica, width))
                 room -= _HISTORY_HEIGHT
-            for title, make in (("last steps of", _steps), ("who waits at", _waiting)):
+            for title, make in (("last steps of", _steps), ("requests that wait at", _waiting)):
                 table = make(replica, room - _TABLE_HEAD) if room >= _MIN_ROWS + _TABLE_HEAD else None
                 if table is not None:
                     # The title of a narrow table would have several lines.
@@ -164,7 +164,7 @@ def _table(*columns: str) -> Table:
 
 
 def _replicas(deployment: Deployment, width: int) -> Table:
-    """One row a replica, with as many columns as can be read."""
+    """One row per replica, with the columns that fit."""
     rows = [_cells(replica) for replica in deployment.replicas.values()]
     names = [(Text(replica.address), _health(deployment, replica)) for replica in deployment.replicas.values()]
     widths = {title: max([len(title), *(len(row[title]) for row in rows)]) for title in _COLUMNS}
@@ -215,7 +215,7 @@ def _bar(share: float) -> Text:
 
 
 def _history(replica: ReplicaNumbers, width: int) -> Text:
-    """The blocks of the pool as a strip, and the last ten minutes, or as much as is known of them, as small charts,
+    """The blocks of the pool as a strip, and the known part of the last ten minutes as small charts,
     each with its newest value."""
     assert replica.numbers is not None
     room = min(_MAX_CHART, width - _LABEL - _VALUE - 1)
@@ -246,7 +246,7 @@ def _strip(pool: Mapping[str, int], room: int) -> Text:
 
 def sparkline(times: Sequence[float], values: Sequence[float | None], width: int, column_s: float) -> str:
     """Values at rising times as bars of eight heights, the newest to the right; each is the mean of `column_s` seconds,
-    a gap where none is known."""
+    a gap if none is known."""
     columns: list[list[float]] = [[] for _ in range(width)]
     for at, value in zip(times, values, strict=True):
         place = int(at // column_s) - int(times[-1] // column_s) - 1

@@ -71,7 +71,7 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
     )
     role: str = setting(
         "both",
-        "what gateways send here by preference: long prompts (prefill), whose requests move with their first token, "
+        "requests that gateways prefer to send here: long prompts (prefill), which move on with their first token, "
         "requests that have tokens (decode), or both; see docs/kv.md",
         choices=("both", "prefill", "decode"),
     )
@@ -83,7 +83,7 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
     )
     record: str | None = setting(
         None,
-        "file to write all that the scheduler's core is told, for `quire replay`; absent writes none",
+        "file to write all inputs of the scheduler's core to, for `quire replay`; absent writes none",
         metavar="FILE",
     )
     record_tokens: bool = setting(False, "write the token ids of prompts and answers into the recording, too")
@@ -104,14 +104,14 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
     )
     kv_events_replay: str | None = setting(
         None,
-        "ZeroMQ address where subscribers ask for events that they missed",
+        "ZeroMQ address where subscribers request events that they missed",
         parse=_parse_zmq_address,
         metavar="ADDRESS",
     )
     kv_events_topic: str | None = setting(None, "topic of the events; llm-d reads kv@POD@MODEL", metavar="TOPIC")
     kv_events_buffer: int = setting(
         10_000,
-        "max steps whose events are kept, for replays and while nobody subscribes, at most 256 MiB of them",
+        "max steps whose events are kept, for replays and while there is no subscriber, at most 256 MiB of them",
         minimum=1,
         maximum=1 << 30,
         metavar="STEPS",
@@ -141,7 +141,7 @@ class SchedulerSettings(SchedulerFlags, DrainFlags, ProcessFlags):
 
     listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")
     workers: tuple[str, ...] = setting(("127.0.0.1:50053",), "addresses of the workers in order of rank, with commas")
-    # Workers have both as well, where they size memory; the lower value counts. `quire serve` has the worker's.
+    # Workers have both flags too, to size memory; the lower value counts. `quire serve` passes the worker's.
     max_num_seqs: int = setting(256, "max sequences that run at once", minimum=1)
     max_num_batched_tokens: int = setting(2048, "max tokens of one step", minimum=1)
 

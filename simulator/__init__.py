@@ -1,5 +1,5 @@
-"""The scheduler's core against a modelled device, in virtual time.
+"""Simulates the scheduler's core on a modelled device, in virtual time.
 
-`engine` runs the core itself, no stand-in for it; a cost model (`costs`) says how long each step takes. What comes out
-is what `quire bench` reports of a real server, and what each step held in memory.
+`engine` runs the real core, not a model of it; a cost model (`costs`) says how long each step takes. The results are
+the report of `quire bench` for a real server, and the memory that each step held.
 """

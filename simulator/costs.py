@@ -1,4 +1,4 @@
-"""The interface of what says how long a step takes."""
+"""The interface of cost models, which give the duration of steps."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from scheduler_svc.core.step import StepWork
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """How long one step takes.
+    """The duration of one step.
 
     launch  from the plan to the moment when the device could begin; hidden while the device is in the step before
     device  on the device, which runs one step after the other
@@ -21,6 +21,6 @@ class StepSeconds:
 
 
 class CostModel(Protocol):
-    """Says how long steps take. The same work takes the same time."""
+    """Gives the duration of steps. The same work takes the same time."""
 
     def seconds(self, work: StepWork) -> StepSeconds: ...

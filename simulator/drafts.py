@@ -1,9 +1,9 @@
-"""Speculation with synthetic acceptance: a draft is right with a given probability, whatever it is.
+"""Speculation with synthetic acceptance: each draft is right with a given probability.
 
-The device of a simulation has no text, so nobody guesses in it. It verifies as many drafts of each row as the scheduler
-allows and the cost model says that they pay, as a worker does (ADR 59), and each is right if all before it are and a
-number that follows from the request's seed, the step and the place is below the acceptance. vLLM's synthetic rejection
-sampler does the same to a real server, whose text is then another one.
+The simulated device has no text, so it makes no guesses. It verifies as many drafts of each row as the scheduler allows
+and as pay by the cost model, as a worker does (ADR 59). A draft is right if all before it are, and if a number derived
+from the request's seed, the step and the place is below the acceptance. vLLM's synthetic rejection sampler does the
+same on a real server, whose text then changes.
 """
 
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ from simulator.costs import CostModel
 from simulator.tokens import fake_tokens, uniform
 
 _MIN_GAIN = 1.12
-"""As of a worker: what drafts must promise at least, in tokens a second."""
+"""Minimum gain in tokens a second that drafts must promise, as in a worker."""
 _MIN_FIXED_TOKENS, _MAX_FIXED_TOKENS, _FEW_ROWS = 2, 1024, 8
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticDrafts:
-    """What the device samples with drafts: a `TokenSource`.
+    """Samples of the device with drafts: a `TokenSource`.
 
     Attributes:
-        acceptance: How probably a draft is right if all before it are, in [0, 1].
+        acceptance: The probability that a draft is right if all before it are, in [0, 1].
     """
 
     costs: CostModel
@@ -45,7 +45,7 @@ class SyntheticDrafts:
         return replace(fake_tokens(plan, rows, num_tokens), num_tokens=num_tokens, num_drafts=num_drafts)
 
     def _worth_it(self, plan: StepPlan, max_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many drafts of each sample give the most tokens a second, by what a step of the samples alone takes."""
+        """The numbers of drafts that give the most tokens a second, by the time of a step with only the samples."""
         counts = [np.minimum(max_drafts, most) for most in range(int(max_drafts.max(initial=0)) + 1)]
         decodes, read = len(plan.samples), int(_ends(plan).sum())
         right = np.cumsum(self.acceptance ** np.arange(len(counts)))
@@ -56,7 +56,7 @@ class SyntheticDrafts:
 
 
 def work_with(plan: StepPlan, num_drafts: NDArray[np.int64] | None) -> StepWork:
-    """The work of a step that verifies so many drafts of each sample, each as a row of one token over its context."""
+    """The work of a step that verifies these drafts of each sample, each as a row of one token over its context."""
     work = StepWork.of(plan)
     return work if num_drafts is None else _with(work, plan, num_drafts)
 
@@ -73,14 +73,14 @@ def _with(work: StepWork, plan: StepPlan, num_drafts: NDArray[np.int64]) -> Step
 
 
 def _ends(plan: StepPlan) -> NDArray[np.int64]:
-    """How many tokens are computed after the step, of the row of each sample."""
+    """The number of tokens of each sample's row that are computed after the step."""
     ends = np.zeros(int(plan.rows.max(initial=0)) + 1, np.int64)
     ends[plan.rows] = plan.num_computed_tokens + plan.num_new_tokens
     return ends[plan.samples[:, 1]]
 
 
 def fixed_tokens(costs: CostModel) -> int:
-    """What a step of decodes takes beside its tokens, as the number of tokens that take as long; as a worker tells its
+    """The fixed time of a decode step, as the number of tokens that take as long. A worker reports the same to its
     scheduler."""
     one, few = (costs.seconds(StepWork(count, count, 0, 0, count, count)).device for count in (1, _FEW_ROWS))
     of_token = (few - one) / (_FEW_ROWS - 1)

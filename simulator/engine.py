@@ -1,7 +1,7 @@
-"""The loop in virtual time: requests come, the core plans steps, a cost model says when each of them is over.
+"""The loop in virtual time: requests arrive, the core plans steps, and a cost model gives the duration of each.
 
 Two steps are in flight, as in the service (`scheduler_svc.service.step_loop`): a step is planned while the one before
-it runs, so a request that comes meanwhile enters the step after that. Nothing here draws random numbers or looks at a
+it runs, so a request that arrives meanwhile enters the step after that. Nothing here draws random numbers or reads a
 clock: the same requests give the same result.
 """
 
@@ -45,10 +45,10 @@ def key_of(index: int) -> RequestKey:
 
 
 class Arrivals(Protocol):
-    """Requests and when they come. What ends may bring the next one, as in a chat or a closed loop."""
+    """Requests and their times of arrival. The end of one may cause the next, as in a chat or a closed loop."""
 
     def next_at(self) -> float | None:
-        """When the next request comes, in seconds; None where none does until one that lives ends."""
+        """When the next request arrives, in seconds; None if none does until a live one ends."""
         ...
 
     def take(self) -> Request:
@@ -56,17 +56,17 @@ class Arrivals(Protocol):
         ...
 
     def ended(self, index: int, now: float, *, failed: bool) -> None:
-        """The request with this number is over: well, or refused or failed."""
+        """The request with this number completed, or was refused or failed."""
         ...
 
 
 @dataclass(slots=True)
 class Life:
-    """What happened to one request. Times are seconds since the start.
+    """The course of one request. Times are seconds since the start.
 
-    `sent` is when it reached the scheduler, `token_times` has a list for each sequence that was delivered, with the
-    time of each token. `reason` is the code under which it was refused or failed, and `error` the message. `moved_at`
-    has the number of its tokens at each move to another device.
+    `sent` is when it reached the scheduler, `token_times` has a list for each delivered sequence, with the time of each
+    token. `reason` is the code under which it was refused or failed, and `error` the message. `moved_at` has the number
+    of its tokens at each move to another device.
     """
 
     arrived: float
@@ -81,7 +81,7 @@ class Life:
 
 
 class Step(NamedTuple):
-    """One step: when it was planned, began on the device, was over there, and was applied; what it did and held."""
+    """One step: when it was planned, began on the device, ended there and was applied; its work and its memory."""
 
     planned: float
     began: float
@@ -98,8 +98,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All requests by their number, all steps as they were planned, how many preemptions there were, and how many
-    drafts were verified and right, on so many devices."""
+    """All requests by number, all steps in the order of planning, the number of preemptions, the numbers of verified
+    and right drafts, and the number of devices."""
 
     lives: list[Life]
     steps: list[Step]
@@ -121,8 +121,8 @@ class Simulation:
         return [times[at] - times[at - 1] for times, at in moves if at < len(times)]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One number of each step by its name: a field of `Step`, `StepWork` or `MemoryUse`, or the step's seconds on
-        the device as `device_seconds`."""
+        """One number of each step by its name: a field of `Step`, `StepWork` or `MemoryUse`, or `device_seconds`, the
+        step's seconds on the device."""
         if name == "device_seconds":
             return self.column("over") - self.column("began")
         for part in ("work", "memory"):
@@ -149,18 +149,18 @@ def simulate(
 
     Args:
         arrivals: The requests.
-        config: Of the core.
-        costs: How long steps take.
-        make_blocks: Makes the block manager: the core's own, or one that gives out memory in another way.
-        look: What that block manager's pool holds.
-        tokens: What the device samples.
-        max_steps_in_flight: As of the service.
+        config: The core's configuration.
+        costs: The duration of steps.
+        make_blocks: Makes the block manager: the core's own, or one that allocates memory in another way.
+        look: Measures the use of that block manager's pool.
+        tokens: Makes the device's samples.
+        max_steps_in_flight: As in the service.
     """
     return Run(arrivals, [Device(Scheduler(config, make_blocks), costs, look, tokens, max_steps_in_flight)]).to_end()
 
 
 class Device:
-    """A core, and when its steps are over."""
+    """A core, and a device that answers its steps."""
 
     def __init__(
         self,
@@ -180,16 +180,16 @@ class Device:
 
     @property
     def answers_at(self) -> float:
-        """When the next result comes; infinity where no step is in flight."""
+        """When the next result comes; infinity if no step is in flight."""
         return self._answers[0][0] if self._answers else math.inf
 
     def answer(self) -> tuple[float, dict[ClientId, ClientEvents]]:
-        """When the next result comes, and what it brings."""
+        """The time of the next result, and its events."""
         now, result = self._answers.popleft()
         return now, self.scheduler.apply(result, now)
 
     def plan(self, now: float) -> Iterator[Step]:
-        """Plans as many steps as may be in flight, and sends them to the device."""
+        """Plans steps up to the maximum in flight, and sends them to the device."""
         scheduler = self.scheduler
         while len(scheduler.in_flight) < self._max_steps_in_flight and (plan := scheduler.schedule(now)) is not None:
             result = self._tokens(plan, scheduler.batch.rows)
@@ -197,7 +197,7 @@ class Device:
             took = self._costs.seconds(work)
             began = max(now + took.launch, self._free_at)
             self._free_at = over = began + took.device
-            # Results come in order, whatever each of them takes on its way.
+            # Results arrive in order, whatever the latency of each.
             applied = max(over + took.answer, self._answers[-1][0] if self._answers else 0.0)
             self._answers.append((applied, result))
             yield Step(
@@ -216,7 +216,7 @@ class Device:
 
 
 class Run:
-    """Requests and devices in one virtual time. All requests go to the first device; subclasses have other ways."""
+    """Requests and devices in one virtual time. All requests go to the first device; subclasses choose others."""
 
     def __init__(self, arrivals: Arrivals, devices: Sequence[Device]) -> None:
         self.now = 0.0
@@ -247,11 +247,11 @@ class Run:
         )
 
     def at(self, seconds: float, call: Callable[[], object]) -> None:
-        """Has something called when it is that late."""
+        """Schedules a call at this time."""
         heapq.heappush(self._later, (seconds, next(self._numbers), call))
 
     def _take_next(self) -> bool:
-        """Goes on to the next arrival, call or result. Returns whether there was one."""
+        """Advances to the next arrival, call or result. Returns whether there was one."""
         arrives_at, called_at = self._arrivals.next_at(), self._later[0][0] if self._later else math.inf
         device = min(self._devices, key=lambda each: each.answers_at)
         if arrives_at is not None and arrives_at <= min(called_at, device.answers_at):
@@ -277,17 +277,17 @@ class Run:
         return self._devices[0]
 
     def planned(self, device: Device) -> None:
-        """The steps that a device may have are planned."""
+        """Called after the steps of a device were planned."""
 
     def submit(self, request: Request) -> None:
-        """Gives a request to the core of a device. One that it refuses is over."""
+        """Submits a request to the core of a device. A refused request is over."""
         try:
             self.choose(request).scheduler.submit(request, self.now)
         except RefusedError as error:
             self._fail(request.key.handle, _reason_of(error), str(error))
 
     def deliver(self, events: ClientEvents) -> None:
-        """What a step brought to clients."""
+        """Records the events that a step has for clients."""
         for handle, sequence in zip(events.handles, events.sequence_indices, strict=True):
             self.lives[handle].token_times[sequence].append(self.now)
         for end in events.completed:
@@ -307,7 +307,7 @@ class Run:
 
 
 def _reason_of(error: RefusedError) -> str:
-    """As the service reports it to gateways."""
+    """The reason that the service reports to gateways."""
     match error:
         case QueueFullError():
             return "QUEUE_FULL"

@@ -1,9 +1,9 @@
-"""Several replicas behind the gateway's router, in one virtual time: together, or for prefill and decode apart.
+"""Several replicas behind the gateway's router, in one virtual time, with or without separate prefill and decode.
 
 The router places requests by load, role and the beginning of prompts, without knowing what is cached. A request with a
-long prompt leaves a replica for prefill as `gateway.replicas.replica_set` has it, once another one has room for it
-(`gateway.replicas.offers`), and its blocks follow over a link. What is assumed: a time for the messages of a move and
-as much for the question before, and that blocks on their way slow neither steps nor each other.
+long prompt leaves a prefill replica as in `gateway.replicas.replica_set`, once another replica has room for it
+(`gateway.replicas.offers`), and its blocks follow over a link. Assumptions: the messages of a move take a fixed time,
+and the query before it takes the same; blocks on their way slow neither steps nor each other.
 Requests with several sequences stay where they are.
 """
 
@@ -25,12 +25,12 @@ from simulator.tokens import TOKEN_ID
 _LONG_PROMPT = 256
 """`--long-prompt` of gateways."""
 _MIN_TOKENS_TO_MOVE = 16
-"""As of `gateway.replicas.replica_set`."""
+"""As in `gateway.replicas.replica_set`."""
 _LEASE_S = 10.0
 _FIRST_LOOK_S = 0.1
-"""As of `gateway.replicas.offers`."""
+"""As in `gateway.replicas.offers`."""
 _OFFERS = 1 << 30
-"""The handle of an offer is that of its request and this."""
+"""The handle of an offer is the handle of its request plus this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Fleet:
     """Equal replicas.
 
     Attributes:
-        num_prefill: So many are for prefill, and the others for decode then.
-        block_s: Seconds in which a block goes from one replica to another.
-        latency_s: Seconds of a move beside its blocks, and of the question whether there is room.
+        num_prefill: Number of replicas for prefill; if it is above 0, the others are for decode.
+        block_s: Seconds in which a block moves from one replica to another.
+        latency_s: Seconds of a move without its blocks, and of the query whether there is room.
     """
 
     num_replicas: int = 1
@@ -50,7 +50,7 @@ class Fleet:
 
     @property
     def roles(self) -> list[ReplicaRole]:
-        """Of each replica."""
+        """The role of each replica."""
         others = ReplicaRole.DECODE if self.num_prefill else ReplicaRole.BOTH
         return [ReplicaRole.PREFILL] * self.num_prefill + [others] * (self.num_replicas - self.num_prefill)
 
@@ -68,7 +68,7 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """A request that is to leave a replica. `asked` has the number of its tokens when each replica was asked."""
+    """A request that is to leave a replica. `asked` has the number of its tokens when each replica was queried."""
 
     source: _Place
     asked: dict[str, int] = field(default_factory=dict[str, int])
@@ -141,7 +141,7 @@ class FleetRun(Run):
                 self._first_token(index, place)
 
     def _first_token(self, index: int, place: _Place) -> None:
-        """As of `ReplicaSet._leave_prefill`."""
+        """As in `ReplicaSet._leave_prefill`."""
         is_long = place.work.prompts.get(index, 0) >= _LONG_PROMPT
         place.work.remove(index)
         others = [each.work for each in self._places.values() if each.role is not ReplicaRole.PREFILL]
@@ -156,7 +156,7 @@ class FleetRun(Run):
         return 0 < num_tokens <= request.max_tokens - _MIN_TOKENS_TO_MOVE and request.num_sequences == 1
 
     def _open_offer(self, index: int, source: _Place) -> None:
-        """As of `Offers.open`: the best replica is asked for room, and after a while all others are."""
+        """As in `Offers.open`: queries the best replica for room, and after a while all others."""
         others = [each for each in self._places.values() if each.role is not ReplicaRole.PREFILL]
         if index not in self._offers and others:
             self._offers[index] = offer = _Offer(source)
@@ -165,20 +165,20 @@ class FleetRun(Run):
             self.at(self.now + _FIRST_LOOK_S, partial(self._ask, index, offer, others))
 
     def _ask(self, index: int, offer: _Offer, places: Sequence[_Place]) -> None:
-        """Submits an offer to those that were not asked before."""
+        """Submits an offer to the replicas that were not queried before."""
         for place in places:
             if place.name not in offer.asked:
                 offer.asked[place.name] = len(self.lives[index].token_times[0])
                 self.at(self.now + self._fleet.latency_s / 2, partial(self._submit_offer, index, offer, place))
 
     def _submit_offer(self, index: int, offer: _Offer, place: _Place) -> None:
-        """No effect where it is closed, or another replica took it."""
+        """Submits an offer. No effect if it is closed, or another replica took it."""
         if self._offers.get(index) is offer and offer.taker is None:
             request = self._moved(index, offer.asked[place.name])
             place.device.scheduler.submit(replace(request, key=key_of(_OFFERS + index), is_offer=True), self.now)
 
     def _has_room(self, index: int, place: _Place) -> None:
-        """As of `Offers.has_room`."""
+        """As in `Offers.has_room`."""
         offer = self._offers.get(index)
         if offer is None or offer.taker is not None:
             return
@@ -206,7 +206,7 @@ class FleetRun(Run):
         return replace(self.lives[index].request, emitted=emitted, accepted_before=True)
 
     def _release(self, index: int, offer: _Offer) -> None:
-        """The request goes on elsewhere, once its release and its submission were told."""
+        """Moves the request to the replica with room, after the time of the release and the submission."""
         life, place = self.lives[index], offer.source
         num_tokens = len(life.token_times[0])
         lease = Lease(index.to_bytes(8, "big") + num_tokens.to_bytes(4, "big"))

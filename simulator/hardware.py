@@ -1,4 +1,4 @@
-"""Devices by name, with the constants of their data sheets; and how much of a model's KV pool fits beside it."""
+"""Devices by name, with the constants of their data sheets, and the size of the KV pool that fits next to a model."""
 
 import re
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ _GB, _GIB, _TERA = 1e9, 1 << 30, 1e12
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Equal devices that one model is split over, by tensor parallelism. All numbers are of one device.
+    """Equal devices that one model is split over, by tensor parallelism. All numbers are per device.
 
     Attributes:
-        memory_bytes: What is sold as GB is GiB.
-        bandwidth: Of the memory, bytes a second.
-        flops: Of dense products of 16-bit numbers, a second.
-        link_bandwidth: To the other devices, one way, bytes a second.
-        host_bandwidth: To host memory, one way, bytes a second.
-        default_model: What the simulation runs where none is named; None where it must be named.
+        memory_bytes: Size of the memory; data sheets say GB and mean GiB.
+        bandwidth: Bandwidth of the memory, bytes a second.
+        flops: Dense products of 16-bit numbers, operations a second.
+        link_bandwidth: Bandwidth to the other devices, one way, bytes a second.
+        host_bandwidth: Bandwidth to host memory, one way, bytes a second.
+        default_model: The model of a simulation that names none; None if it must name one.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Hardware:
         return replace(device, name=name, num_devices=count, default_model=_DEFAULT_MODELS.get((device.name, count)))
 
     def num_blocks(self, model: ModelShape, block_size: int, utilization: float) -> int:
-        """Blocks that fit beside the weights into this share of the memory; what the rest holds (activations, the
-        allocator's losses) is not modelled. Raises ConfigurationError where the weights leave no room."""
+        """Blocks that fit next to the weights into this share of the memory. The rest (activations, the allocator's
+        losses) is not modelled. Raises ConfigurationError if the weights leave no room."""
         usable = int(self.num_devices * self.memory_bytes * utilization)
         room = usable - model.weight_bytes
         count = room // (model.slot_bytes * block_size)
@@ -83,15 +83,15 @@ _DEFAULT_MODELS = {
 }
 
 KERNEL_GAP_S = 0.9e-6
-"""Between two kernels of a stream that wait for nothing else: 3.8 us from start to start of kernels of 2.9 us (NVIDIA,
+"""Time between two kernels of a stream without other waits: 3.8 us from start to start of kernels of 2.9 us (NVIDIA,
 Getting Started with CUDA Graphs, 2019)."""
 
 KERNELS_PER_LAYER = 12
 """Two norms, four products with a bias or an activation each, the write of keys and values, attention, two sums."""
 
 COPY_LAUNCH_S = KERNEL_GAP_S
-"""Of each piece of a block that is swapped; a block has two pieces in each layer."""
+"""Time for each piece of a block that is swapped; a block has two pieces in each layer."""
 
 COLLECTIVE_BASE_S, COLLECTIVE_HOP_S = 6.6e-6, 0.6e-6
-"""All-reduce over a ring of NVLink, of few bytes: at the start, and for each of its 2 (n - 1) hops (NCCL 2.19,
-src/graph/tuning.cc, protocol LL)."""
+"""Time of an all-reduce of few bytes over a ring of NVLink: a base, and a part for each of its 2 (n - 1) hops (NCCL
+2.19, src/graph/tuning.cc, protocol LL)."""

@@ -1,4 +1,4 @@
-"""Loads of `quire.load` as the engine takes them, and what became of them as `quire.load` reports it."""
+"""Converts loads of `quire.load` to arrivals for the engine, and results to records for reports of `quire.load`."""
 
 import heapq
 import math
@@ -14,14 +14,14 @@ from simulator.engine import Life, Simulation, key_of
 from simulator.tokens import TOKEN_ID
 
 _UNSENT = "EARLIER_TURN_FAILED"
-"""As `quire bench` counts it."""
+"""The reason under which `quire bench` counts it."""
 
 
 class LoadArrivals:
     """The requests of a load in order of time, as the load generator of `quire bench` sends them.
 
-    A conversation is a run of turns. A turn comes when the one before it has ended, with the history as it was
-    answered; those after one that failed are not sent. Without times of arrival all come at the start.
+    A conversation is a run of turns. A turn arrives when the one before it has ended, with the history as it was
+    answered; turns after a failed one are not sent. Without times of arrival all arrive at the start.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class LoadArrivals:
         on_end: Callable[[int, int], None] | None = None,
     ) -> None:
         """Args:
-        max_concurrency: Conversations that live at once; None is no limit.
+        max_concurrency: Maximum number of live conversations; None is no limit.
         is_closed: A conversation arrives when there is room for it, whatever its time of arrival.
         duration_s: Nothing is sent after it.
-        num_tenants: Requests belong to so many tenants, in turn.
+        num_tenants: Number of tenants that requests are assigned to, in turn.
         on_end: Gets the numbers of requests that have ended and that have failed, whenever one ends.
         """
         self.sent: list[LoadRequest] = []
-        """By the numbers that the engine knows them by."""
+        """By the engine's numbers."""
         self.unsent: list[RequestRecord] = []
         """Turns after one that failed."""
         self._conversations = _conversations(load)
         self._next = next(self._conversations, None)
-        # Turns that follow: when, and those that are left of the conversation.
+        # Following turns: their time, and the rest of their conversation.
         self._following: list[tuple[float, int, deque[LoadRequest]]] = []
         self._left: dict[int, deque[LoadRequest]] = {}
         self._num_live = 0
@@ -60,7 +60,7 @@ class LoadArrivals:
         self._num_ended = self._num_failed = 0
 
     def next_at(self) -> float | None:
-        """Raises ValueError where the next request has no length in tokens."""
+        """Raises ValueError if the next request has no length in tokens."""
         first, following = self._first_at(), self._following[0][0] if self._following else None
         return first if following is None else following if first is None else min(first, following)
 
@@ -96,7 +96,7 @@ class LoadArrivals:
         self._freed_at = now
 
     def _first_at(self) -> float | None:
-        """When the next conversation begins; None where there is no room for it, or none is left."""
+        """When the next conversation begins; None if there is no room for it, or none is left."""
         if self._next is None or (self._max_concurrency is not None and self._num_live >= self._max_concurrency):
             return None
         due = self._freed_at if self._is_closed else self._next[0].arrival_s or 0.0
@@ -118,7 +118,7 @@ def _conversations(load: Iterable[LoadRequest]) -> Iterator[deque[LoadRequest]]:
 
 
 def check_simulated(request: LoadRequest) -> int:
-    """The length of the output. Raises ValueError where a length is not known in tokens."""
+    """The length of the output. Raises ValueError if a length is not known in tokens."""
     _ = request.token_ids
     if request.output_len is None:
         raise ValueError(
@@ -145,8 +145,8 @@ def _core_request(number: int, request: LoadRequest, tenant: str) -> Request:
 
 
 def records(simulation: Simulation, arrivals: LoadArrivals, frontend_latency_s: float = 0.0) -> list[RequestRecord]:
-    """What became of each request, in order of the load. `frontend_latency_s` is what clients, gateways and the network
-    add to the time of each answer."""
+    """The results of all requests, in order of the load. `frontend_latency_s` is the time that clients, gateways and
+    the network add to each answer."""
     pairs = zip(simulation.lives, arrivals.sent, strict=True)
     known = [_record(life, request, frontend_latency_s) for life, request in pairs] + arrivals.unsent
     return sorted(known, key=lambda record: record.index)

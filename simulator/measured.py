@@ -1,9 +1,9 @@
 """A cost model fitted to the steps of a live worker, as `quire scheduler --trace-steps` records them.
 
 A step that was sent while the one before it ran begins when that one is over: its time is the distance of the two
-results, whatever it was spent on, so what the scheduler, the gateways and their clients take of the same processors
-counts. Non-negative least squares fit these times. What a step takes longer that found the workers idle is the time to
-send it and to hear of its end: its mean is `latency`.
+results, whatever its cause, so it includes the time that the scheduler, the gateways and their clients take from the
+same processors. Non-negative least squares fit these times. A step that found the workers idle takes longer by the time
+to send it and to receive its result: the median of that is `latency`.
 """
 
 import itertools
@@ -60,8 +60,8 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> "Trace":
-        """A file that `--trace-steps` wrote, also one that was cut off. Raises OSError, and ValueError with one line
-        where it is something else."""
+        """Reads a file of `--trace-steps`, even one that was cut off. Raises OSError, and ValueError with one line for
+        any other file."""
         attachments: list[list[TracedStep]] = []
         replica: Mapping[str, int] = {}
         for attachment, sizes in _attachments(path):
@@ -101,7 +101,7 @@ def _sizes(path: Path, given: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """One event a line; the last line may be cut off."""
+    """One event per line; the last line may be cut off."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -143,7 +143,7 @@ def _answered(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> list[Traced
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """How well the fit explains the steps that it was fitted to.
+    """How well the fit explains the steps that it was made from.
 
     num_steps      steps sent while another one ran, whose times were fitted; `num_idle` found the workers idle
     mean_ms        their mean time
@@ -169,7 +169,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of each unit of work, in the order of `names`, and what an idle worker adds."""
+    """Seconds of each unit of work, in the order of `names`, and the additional latency of an idle worker."""
 
     coefficients: tuple[float, ...]
     latency: float
@@ -177,7 +177,7 @@ class Measured:
 
     @classmethod
     def fit(cls, traces: Sequence[Trace]) -> "Measured":
-        """Raises ValueError where the traces have too few steps."""
+        """Fits all steps of the traces. Raises ValueError if they have too few steps."""
         busy: list[tuple[StepWork, float]] = []
         idle: list[tuple[StepWork, float]] = []
         for attachment in (each for trace in traces for each in trace.attachments):
@@ -257,7 +257,7 @@ def non_negative_least_squares(matrix: Array, target: Array) -> Array:
             if (attempt[free] > 0).all():
                 solution = attempt
                 break
-            # The first of those that would fall below zero stops there.
+            # Stops at the first coefficient that would fall below zero.
             falling = free & (attempt <= 0)
             steps = solution[falling] / np.maximum(solution[falling] - attempt[falling], 1e-300)
             solution = np.maximum(solution + float(steps.min()) * (attempt - solution), 0.0)

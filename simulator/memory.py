@@ -1,4 +1,4 @@
-"""What the pool of blocks holds at a step, and what kept the next request out of it."""
+"""The content of the block pool at a step, and the limit that kept the next request out of it."""
 
 import enum
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from scheduler_svc.core.step import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Slots of the pool by what they are for; what is left of `total` is free.
+    """Slots of the pool by their use; the rest of `total` is free.
 
     tokens    hold the keys and values of a token that is computed, or will be by a step in flight
     reserved  belong to a sequence and will hold one of its tokens
     wasted    belong to a sequence and never will
-    shared    slots that sharing saves: of every block that several sequences hold, all but one of these holds
+    shared    slots that sharing saves: a block that n sequences hold saves n - 1 blocks
     cached    free blocks that can still be hit
     """
 
@@ -29,7 +29,8 @@ class MemoryUse:
 
 
 def paged_memory(scheduler: Scheduler) -> MemoryUse:
-    """Of `BlockManager`: blocks come with their tokens, so only the newest block of a sequence has empty slots.
+    """The use of a `BlockManager`'s pool: blocks come with their tokens, so only a sequence's newest block has empty
+    slots.
 
     A tail that several sequences share is counted as one of them sees it.
     """
@@ -57,17 +58,17 @@ class Limit(enum.Enum):
     """Why a step has no more requests in it."""
 
     DEMAND = "demand"
-    """No request waits: the device itself is what the others wait for, if any does."""
+    """No request waits. The only limit is the device itself."""
     BLOCKS = "blocks"
     ROWS = "rows"
     TOKENS = "tokens"
-    """The budget of the step's tokens is spent."""
+    """The step's token budget is spent."""
     PREFIX = "prefix"
-    """All that wait are held until the blocks that they share are computed."""
+    """All waiting requests are held until the blocks that they share are computed."""
 
 
 def limit_of(scheduler: Scheduler, plan: StepPlan) -> Limit:
-    """What limited the step that was just planned."""
+    """The limit of the step that was just planned."""
     queues = [queue for queue in (scheduler.swapped, scheduler.waiting) if len(queue)]
     if not queues:
         return Limit.DEMAND

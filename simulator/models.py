@@ -1,4 +1,4 @@
-"""What a cost model knows of a language model: numbers of its layers and widths, and what follows from them."""
+"""The properties of a language model that a cost model needs: layers, widths and derived numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ class ModelShape:
     """A decoder with attention and a feed-forward block in each layer.
 
     Attributes:
-        ffn_matrices: Matrices of the feed-forward block: 2, or 3 where it has a gate.
+        ffn_matrices: Matrices of the feed-forward block: 2, or 3 if it has a gate.
         has_biases: Whether linear layers have biases and norms have a shift.
-        num_positions: Rows of a table of learned positions; 0 where positions are rotations.
+        num_positions: Rows of a table of learned positions; 0 if positions are rotations.
         is_tied: Whether the head is the table of embeddings.
-        dtype_bytes: Of a weight, and of an element of the KV pool.
-        max_model_len: The most tokens of a sequence.
+        dtype_bytes: Bytes of a weight, and of an element of the KV pool.
+        max_model_len: Maximum number of tokens of a sequence.
     """
 
     name: str
@@ -61,13 +61,13 @@ class ModelShape:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """From the config.json of a model directory. Raises ConfigurationError, one line, where it does not describe a
+        """Reads the config.json of a model directory. Raises ConfigurationError, one line, if it does not describe a
         decoder of this kind."""
         return cls.from_config(ModelDirectory.open(directory))
 
     @classmethod
     def from_config(cls, model: ModelDirectory) -> Self:
-        """The same of a directory that was read."""
+        """The shape of a model directory that was read."""
         config = _Config(model.path / "config.json", model.config)
         config.refuse_other_kinds()
         is_gpt2, is_opt = model.architecture == "GPT2LMHeadModel", model.architecture == "OPTForCausalLM"
@@ -95,12 +95,12 @@ class ModelShape:
         )
 
     def with_dtype(self, dtype: str) -> Self:
-        """The same with weights and KV pool of another type, a key of DTYPE_BYTES."""
+        """The same shape with another type of weights and KV pool, a key of DTYPE_BYTES."""
         return replace(self, dtype_bytes=DTYPE_BYTES[dtype])
 
     def split(self, num_devices: int) -> Self:
-        """The same over so many devices, which hold copies of a head of keys and values where there are more of them
-        than heads. Raises ConfigurationError where a worker would refuse to split it so."""
+        """The same shape over `num_devices` devices. If there are more devices than heads of keys and values, devices
+        hold copies of a head. Raises ConfigurationError if a worker would refuse to split it so."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % num_devices or (kv_heads % num_devices and num_devices % kv_heads):
             raise ConfigurationError(
@@ -111,7 +111,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers and the last norm: what every token is multiplied with."""
+        """Parameters of all layers and the last norm, which every token is multiplied with."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         ffn = self.ffn_matrices * self.hidden_size * self.ffn_size
         norms = 2 * self.hidden_size
@@ -123,7 +123,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, which every token that samples is multiplied with."""
+        """Parameters of the head, which every token that samples is multiplied with."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -137,7 +137,7 @@ class ModelShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 

@@ -1,4 +1,4 @@
-"""One modelled replica: the configuration of its core, and what its steps cost."""
+"""One modelled replica: the configuration of its core, and the cost of its steps."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ from simulator.tokens import TokenSource, fake_tokens
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What is simulated.
+    """A replica, or a fleet of equal ones, to simulate.
 
     Attributes:
-        facts: What the figures depend on, by name.
-        num_tenants: Requests belong to so many tenants, in turn.
-        tokens: What the device samples.
-        frontend_latency_s: What clients, gateways and the network add to the time of each answer.
-        fleet: How many there are of it, and how requests move between them.
+        facts: The settings that the results depend on, by name.
+        num_tenants: Number of tenants that requests are assigned to, in turn.
+        tokens: Makes the device's samples.
+        frontend_latency_s: Time that clients, gateways and the network add to each answer.
+        fleet: The number of replicas, and how requests move between them.
     """
 
     config: SchedulerConfig
@@ -48,8 +48,8 @@ class Replica:
         duration_s: float | None = None,
         on_end: Callable[[int, int], None] | None = None,
     ) -> "Outcome":
-        """Serves a load, paced as `LoadArrivals` says, which tells `on_end` how far it is. Raises
-        ValueError where lengths are not known in tokens."""
+        """Serves a load with the pacing of `LoadArrivals`, which reports progress to `on_end`. Raises ValueError if
+        lengths are not known in tokens."""
         arrivals = LoadArrivals(
             load,
             max_concurrency=max_concurrency,
@@ -76,7 +76,7 @@ class Outcome:
     max_concurrency: int | None = None
 
     def report(self, request_rate: float, slo: Slo | None = None) -> Report:
-        """As of a real run, with counters of memory and steps besides."""
+        """The report of a real run, and in addition counters of memory and steps."""
         return make_report(
             self.records,
             request_rate=request_rate,
@@ -86,7 +86,7 @@ class Outcome:
         )
 
     def limits(self) -> dict[Limit, float]:
-        """The share of the time in steps that each limit kept others out of, greatest first."""
+        """The share of the time in steps for which each limit kept other requests out, greatest first."""
         seconds: dict[Limit, float] = {}
         for step in self.simulation.steps:
             seconds[step.limit] = seconds.get(step.limit, 0.0) + step.over - step.began

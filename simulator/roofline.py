@@ -1,9 +1,9 @@
-"""The roofline: a step takes what its bytes need at the memory's bandwidth or its products at the device's peak,
-whichever is more, and what launches and collectives add.
+"""The roofline: a step takes the time of its bytes at the memory's bandwidth or of its products at the device's peak,
+whichever is more, plus the time of launches and collectives.
 
 No constant is fitted to anything: all come from data sheets (see `hardware`). Real kernels attain less than the peak,
-so a real device is slower; `efficiency` is the share that they attain. `measured` is the model to use where there is a
-device to measure.
+so a real device is slower; `efficiency` is the share that they attain. If there is a device to measure, use the model
+`measured` instead.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Roofline:
             raise ValueError(f"efficiency is {self.efficiency:g}, must be in (0, 1]")
 
     def seconds(self, work: StepWork) -> StepSeconds:
-        # The weights are read and multiplied while nothing else is: linear layers and attention take turns.
+        # Linear layers and attention take turns, so their times add up.
         device = self._swaps(work) + self._copies(work) + self._linear(work) + self._attention(work)
         return StepSeconds(device + self._launches() + self._collectives(work))
 
@@ -66,7 +66,7 @@ class Roofline:
         return self.model.num_layers * KERNELS_PER_LAYER * KERNEL_GAP_S
 
     def _collectives(self, work: StepWork) -> float:
-        """Two sums over all devices in each layer, of what the layer hands on."""
+        """Two sums of each layer's output over all devices."""
         count = self.hardware.num_devices
         if count == 1:
             return 0.0
@@ -81,7 +81,7 @@ class Roofline:
         return moved / (self.hardware.bandwidth * self.hardware.num_devices)
 
     def _swaps(self, work: StepWork) -> float:
-        """Before the step. Many small pieces take longer to launch than to move."""
+        """Swaps run before the step. Many small pieces take longer to launch than to move."""
         pieces = work.swapped_blocks * 2 * self.model.num_layers
         moved = work.swapped_blocks * self.model.slot_bytes * self.block_size / self.hardware.num_devices
         return max(moved / self.hardware.host_bandwidth, pieces * COPY_LAUNCH_S)

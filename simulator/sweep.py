@@ -11,13 +11,13 @@ from simulator.memory import Limit
 from simulator.replica import Outcome
 
 _TOLERANCE = 1.04
-"""The rate that is found and the next one that fails differ by at most this factor."""
+"""Maximum factor between the rate that is found and the next one that fails."""
 
 _FIRST_RATE = 1.0
 GREATEST_RATE = 4096.0
 
 _MIN_WAIT_SHARE = 0.05
-"""A limit matters where it keeps requests waiting for this share of the time."""
+"""Minimum share of the time for which a limit keeps requests waiting, to count as the limit."""
 
 DEFAULTS: Mapping[str, Sequence[str]] = {
     "num_gpu_blocks": ("25%", "50%", "100%"),
@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, Sequence[str]] = {
     "acceptance": ("0.3", "0.6", "0.9"),
     "prefill_replicas": ("0", "1"),
 }
-"""What can be swept, and the values where none are given. A share of blocks is of those that there are without it."""
+"""The settings that can be swept, with their default values. A share of blocks is relative to the default pool."""
 
 
 def parse_sweep(text: str) -> dict[str, tuple[str, ...]]:
@@ -52,19 +52,19 @@ def parse_sweep(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def combinations(sweep: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Each setting with each of the others, the last one changing fastest."""
+    """All combinations of values, the last setting changing fastest."""
     return [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one setting reaches.
+    """The result for one setting.
 
     Attributes:
-        rate: Requests a second; None where the lowest rate that was tried breaks the SLO too.
+        rate: Requests a second; None if even the lowest rate that was tried breaks the SLO.
         outcome, report: The run at that rate, or at the lowest one that was tried.
-        limited_by: What keeps it from more: blocks, rows, tokens, prefix, or compute where nothing of the scheduler
-            does; None where no rate that was tried broke the SLO.
+        limited_by: The limit at higher rates: blocks, rows, tokens, prefix, or compute if it is nothing of the
+            scheduler; None if no rate that was tried broke the SLO.
     """
 
     rate: float | None
@@ -80,11 +80,10 @@ def highest_rate(
     lowest_rate: float,
     greatest_rate: float = GREATEST_RATE,
 ) -> Found:
-    """Looks for the highest rate at which this share of the requests keeps the SLO, by bisection.
+    """Finds the highest rate at which this share of the requests keeps the SLO, by bisection.
 
-    `run` serves requests that come at a rate for a while; lower ones than `lowest_rate` are not tried, nor
-    higher ones than `greatest_rate`. The share must
-    fall as the rate rises, else any place where it crosses the bound is found.
+    `run` serves requests that arrive at a rate for a while. Rates below `lowest_rate` or above `greatest_rate` are not
+    tried. The share must fall as the rate rises; otherwise the result is any place where it crosses the bound.
     """
     known: dict[float, tuple[Outcome, Report]] = {}
 
@@ -107,7 +106,7 @@ def highest_rate(
 def _bracket(
     keeps: Callable[[float], bool], lowest_rate: float, greatest_rate: float
 ) -> tuple[float | None, float | None]:
-    """Two neighbouring rates, of which the lower one is kept and the higher one is not; None where there is none."""
+    """Two neighbouring rates: the SLO is kept at the lower one only. Each is None if there is no such rate."""
     rate = max(_FIRST_RATE, lowest_rate)
     if keeps(rate):
         while 2 * rate <= greatest_rate:
@@ -131,7 +130,7 @@ def _what_limits(outcome: Outcome) -> str:
 
 
 def draw(found: Mapping[str, Found], path: Path, title: str) -> None:
-    """A bar for each setting by its name, in the colour of what limits it. Raises as `check_picture`, and OSError."""
+    """Draws a bar for each setting by its name, in the colour of its limit. Raises as `check_picture`, and OSError."""
     check_picture(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What the modelled device samples: tokens of the right number and shape that end nothing."""
+"""Samples of the modelled device: tokens of the right number and shape that never end a sequence."""
 
 from collections.abc import Callable
 
@@ -10,18 +10,18 @@ from scheduler_svc.core.beam_search import Candidates, num_candidates
 from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 
 TokenSource = Callable[[StepPlan, RowTable], StepResult]
-"""What the device answers to a step that was just planned."""
+"""Makes the device's answer to a step that was just planned."""
 
 TOKEN_ID = 7
-"""What every sequence samples, beams apart."""
+"""The token that every sequence samples, except beams."""
 _MAX_GAP = 4.0
-"""Between the log probabilities of two candidates of a beam that follow each other."""
+"""Maximum difference between the log probabilities of two consecutive candidates of a beam."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def fake_tokens(plan: StepPlan, rows: RowTable, num_tokens: np.ndarray | None = None) -> StepResult:
-    """One token for each sample, or as many as `num_tokens` says, always the same; and where the scheduler chooses,
-    candidates that follow from the request's seed, the step and the row, so that beams fork and are dropped."""
+    """One token for each sample, or `num_tokens` tokens, always the same. If the scheduler chooses, candidates that are
+    derived from the request's seed, the step and the row, so that beams fork and are dropped."""
     sampling = plan.samples[:, 0]
     drawing = sampling if num_tokens is None else sampling.repeat(num_tokens)
     return StepResult(
@@ -33,7 +33,7 @@ def fake_tokens(plan: StepPlan, rows: RowTable, num_tokens: np.ndarray | None = 
 
 
 def _candidates(step_id: int, beams: np.ndarray, rows: RowTable) -> dict[int, Candidates]:
-    """Of each of these rows. No stop token: requests of a simulation end by their length."""
+    """The candidates of these rows, without stop tokens: requests of a simulation end by their length."""
     if not len(beams):
         return {}
     requests = [sequence.request for row in beams.tolist() if (sequence := rows.sequences[row]) is not None]
@@ -47,8 +47,8 @@ def _candidates(step_id: int, beams: np.ndarray, rows: RowTable) -> dict[int, Ca
 
 
 def uniform(seeds: np.ndarray, step_id: int, rows: np.ndarray, count: int) -> np.ndarray:
-    """float64[rows, count] in [0, 1). Each follows from seed, step, row and place alone, as the hash SplitMix64 of
-    them: a generator for each row takes most of the time of a simulated step."""
+    """float64[rows, count] in [0, 1). Each value is a SplitMix64 hash of only seed, step, row and place: a generator
+    for each row would take most of the time of a simulated step."""
     bits = _mixed(seeds) ^ np.uint64(step_id)
     bits = _mixed(_mixed(bits) ^ rows.astype(np.uint64))
     bits = _mixed(bits[:, None] + np.arange(count, dtype=np.uint64) * _GOLDEN)
@@ -63,7 +63,7 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
 
 
 def _logprobs(sampling: np.ndarray, rows: RowTable) -> SampleLogprobs:
-    """Where the best of several sequences are selected; all are equally good."""
+    """Equal log probabilities, for requests that select the best of several sequences."""
     samples = np.flatnonzero(rows.wants_logprobs[sampling])
     count = len(samples)
     columns = LogprobColumns.of_lines(

@@ -27,11 +27,11 @@ PROGRAM = "quire bench"
 _INTERRUPTED_EXIT_STATUS = 130
 _KEY_FLAG = "--api-key"
 _BUSY_SHARE = 0.8
-"""Of a core: above it the client itself may be what is measured."""
+"""Share of a core above which the client itself may determine the latencies."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report; 1 where no request ended well, 130 where it was interrupted."""
+    """Prints the report. Returns 1 if no request ended well, 130 if it was interrupted."""
     if argv and argv[0] == "plot":
         return _plot(argv[1:])
     flags = load_settings(BenchFlags, argv, os.environ, program=PROGRAM)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def shown_command(argv: Sequence[str]) -> str:
-    """The command line as a result keeps it: without an API key."""
+    """The command line for a result file: without an API key."""
     shown: list[str] = []
     for argument in argv:
         if shown and shown[-1] == _KEY_FLAG:
@@ -59,7 +59,7 @@ def shown_command(argv: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class _Bench:
-    """All runs of one command, and what they brought so far."""
+    """All runs of one command, and their results so far."""
 
     flags: BenchFlags
     file: list[LoadRequest] | None
@@ -73,7 +73,7 @@ class _Bench:
     num_unfinished: int = 0
 
     async def run(self) -> None:
-        """Raises CannotMeasureError and ConfigurationError where nothing can be measured."""
+        """Raises CannotMeasureError and ConfigurationError if nothing can be measured."""
         server = _make_server(self.flags)
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(self._measure(server))
@@ -100,7 +100,7 @@ class _Bench:
             await self._run(server, planned)
 
     async def _warm_up(self, server: Server, load: Load) -> None:
-        """Raises CannotMeasureError where all requests of it fail: those that are counted would, too."""
+        """Raises CannotMeasureError if all its requests fail, since the measured ones would fail too."""
         requests = load.warm_up(self.flags.warm_up_requests)
         if not requests:
             return
@@ -111,7 +111,7 @@ class _Bench:
             raise CannotMeasureError(f"every request of the warm-up fails, {reason}: {message}")
 
     async def _run(self, server: Server, planned: PlannedRun) -> None:
-        """Reports what has ended also where it is cancelled."""
+        """Reports the ended requests even if it is cancelled."""
         pacing = Pacing(planned.max_concurrency, planned.is_closed, planned.duration_s, self.flags.request_timeout)
         with Progress(planned.label, planned.num_requests) as progress:
             driver = Driver(server, pacing, progress.update)
@@ -139,7 +139,7 @@ class _Bench:
         self.runs.append(Run.of(report, records))
 
     def finish(self) -> int:
-        """Prints and writes what there is; returns the exit status."""
+        """Prints and writes the results; returns the exit status."""
         reports = [run.report for run in self.runs]
         if reports:
             print(make_table(self.labels, reports))

@@ -1,4 +1,4 @@
-"""Sends a load to a server at its times of arrival, and records what became of each request."""
+"""Sends a load to a server at its times of arrival, and records the result of each request."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ _EARLIER_TURN_FAILED = "EARLIER_TURN_FAILED"
 _TIMEOUT = "TIMEOUT"
 MALFORMED_ANSWER = "MALFORMED_ANSWER"
 _MAX_TOKENS = 1 << 30
-"""Of one answer, as a server may report them."""
+"""Maximum tokens of one answer that a server may report."""
 
 
 class CannotMeasureError(Exception):
-    """There is no server, or none that answers; the message is one line."""
+    """No server answers; the message is one line."""
 
 
 class RequestFailedError(Exception):
@@ -27,7 +27,7 @@ class RequestFailedError(Exception):
 
     Args:
         reason: The same text for the same kind of error.
-        message: What the server said.
+        message: The server's message.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -37,7 +37,7 @@ class RequestFailedError(Exception):
 
 
 class Chunks:
-    """The tokens of one request as they come. Methods raise RequestFailedError for numbers that no answer has."""
+    """The tokens of one request as they come. Methods raise RequestFailedError for impossible numbers."""
 
     __slots__ = ("_num_sequences", "_started", "sequences", "times", "tokens")
 
@@ -49,7 +49,7 @@ class Chunks:
         self.sequences: list[int] = []
 
     def add(self, sequence: int, num_tokens: int) -> None:
-        """Tokens that have come now."""
+        """Records tokens that came now."""
         if not (isinstance(sequence, int) and 0 <= sequence < self._num_sequences):
             raise RequestFailedError(
                 MALFORMED_ANSWER, f"the answer has a sequence {sequence!r:.40}; {self._num_sequences} were asked for"
@@ -59,7 +59,7 @@ class Chunks:
         self.sequences.append(sequence)
 
     def spread(self, num_tokens: int) -> None:
-        """Distributes the tokens of the whole answer evenly, for a server that says their number only at its end."""
+        """Distributes the tokens of the whole answer evenly, for a server that reports their number only at the end."""
         check_count("number of output tokens", num_tokens)
         if not self.times and num_tokens:
             self.add(0, num_tokens)
@@ -68,18 +68,18 @@ class Chunks:
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises RequestFailedError where a number of tokens that a server reports is none."""
+    """Raises RequestFailedError if a server reports an impossible number of tokens."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOKENS:
         raise RequestFailedError(MALFORMED_ANSWER, f"the {name} is {value!r:.40}; it must be in [0, {_MAX_TOKENS:,}]")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server says of a request that ended well; None is what it does not say.
+    """A server's report of a completed request; None for values that it does not report.
 
     Attributes:
-        history: What the next turn of the conversation carries, for the same server's `send`.
-        draft_tokens: How many guessed tokens were verified, and `accepted_draft_tokens` how many of them were right.
+        history: Data for the next turn of the conversation, for the same server's `send`.
+        draft_tokens: Number of verified drafts; `accepted_draft_tokens` is the number of right ones.
     """
 
     prompt_tokens: int | None
@@ -92,7 +92,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Attributes: `vocab_size` and `max_model_len` are None where the server does not say."""
+    """Attributes: `vocab_size` and `max_model_len` are None if the server does not report them."""
 
     model: str
     vocab_size: int | None
@@ -101,14 +101,14 @@ class ServerFacts:
 
 
 class Server(Protocol):
-    """A server that is measured."""
+    """A server under measurement."""
 
     async def connect(self) -> ServerFacts:
-        """Raises CannotMeasureError where it does not answer, ConfigurationError where it does not serve the model."""
+        """Raises CannotMeasureError if it does not answer, ConfigurationError if it does not serve the model."""
         ...
 
     async def send(self, request: LoadRequest, chunks: Chunks, history: Any) -> Answer:
-        """Raises RequestFailedError. Where cancelled, it cancels the request."""
+        """Sends a request. Raises RequestFailedError. A cancelled call cancels the request."""
         ...
 
     async def close(self) -> None: ...
@@ -116,15 +116,15 @@ class Server(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What is known of a run while it goes on, and at its end.
+    """The state of a run, during it and at its end.
 
     Attributes:
-        records: Of requests that have ended, in order of their ends.
+        records: Requests that have ended, in the order of their ends.
         messages: The first message of each reason of errors.
         num_sent: Requests that were sent.
-        num_failed: Of the records.
+        num_failed: Number of failed records.
         cpu_s: Processor time of this process, once the run is over.
-        counters: What servers said of all requests besides, by name.
+        counters: Further numbers that servers reported, summed over all requests, by name.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -139,9 +139,9 @@ class Outcome:
 class Pacing:
     """Attributes:
     max_concurrency: Requests, or conversations, that run at once; None is no limit.
-    is_closed: Requests arrive when there is a slot for them, whatever time of arrival they have.
+    is_closed: Requests arrive when there is a slot for them, whatever their time of arrival.
     duration_s: Nothing is sent after it; None is no limit.
-    timeout_s: Of one request.
+    timeout_s: Timeout of one request.
     """
 
     max_concurrency: int | None
@@ -151,7 +151,7 @@ class Pacing:
 
 
 class Driver:
-    """Runs one load. `outcome` is filled while it runs, so that one that is cancelled leaves what it has."""
+    """Runs one load. `outcome` is filled while it runs, so that a cancelled run keeps its results."""
 
     def __init__(self, server: Server, pacing: Pacing, on_end: Callable[[int, int], None]) -> None:
         """`on_end` gets the numbers of requests that have ended and that have failed."""
@@ -162,7 +162,7 @@ class Driver:
         self._started = 0.0
 
     async def run(self, load: Iterable[LoadRequest]) -> None:
-        """Returns when all requests have ended. Where cancelled, it cancels those that run."""
+        """Returns when all requests have ended. If cancelled, it cancels the running ones."""
         cpu_before = time.process_time()
         self._started = time.perf_counter()
         limit = self._pacing.max_concurrency
@@ -200,7 +200,7 @@ class Driver:
             history = answer and answer.history
 
     async def _request(self, request: LoadRequest, due_s: float, history: Any) -> Answer | None:
-        """None where it failed."""
+        """The server's answer; None if the request failed."""
         chunks = Chunks(self._started, request.beam_width or request.n)
         self.outcome.num_sent += 1
         sent_s, answer, error = self._now(), None, None
@@ -250,7 +250,7 @@ class Driver:
 
 
 def conversations(load: Iterable[LoadRequest]) -> Iterator[list[LoadRequest]]:
-    """Runs of requests that follow one another; a request by itself is a conversation of one turn."""
+    """Runs of consecutive turns; a request by itself is a conversation of one turn."""
     turns: list[LoadRequest] = []
     for request in load:
         if turns and request.turn == 0:

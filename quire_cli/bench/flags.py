@@ -1,6 +1,6 @@
 """The flags of `quire bench`.
 
-Classes that are combined have no slots: Python combines at most one that has.
+Classes that are combined have no slots: Python can combine at most one class with slots.
 """
 
 import math
@@ -22,10 +22,10 @@ DEFAULT_VOCAB_SIZE = 1000
 DEFAULT_MAX_MODEL_LEN = 2048
 DEFAULT_NUM_REQUESTS = 100
 TRACE = "trace"
-"""A rate: the times of a file."""
+"""A rate: use the times of arrival of a file."""
 _MIN_RATE, _MAX_RATE = 1e-4, 1e6
 MAX_REQUESTS = 1_000_000
-"""Of a run: their prompts are in memory, about 1 kB each."""
+"""Maximum requests of a run: their prompts are in memory, about 1 kB each."""
 _MAX_LEN = 1 << 24
 _MAX_SEQUENCES = 65_536
 MAX_SECONDS = 7 * 86_400.0
@@ -39,7 +39,7 @@ _DATASETS_OF = {
     "turn_delay": ("chat",),
     "max_prompt_len": ("chat",),
 }
-"""The flags that say something of some datasets only."""
+"""The flags that apply to some datasets only."""
 
 
 def _rates(text: str) -> tuple[float | str, ...]:
@@ -98,7 +98,7 @@ class DatasetFlags:
         metavar="TOKENS",
     )
     length_scale: float | None = setting(
-        None, "sharegpt, alpaca, chat: make lengths so many times as long (1)", minimum=0.001, maximum=1000
+        None, "sharegpt, alpaca, chat: factor by which lengths are scaled (1)", minimum=0.001, maximum=1000
     )
     prefix_len: int | None = setting(
         None, "shared-prefix: tokens that prompts begin with (256)", minimum=1, maximum=_MAX_LEN
@@ -119,7 +119,7 @@ class DatasetFlags:
     )
     n: int = setting(1, "parallel samples, or best beams, of each request", minimum=1, maximum=_MAX_SEQUENCES)
     beam_width: int | None = setting(
-        None, "beam search with so many beams instead of sampling", minimum=1, maximum=_MAX_SEQUENCES
+        None, "beam search with this many beams instead of sampling", minimum=1, maximum=_MAX_SEQUENCES
     )
     max_model_len: int | None = setting(
         None,
@@ -194,7 +194,7 @@ class ArrivalFlags:
 
 @dataclass(frozen=True)
 class LoadFlags(DatasetFlags, ArrivalFlags):
-    """What is reported"""
+    """The report"""
 
     slo: Slo | None = setting(
         None,
@@ -211,7 +211,7 @@ class LoadFlags(DatasetFlags, ArrivalFlags):
         ArrivalFlags.__post_init__(self)
 
     def given(self) -> dict[str, Any]:
-        """The flags that are not at their defaults, but for keys, as JSON has them."""
+        """The flags that are not at their defaults, without keys, as JSON has them."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed = {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
         return {
@@ -221,7 +221,7 @@ class LoadFlags(DatasetFlags, ArrivalFlags):
         }
 
     def check_output(self) -> None:
-        """Before a run, which may take long: that its result can be written. Raises ConfigurationError."""
+        """Checks before a run, which may take long, that its result can be written. Raises ConfigurationError."""
         if self.plot is not None:
             check_picture(self.plot)
         for path in (self.out, self.plot):
@@ -275,7 +275,7 @@ class BenchFlags(LoadFlags, CredentialFlags):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The parameters of all requests but those of beam search, by their names in OpenAI's and Quire's API."""
+        """The sampling parameters of all requests except beam searches, by their names in OpenAI's and Quire's API."""
         is_drawn = self.n > 1 and self.beam_width is None
         temperature = float(is_drawn) if self.temperature is None else self.temperature
         chosen = {"temperature": temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -291,7 +291,7 @@ class PlotFlags:
 
 
 def try_to_write(path: Path, write: Callable[[Path], object], program: str) -> bool:
-    """Whether it is written; if not, as on a full disk, a line says so."""
+    """Whether the file is written; if not, as on a full disk, prints a line that says so."""
     try:
         write(path)
     except OSError as error:
@@ -301,7 +301,7 @@ def try_to_write(path: Path, write: Callable[[Path], object], program: str) -> b
 
 
 def check_writable(path: Path) -> None:
-    """Makes the directory of a file. Raises ConfigurationError where the file cannot be written."""
+    """Makes the directory of a file. Raises ConfigurationError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

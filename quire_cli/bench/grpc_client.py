@@ -1,4 +1,4 @@
-"""Quire over gRPC, by bare stubs: what the client of `quire.client` does besides would be measured with it."""
+"""Quire over gRPC, by bare stubs: additional work of the client of `quire.client` would be measured with it."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from quire_cli.bench.driver import Answer, CannotMeasureError, Chunks, RequestFa
 
 
 class GrpcServer:
-    """The gateway at an address; `model` None is the only one that it serves. `sampling` is that of
-    all requests but beam searches."""
+    """The gateway at an address; `model` is None for the only one that it serves. `sampling` applies to all requests
+    except beam searches."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GrpcServer:
                             answer.append(chunk.token_ids)
                 elif response.HasField("completed"):
                     usage = response.completed.usage
-                    # Of no use to the next turn where there is no conversation.
+                    # Only a next turn of the conversation needs the answer.
                     carried = (request.prompt, np.concatenate(answer)) if answer else None
                     drafts = (usage.drafted_tokens, usage.accepted_draft_tokens)
                     return Answer(usage.prompt_tokens, usage.cached_tokens, usage.preemptions, carried, *drafts)

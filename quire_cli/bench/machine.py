@@ -1,17 +1,17 @@
-"""What a result depends on besides its flags: the commit and the machine."""
+"""The facts, in addition to its flags, that a result depends on: the commit and the machine."""
 
 import os
 import platform
 import subprocess
 from pathlib import Path
 
-# Of x86, the best that a processor has.
+# The instruction sets of x86, best first.
 _INSTRUCTION_SETS = (("amx_bf16", "amx"), ("avx512_bf16", "avx512_bf16"), ("avx512f", "avx512"), ("avx2", "avx2"))
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe_machine() -> dict[str, object]:
-    """Of the client, which is the server's where both run on one machine."""
+    """Facts of the client's machine, which is the server's too if both run on one machine."""
     return {
         "processor": cpu_field("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -22,7 +22,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def find_commit() -> str | None:
-    """The commit of this checkout, with `-dirty` where files differ from it; None outside a checkout."""
+    """The commit of this checkout, with `-dirty` if files differ from it; None outside a checkout."""
     directory = str(Path(__file__).parent)
     return _output("git", "-C", directory, "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*") or None
 
@@ -37,7 +37,7 @@ def _gpus() -> list[str]:
 
 
 def cpu_field(name: str) -> str | None:
-    """What /proc/cpuinfo says of the first processor, for example its "model name"."""
+    """A field of /proc/cpuinfo for the first processor, for example its "model name"."""
     if not _CPU_INFO.exists():
         return None
     for line in _CPU_INFO.read_text().splitlines():
@@ -47,7 +47,7 @@ def cpu_field(name: str) -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where it is not installed or fails."""
+    """The output of a program; empty if it is not installed or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

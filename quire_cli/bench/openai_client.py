@@ -48,7 +48,7 @@ class OpenAiServer:
         url: With or without the path `/v1`.
         model: None is the only one that it serves.
         endpoint: "completions", "chat", or None: chats for messages, completions for all else.
-        ignore_eos: Outputs have the length that was planned, where the server knows `ignore_eos` and `min_tokens`, as
+        ignore_eos: Outputs have the planned length, if the server supports `ignore_eos` and `min_tokens`, as
             vLLM, SGLang and Quire do; others end as they like.
         transport: Stands in for the network.
     """
@@ -208,7 +208,7 @@ class OpenAiServer:
         return "/v1/completions", body | {"prompt": prompt}
 
     def _planned(self, request: LoadRequest, history: _History | None) -> tuple[tuple[dict[str, str], int], ...]:
-        """The messages to send, with the tokens that are planned for each. The oldest give way where the prompt would
+        """The messages to send, with the tokens that are planned for each. The oldest are dropped if the prompt would
         be longer than planned."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
@@ -276,8 +276,8 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 
 
 def _has_hidden_tokens(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice without text stands for tokens whose text is not certain yet, or is none: not for the role
-    alone, with which many servers begin a chat, and not for the end."""
+    """Whether a choice without text stands for tokens whose text is empty or not certain yet. False for the end, and
+    for a choice with only a role, with which many servers begin a chat."""
     return choice.get("finish_reason") is None and "role" not in (choice.get("delta") or {})
 
 

@@ -1,4 +1,4 @@
-"""What the flags of `quire bench` ask for, as runs: requests with their times of arrival."""
+"""Plans the runs that the flags of `quire bench` describe: requests with their times of arrival."""
 
 import math
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ from quire_cli.bench.flags import (
 )
 
 _SHIFT = 37
-"""Added to token ids in each run, so that none of its prompts is cached by the runs before."""
+"""Added to token ids in each run, so that earlier runs have cached none of its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class PlannedRun:
     """One run.
 
     Attributes:
-        rate: Requests a second; infinite where all arrive at once, or when there is a slot.
+        rate: Requests a second; infinite if all arrive at once, or when there is a slot.
         is_closed: Requests arrive when there is a slot for them.
         duration_s: Nothing is sent after it.
-        num_requests: None where the duration decides.
+        num_requests: None if the duration limits the run.
     """
 
     label: str
@@ -61,7 +61,7 @@ class PlannedRun:
 
 
 def read_file(flags: LoadFlags) -> list[LoadRequest] | None:
-    """The requests of the file that is the dataset; None where it is one by name. Raises ConfigurationError."""
+    """The requests of the dataset's file; None if the dataset is a name. Raises ConfigurationError."""
     if flags.dataset in DATASETS:
         if TRACE in flags.request_rate:
             raise ConfigurationError(f"--request-rate: {TRACE} takes a file with arrival_s as --dataset")
@@ -84,11 +84,11 @@ def read_file(flags: LoadFlags) -> list[LoadRequest] | None:
 
 
 class Load:
-    """The requests that the flags describe. Raises ConfigurationError where there are none.
+    """The requests that the flags describe. Raises ConfigurationError if there are none.
 
     Args:
-        file: What `read_file` gave.
-        vocab_size: Of the model; the flags' own value wins, and there is a default. Likewise `max_model_len`.
+        file: The result of `read_file`.
+        vocab_size: The model's; the flags' own value wins, and there is a default. The same holds for `max_model_len`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Load:
             raise ConfigurationError(f"--dataset: {error}") from None
 
     def runs(self) -> Iterator[PlannedRun]:
-        """One after the other for each rate and each limit of concurrency."""
+        """The runs, one for each pair of a rate and a limit of concurrency."""
         rates = self._flags.request_rate or (math.inf if self._trace is None else TRACE,)
         limits = self._flags.max_concurrency or (None,)
         pairs = [(rate, limit) for rate in rates for limit in limits]
@@ -113,12 +113,12 @@ class Load:
             yield self._run(number, rate, limit)
 
     def warm_up(self, count: int) -> list[LoadRequest]:
-        """So many requests like the first ones, each by itself."""
+        """Returns `count` requests like the first ones, each by itself."""
         first = [self._decoded(replace(request, turn=0, arrival_s=None)) for request in self._take(count)]
         return self._moved(first, self.vocab_size // 2)
 
     def describe(self) -> dict[str, object]:
-        """Of the requests of a run as they are planned; of a duration, of as many as are usual."""
+        """Facts of the planned requests of a run; with a duration, of the default number of requests."""
         sample = self._take(self._flags.num_requests or DEFAULT_NUM_REQUESTS)
         sizes = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
         return {"dataset": self._flags.dataset, "seed": self._flags.seed, **sizes, **describe(sample)}
@@ -151,7 +151,7 @@ class Load:
         flags = self._flags
         arrivals = self._arrivals(rate)
         is_closed = math.isinf(arrivals.rate) and limit is not None
-        # Times of a duration count conversations, of which the last may be unfinished when it ends.
+        # Times within a duration count conversations. The last ones may be unfinished when it ends.
         requests = self._all() if flags.duration is not None else iter(self._take(flags.num_requests))
         if is_closed:
             load = requests
@@ -195,7 +195,7 @@ class Load:
         return replace(request, n=self._flags.n, beam_width=self._flags.beam_width)
 
     def _moved(self, requests: list[LoadRequest], shift: int) -> list[LoadRequest]:
-        """With other tokens, except those of a file, which mean something."""
+        """Replaces token ids by others, except in requests of a file, whose tokens have a meaning."""
         return requests if self._file is not None else with_other_tokens(requests, shift, self.vocab_size)
 
     def _num_requests(self) -> int | None:
@@ -206,7 +206,7 @@ class Load:
         return DEFAULT_NUM_REQUESTS if self._file is None else len(self._file)
 
     def _take(self, count: int | None) -> list[LoadRequest]:
-        """The first requests; None is all of a file, or as many as are usual."""
+        """The first `count` requests; None for all of a file, or for the default number."""
         if count is None:
             count = DEFAULT_NUM_REQUESTS if self._file is None else len(self._file)
         return list(islice(self._all(), count))

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal where tqdm is installed, lines elsewhere. Both on stderr."""
+"""The progress of a run: a bar on a terminal if tqdm is installed, otherwise lines. Both on stderr."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Of one run. `num_requests` is None where a duration decides. With `stays` its last state is left to be read."""
+    """The progress of one run. `num_requests` is None if a duration limits it. With `stays` its last state remains."""
 
     def __init__(self, label: str, num_requests: int | None, *, stays: bool = True) -> None:
         self._label = label

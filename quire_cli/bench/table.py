@@ -69,7 +69,7 @@ def make_errors(reports: Sequence[Report], messages: Mapping[str, str]) -> list[
 
 
 def _drafts(report: Report) -> tuple[float, float] | None:
-    """How many drafts were verified, and the share of right ones; None where there were none."""
+    """The number of verified drafts, and the share of right ones; None if there were no drafts."""
     counters = report.counters or {}
     verified = counters.get("draft_tokens", 0.0)
     return (verified, counters["accepted_draft_tokens"] / verified) if verified else None

@@ -1,4 +1,4 @@
-"""Finds out whether a gateway serves: sends it a request of one token until that succeeds."""
+"""Probes whether a gateway serves: sends it a request of one token until that succeeds."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ async def wait_until_served(
     """Sends a request of one token until it succeeds; reports the wait meanwhile.
 
     Raises:
-        QuireError: the request failed for another reason than that no process serves yet, or that all are busy.
+        QuireError: the request failed although a process serves and is not busy.
     """
     loop = asyncio.get_running_loop()
     started_at = loop.time()
@@ -49,8 +49,8 @@ async def wait_until_served(
 
 
 async def _follow(client: AsyncClient, found: list[LoadProgress], every_s: float) -> None:
-    """Asks the gateway for the progress of its replica, which comes with the refusal of a call. Often enough for what
-    is shown: each call takes time of the processors that load the model."""
+    """Polls the gateway for the progress of its replica, which comes with the refusal of a call. Polls no more often
+    than the display needs: each call takes time of the processors that load the model."""
     while True:
         await asyncio.sleep(every_s / 2)
         try:
@@ -71,7 +71,7 @@ async def _send_until_it_succeeds(client: AsyncClient, address: str) -> None:
 
 
 async def _wait_until_healthy(address: str) -> None:
-    """Returns when the gateway says that it serves, or breaks off."""
+    """Returns when the gateway reports that it serves, or breaks the call off."""
     async with open_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         with suppress(grpc.aio.AioRpcError):

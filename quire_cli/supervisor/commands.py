@@ -1,4 +1,4 @@
-"""Which processes `quire serve` starts, and with which command lines. The services listen on unix sockets of ours."""
+"""The processes that `quire serve` starts, and their command lines. The services listen on private unix sockets."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from worker_svc.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How each service is called, without its flags. Tests put stand-ins here."""
+    """The command of each service, without its flags. Tests replace them."""
 
     worker: tuple[str, ...] = (*command_of("worker_svc"),)
     scheduler: tuple[str, ...] = (*command_of("scheduler_svc"),)
@@ -30,9 +30,9 @@ class Commands:
     """The command lines of one `quire serve`, whose sockets lie in `directory`.
 
     Attributes:
-        rendezvous_port: Of the ranks of a model, if there are several.
-        probe_keys: The file of the supervisor's own key and of those of --api-key, where the gateway requires keys.
-        pool_files: Of each rank the file of its KV pool; none where pools end with their workers.
+        rendezvous_port: Port of the rendezvous of a model's ranks, if there are several.
+        probe_keys: The file with the supervisor's key and the keys of --api-key, if the gateway requires keys.
+        pool_files: The file of each rank's KV pool; empty if pools end with their workers.
     """
 
     settings: ServeSettings
@@ -43,7 +43,7 @@ class Commands:
     pool_files: Sequence[Path] = ()
 
     def worker(self, rank: int) -> list[str]:
-        """Only the first rank serves the port of the metrics."""
+        """The command line of a rank. Only the first rank serves the port of the metrics."""
         values = self._values(
             listen=self.worker_address(rank),
             metrics_port=self.settings.worker_metrics_port if rank == 0 else None,
@@ -65,7 +65,7 @@ class Commands:
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
 
     def gateway(self, number: int, grpc_port: int, http_port: int) -> list[str]:
-        """All gateways share the two ports; each has the next port of metrics and of channelz."""
+        """The command line of a gateway. All share the two ports; each has the next ports of metrics and channelz."""
         own_keys = () if self.probe_keys is None else (self.probe_keys,)
         values = self._values(
             schedulers=(self.scheduler_address,),
@@ -85,7 +85,7 @@ class Commands:
 
     def _values(self, **own: object) -> dict[str, object]:
         shared = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
-        # Its values are in the settings already.
+        # The settings contain the values of the file already.
         return {**shared, **own, "config": None}
 
     def _num_threads(self) -> int | None:
@@ -111,17 +111,17 @@ class Commands:
         return f"unix:{self.socket(worker_name(rank))}"
 
     def gateway_address(self, number: int) -> str:
-        """The unix socket of one gateway, besides the shared ports."""
+        """The unix socket of one gateway, in addition to the shared ports."""
         return f"unix:{self.socket(gateway_name(number))}"
 
     @property
     def demo_socket(self) -> Path:
-        """Where gateways ask the supervisor to kill a service."""
+        """The socket at which gateways request the supervisor to kill a service."""
         return self.socket("demo")
 
     @property
     def response_store(self) -> str:
-        """Where gateways keep responses; each of several finds those of the others, as long as this process runs."""
+        """Where gateways keep responses. Several gateways share their responses while this process runs."""
         place = self.settings.response_store
         return f"{SQLITE}{self.directory / 'responses.db'}" if place == MEMORY and len(self.gateways) > 1 else place
 
@@ -146,13 +146,13 @@ def gateway_name(number: int) -> str:
 
 
 def _own_port(first: int | None, number: int) -> int | None:
-    """The port of one gateway, where gateway 0 has `first`; 0 makes each pick a free one."""
+    """The port of one gateway, if gateway 0 has `first`; 0 makes each pick a free one."""
     return first + number if first else first
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the services: without `QUIRE_*`, which the flags replace, except for what tests watch
-    processes by, and with the path of this code."""
+    """The environment of the services: without `QUIRE_*`, which the flags replace, except for the variable by which
+    tests watch processes, and with the path of this code."""
     inherited = {
         name: value for name, value in environ.items() if not name.startswith("QUIRE_") or name == failpoint.VARIABLE
     }

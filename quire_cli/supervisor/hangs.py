@@ -1,9 +1,9 @@
-"""Finds out that a service hangs, and kills it.
+"""Detects services that hang, and kills them.
 
 A service listens before it loads anything, and answers health checks from then on, with NOT_SERVING while it loads. So
 silence of a service that listens is a hang. Before that it imports its libraries, which may take long on a slow disk:
-until it listens, the longer start timeout holds. So it does while a process begins anew, as a worker does when a sleep
-discards its weights.
+until it listens, the longer start timeout applies. It applies again while a process restarts itself, as a worker does
+when a sleep discards its weights.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _SILENCE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """How long a service may be silent.
+    """Maximum times for which a service may be silent.
 
     Attributes:
         hang_timeout_s: once it listens.
@@ -48,9 +48,9 @@ async def watch(
     report: Callable[[str], None],
     backoff: RestartBackoff | None = None,
 ) -> None:
-    """Checks the health of `process` at its unix socket, without end, and kills it when it is silent for too long.
+    """Checks the health of `process` at its unix socket forever, and kills it when it is silent for too long.
 
-    What ends the checks, such as too many open files here, is reported, and they begin anew after a wait.
+    Errors of the checks, such as too many open files here, are reported, and the checks restart after a wait.
     """
     backoff = backoff or RestartBackoff()
     while True:
@@ -67,14 +67,14 @@ async def watch(
 async def _watch(
     process: SupervisedProcess, socket_path: Path, limits: HangLimits, report: Callable[[str], None]
 ) -> NoReturn:
-    """Raises OSError where this process is out of files: then it cannot tell whether the other one is silent.
+    """Raises OSError if this process is out of files: then it cannot tell whether the other one is silent.
 
     Silence is counted in checks without an answer and not in time, so that a pause of this process does not count.
     """
     interval_s = min(limits.hang_timeout_s / 3, _MAX_CHECK_INTERVAL_S)
     num_silent = 0
-    # The number of the start that `num_silent` is about, and that of the start that listens, as far as was seen; 0 of
-    # none.
+    # The number of the start that `num_silent` counts for, and of the last start that was seen listening; 0 for no
+    # start.
     start = listening_start = 0
     async with open_channel(f"unix:{socket_path}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -107,7 +107,7 @@ async def _answers(stub: Any, timeout_s: float) -> bool:
 
 def _listens(socket_path: Path) -> bool:
     """Whether a process listens there; a stopped one does too, since the kernel accepts connections for it. Raises
-    OSError where there is no socket to find out with."""
+    OSError if no socket can be made to find out."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(socket_path)) in (0, errno.EAGAIN)

@@ -2,9 +2,9 @@
 
 usage: python -I -S launch.py PARENT_PID COMMAND ARGUMENT...
 
-A supervisor that is killed by SIGKILL cannot stop its children, so the kernel does it. This is a program of its own,
-not a function between fork and exec, because the supervisor has threads. Only Linux has such a signal; elsewhere a
-killed supervisor leaves its children behind.
+A supervisor that is killed by SIGKILL cannot stop its children, so the kernel does it. This is a separate program, not
+a function between fork and exec, because the supervisor has threads. Only Linux has such a signal; elsewhere a killed
+supervisor leaves its children behind.
 """
 
 import ctypes

@@ -21,16 +21,16 @@ from quire.settings import ConfigurationError
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 # The line that `run_service` prints before it exits with status 2.
 _REFUSAL = re.compile(r"quire \w+: error: .+")
-# Once the process is gone, only what is already in its pipes is left to read.
+# Once the process is gone, only the rest in its pipes is left to read.
 _PIPES_GRACE_S = 1.0
 
 
 class ServiceRefused(ConfigurationError):  # noqa: N818
-    """A child ended with status 2. The message is the line that it printed as the reason; print it once, as it is."""
+    """A child ended with status 2. The message is the line that it printed as the reason; print it once, unchanged."""
 
 
 def print_error(line: str) -> None:
-    """Writes a line to stderr; ignores that its reader may be gone, as after `quire serve 2>&1 | head`."""
+    """Writes a line to stderr; ignores a closed pipe, as after `quire serve 2>&1 | head`."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -65,11 +65,11 @@ class ServiceSpec:
 
     Attributes:
         name: For messages and `LocalServer.process`.
-        command: Makes the command line, anew for each start; its first word is an absolute path.
+        command: Makes the command line for each start; its first word is an absolute path.
         environ: The child's environment.
         is_proven: Whether this configuration has worked before. If so, a refusal is due to something that has changed
             since and may change back, so the service is restarted.
-        on_output: Takes each line of the child's stdout; where absent, stdout goes to our stderr. Its stderr goes to
+        on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
     """
 
@@ -107,7 +107,7 @@ class SupervisedProcess:
         return self._process is not None
 
     def start(self) -> asyncio.Task[None]:
-        """Starts it. The task ends when the service is stopped, with ServiceRefused where it refuses for good."""
+        """Starts it. The task ends when the service is stopped, with ServiceRefused if it refuses for good."""
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
         return self._task
 
@@ -141,7 +141,7 @@ class SupervisedProcess:
             started_at = clock.monotonic()
             try:
                 status = await self._run_once()
-            except OSError as error:  # too many open files or processes, or no memory: of a moment
+            except OSError as error:  # too many open files or processes, or no memory: these are temporary
                 delay_s = self._backoff.delay_s(0.0)
                 self._report(f"{self.name} cannot be started: {error}; trying again in {delay_s:g} s")
                 await self._wait_to_stop(delay_s)
@@ -164,8 +164,8 @@ class SupervisedProcess:
             await asyncio.wait_for(self._stopping.wait(), timeout_s)
 
     async def _run_once(self) -> int:
-        """Starts the process, waits for its end, returns its status. Raises OSError where it cannot be started, and
-        leaves nothing of it behind then."""
+        """Starts the process, waits for its end, returns its status. If it cannot be started, raises OSError and leaves
+        nothing of it behind."""
         self._refusals = []
         pipes: list[_LinePipe] = []
         try:
@@ -188,7 +188,7 @@ class SupervisedProcess:
                 await pipe.finish(_PIPES_GRACE_S)
 
     async def _spawn(self, pipes: Sequence["_LinePipe"]) -> "_Child":
-        """The first pipe is for its stderr, the second, if any, for its stdout."""
+        """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
         try:
             self._process = child = await _Child.start(
                 [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self._spec.command()],
@@ -217,7 +217,7 @@ class SupervisedProcess:
 
 
 def _kill_group(pid: int) -> None:
-    # Each process leads a group of its own, whose id is its pid.
+    # Each process leads a separate group, whose id is its pid.
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -229,7 +229,7 @@ def _describe(status: int) -> str:
 
 
 class _Child:
-    """A process that a thread of its own starts and waits for.
+    """A process that a separate thread starts and waits for.
 
     asyncio starts a process first and then the thread that waits for it: at the limit of threads, it leaves a process
     that nothing waits for. The kernel kills the child when the thread ends (launch.py), which is after the child.
@@ -242,7 +242,7 @@ class _Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], **options: Any) -> Self:
-        """`options` are those of subprocess.Popen. Raises OSError."""
+        """Starts a process; `options` go to subprocess.Popen. Raises OSError."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
         ended: asyncio.Future[int] = loop.create_future()
@@ -269,7 +269,7 @@ class _Child:
             raise
 
     async def wait(self) -> int:
-        """The status of its end, negative for a signal."""
+        """The exit status, negative for a signal."""
         return await asyncio.shield(self._ended)
 
     def signal(self, number: signal.Signals) -> None:
@@ -286,10 +286,10 @@ def _kill_started(started: asyncio.Future[subprocess.Popen[bytes]]) -> None:
 
 
 class _LinePipe:
-    """A pipe into which a child process writes lines, read in a task until all who hold the other end are gone.
+    """A pipe into which a child process writes lines. A task reads it until no process holds the other end.
 
     Not asyncio's pipes of a subprocess: asyncio reports the end of a process only when its pipes are closed too, and
-    grandchildren may hold them open for ever.
+    grandchildren may hold them open forever.
     """
 
     def __init__(self, write_end: int, transport: asyncio.ReadTransport, reading: asyncio.Task[None]) -> None:
@@ -321,7 +321,7 @@ class _LinePipe:
             os.close(self.write_end)
 
     async def finish(self, grace_s: float) -> None:
-        """Reads what is still in the pipe, for at most `grace_s` seconds, and closes it."""
+        """Reads the rest of the pipe, for at most `grace_s` seconds, and closes it."""
         self.close_write_end()
         await asyncio.wait([self._reading], timeout=grace_s)
         self._reading.cancel()

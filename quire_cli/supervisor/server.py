@@ -1,7 +1,7 @@
 """All processes of one machine, from the first check to the last socket.
 
-What is not needed before the worker starts, or with some settings only, is imported when it is needed: a worker takes
-longest, and waits for all that comes before it.
+Modules that are not needed before the worker starts, or only with some settings, are imported when they are needed: a
+worker takes longest to start, and waits for everything before it.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _MAX_PARENT_BYTES = 60
 
 
 def report_on_stderr(line: str) -> None:
-    """Tells the user how starting, restarting and stopping go."""
+    """Reports starting, restarting and stopping to the user."""
     print_error(f"quire: {line}")
 
 
@@ -56,7 +56,7 @@ class LocalServer:
     until the server stops, so that a gateway that is started again finds it free.
 
     An async context manager: entering starts the processes and returns when all gateways listen, leaving stops them in
-    order, or kills them where an exception leaves the block. No process, socket or directory stays behind.
+    order, or kills them if an exception leaves the block. No process, socket or directory stays behind.
 
     Raises on entering:
         ConfigurationError: the settings cannot be served here, or a service refused them (ServiceRefused).
@@ -72,9 +72,9 @@ class LocalServer:
     ) -> None:
         """
         Args:
-            report: is told how starting, restarting and stopping go, in lines that stay.
-            progress: is told how far the model is loaded, often, each time in a line for the one before; without it
-                `report` is, every few seconds.
+            report: Gets permanent lines about starting, restarting and stopping.
+            progress: Gets the progress of loading the model, often; each line replaces the one before. Without it
+                `report` gets a line every few seconds.
         """
         self._settings = settings
         self._report = report
@@ -145,13 +145,13 @@ class LocalServer:
 
         Raises:
             ServiceRefused: a service refused its configuration.
-            QuireError: a request failed for another reason than that no process serves yet.
+            QuireError: a request failed although a process serves.
         """
         await self._unless_failed(asyncio.ensure_future(self._canaries()))
         self._has_served.set()
 
     async def wait_failed(self) -> None:
-        """Waits until a service refuses a configuration that never worked and raises ServiceRefused; else for ever."""
+        """Waits until a service refuses a configuration that never worked and raises ServiceRefused; else forever."""
         await self._unless_failed(asyncio.get_running_loop().create_future())
 
     async def stop(self) -> None:
@@ -177,7 +177,7 @@ class LocalServer:
                 self._pools.close()
 
     def signal(self, number: Signals) -> None:
-        """Sends a signal to all processes that run."""
+        """Sends a signal to all running processes."""
         for process in itertools.chain(*self._stages):
             process.signal(number)
 
@@ -202,7 +202,7 @@ class LocalServer:
             awaited.cancel()
 
     async def _canaries(self) -> None:
-        """One after the other: while the model loads, the first one waits for all."""
+        """Probes one gateway after the other: while the model loads, the first probe waits for all."""
         from quire_cli.supervisor.canary import wait_until_served
 
         commands = self._started()
@@ -225,7 +225,7 @@ class LocalServer:
         return "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
 
     def _prepare(self) -> Commands:
-        """Reserves what must be there before the first process."""
+        """Reserves the ports, directory and pools that must exist before the first process."""
         settings = self._settings
         check_servable(settings)
         wanted = {"grpc": (settings.grpc_host, settings.grpc_port), "http": (settings.http_host, settings.http_port)}
@@ -241,7 +241,7 @@ class LocalServer:
             self._probe_key = _write_probe_key(probe_keys, settings.api_keys)
         rendezvous_port = 0
         if settings.tensor_parallel_size > 1:
-            # Kept, since rank 0 listens only some seconds later, and again after each restart.
+            # Kept reserved, since rank 0 listens only some seconds later, and again after each restart.
             self._ports.append(ReservedPort.lend())
             rendezvous_port = self._ports[-1].address.port
         if settings.persistent_kv_cache != "off":
@@ -278,7 +278,7 @@ class LocalServer:
         ]
 
     def _listen_for_kills(self, commands: Commands) -> socket.socket:
-        """Kills a service whenever a gateway asks for it (`--demo`)."""
+        """Kills a service whenever a gateway requests it (`--demo`)."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         listening.setblocking(False)
         listening.bind(str(commands.demo_socket))
@@ -294,7 +294,7 @@ class LocalServer:
         return listening
 
     def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:
-        """In the order in which they stop: each drains while those behind it still serve, gateways all at once."""
+        """In the order in which they stop: each drains while later ones still serve, gateways all at once."""
         environ = child_environ(os.environ)
         grpc_port, http_port = (port.address.port for port in self._ports[:2])
         gateways = [
@@ -308,15 +308,15 @@ class LocalServer:
             )
             for number in commands.gateways
         ]
-        # A second scheduler of its worker is one that refuses, for good.
+        # A second scheduler at its worker refuses, for good.
         scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
-        # All ranks at once: one that is not being stopped leaves when another one ends, and would be started again.
+        # All ranks at once: a rank leaves when another one ends, and would be restarted if it were not being stopped.
         workers = [
             ServiceSpec(
                 worker_name(rank),
                 partial(commands.worker, rank),
                 environ,
-                # What it refuses then is often of a moment: memory that others have, a pool whose last user still ends.
+                # Later refusals are often temporary: other processes have the memory, or a pool's last user still ends.
                 is_proven=self._has_served.is_set,
             )
             for rank in commands.ranks
@@ -329,36 +329,36 @@ class LocalServer:
 
 
 class HeldPools:
-    """A file in memory for the KV pool of each rank, which is there as long as this process holds it. It is empty
-    until a worker puts its pool there."""
+    """A file in memory for the KV pool of each rank, which exists while this process holds it. It is empty until a
+    worker puts its pool there."""
 
     def __init__(self, files: list[int]) -> None:
         self._files = files
 
     @classmethod
     def make(cls, num_ranks: int) -> Self | None:
-        """None where the system has no such files."""
+        """Makes the files; None if the system has no such files."""
         if not hasattr(os, "memfd_create"):
             return None
         return cls([os.memfd_create("quire-kv", os.MFD_CLOEXEC) for _ in range(num_ranks)])
 
     @property
     def paths(self) -> list[Path]:
-        """By which processes of this user open them."""
+        """The paths by which processes of this user open them."""
         return [Path(f"/proc/{os.getpid()}/fd/{file}") for file in self._files]
 
     def close(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Frees the memory. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 
 
 class RunDirectory:
-    """The private directory of the sockets of one `quire serve`, ours as long as this process holds the lock in it.
+    """The private directory of the sockets of one `quire serve`, ours while this process holds the lock in it.
 
     A supervisor that is killed leaves its directory behind. Its lock is free then, so the next supervisor removes it.
-    Another lock is on the directory itself: systemd-tmpfiles, which removes files of /tmp that were not used for days,
-    leaves such ones alone. A gateway that is started again needs the keys that are in there.
+    Another lock is on the directory itself: systemd-tmpfiles, which removes old files from /tmp, does not touch locked
+    directories. A gateway that is restarted needs the keys in the directory.
     """
 
     def __init__(self, path: Path, *locks: int) -> None:
@@ -367,7 +367,7 @@ class RunDirectory:
 
     @classmethod
     def make(cls) -> Self:
-        """Makes one, and removes those whose lock is free. ConfigurationError where none can be made."""
+        """Makes one, and removes directories whose lock is free. ConfigurationError if none can be made."""
         parent = path = None
         locks: list[int] = []
         try:
@@ -416,8 +416,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _write_probe_key(file: Path, api_keys: tuple[str, ...]) -> str:
-    """A new key by which this process finds out whether requests succeed, of a tenant of its own; gateways read `file`.
-    The keys of --api-key stand beside it as hashes, so that no command line of a gateway has them."""
+    """Writes a new key, of a separate tenant, with which this process probes whether requests succeed. Gateways read
+    `file`. It has the keys of --api-key too, as hashes, so that no command line of a gateway has them."""
     from gateway.auth.keys import KeyEntry, entries_of, hash_of, make_key, write_keys
 
     key = make_key()
@@ -426,7 +426,7 @@ def _write_probe_key(file: Path, api_keys: tuple[str, ...]) -> str:
 
 
 def _check_files(settings: ServeSettings) -> None:
-    """Those with certificates and keys, if there are any."""
+    """Checks the files with certificates and keys, if there are any."""
     if settings.tls_dir is not None or settings.public_cert is not None:
         from quire.rpc.tls import Role, TlsIdentity
 
@@ -442,8 +442,8 @@ def _check_files(settings: ServeSettings) -> None:
 
 
 def _check_adapters(settings: ServeSettings, is_native: bool) -> None:
-    """Raises ConfigurationError where the worker would take none of the adapters, or not one of them: it would say so
-    to the first request."""
+    """Raises ConfigurationError if the worker would take no adapters, or not one of these: otherwise only the first
+    request would show it."""
     on_gpu = settings.device == "cuda"
     max_rank = settings.max_adapter_rank or (MAX_RANK_ON_GPU if on_gpu else MAX_RANK)
     for each in settings.adapters:
@@ -460,7 +460,7 @@ def _check_adapters(settings: ServeSettings, is_native: bool) -> None:
 
 
 def check_servable(settings: ServeSettings) -> None:
-    """Finds out before any process starts whether these settings can work here. ConfigurationError, one line."""
+    """Checks before any process starts whether these settings can work here. ConfigurationError, one line."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire-llm[all]")
@@ -469,7 +469,7 @@ def check_servable(settings: ServeSettings) -> None:
     weight_files(model)
     is_native = settings.model_impl != "transformers"
     if not is_gguf(model):
-        # Worker and gateway each read the whole vocabulary of a GGUF file; they say what is wrong with it.
+        # Worker and gateway each read the whole vocabulary of a GGUF file, and report its errors.
         described = ModelDirectory.open(model)
         described.tokenizer_json()
         is_native = is_native and described.architecture in SUPPORTED_ARCHITECTURES

@@ -1,4 +1,4 @@
-"""The flags of `quire serve`: those of the three services, and how many of them to start."""
+"""The flags of `quire serve`: the flags of the three services, and how many of them to start."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, DrainFlags):
-    """Serves a model on this machine: starts worker, scheduler and gateway, and restarts those that die."""
+    """Serves a model on this machine: starts worker, scheduler and gateway, and restarts processes that die."""
 
     gateways: int = setting(1, "gateway processes, which share the ports", minimum=1, maximum=64)
     demo: bool = setting(
@@ -44,7 +44,7 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
     gateway_metrics_port: int | None = setting(
         None,
         "port of the first gateway's own metrics, further ones have the ports after it; none serves them on the HTTP "
-        "port only, which shows those of whichever gateway answers",
+        "port only, which shows the metrics of any one gateway",
         minimum=0,
         maximum=_LAST_PORT,
     )

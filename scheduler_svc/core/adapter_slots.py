@@ -1,9 +1,9 @@
-"""The workers' slots of adapters: which adapter each slot holds, and how many rows use it. The core owns them, as it
-owns blocks; workers load what they are told into the slot that they are told.
+"""The workers' adapter slots: the adapter that each slot holds, and the number of rows that use it. The core owns the
+slots, as it owns blocks; workers load adapters into the slots that the core names.
 
-A slot that rows use keeps its adapter. If an adapter is needed and rows use all slots, one of them is drained: no
-further request enters with its adapter until another one was loaded there, so that no adapter waits for ever behind
-those that are in constant use.
+A slot keeps its adapter while rows use it. If a request needs an adapter and rows use all slots, one slot is drained:
+no further request with its adapter enters until another adapter was loaded there. So no adapter waits forever for
+slots that are in constant use.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from scheduler_svc.core.request import Adapter
 
 @dataclass(slots=True)
 class _Slot:
-    """`adapter` is None while the slot is empty or has one loaded. `loaded` and `last_used` order slots by time."""
+    """`adapter` is None if the slot is empty or loads an adapter. `loaded` and `last_used` order slots by time."""
 
     adapter: Adapter | None = None
     is_loading: bool = False
@@ -24,7 +24,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """All slots are empty at first, as those of workers are that were just attached."""
+    """All slots are empty at first, as in workers that were just attached."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
@@ -47,7 +47,7 @@ class AdapterSlots:
         slot.last_used = self._next_event()
 
     def leave(self, adapter: Adapter) -> None:
-        """One row fewer uses it."""
+        """One row fewer uses the adapter."""
         slot = self._slots[self._of_adapter[adapter]]
         slot.num_rows -= 1
         slot.last_used = self._next_event()
@@ -61,7 +61,7 @@ class AdapterSlots:
         return [number for number, slot in enumerate(self._slots) if slot.is_loading]
 
     def take_empty(self) -> int | None:
-        """A slot to load an adapter into, of those that hold none."""
+        """An empty slot to load an adapter into; None if there is none."""
         for number, slot in enumerate(self._slots):
             if slot.adapter is None and not slot.is_loading:
                 return self._begin(number)
@@ -76,9 +76,9 @@ class AdapterSlots:
         return is_empty or any(not slot.num_rows for slot in loaded)
 
     def take(self, adapter: Adapter, kept: set[Adapter]) -> int | None:
-        """A slot to load an adapter into that a request needs now: its own if it is drained; an empty one; or that
-        which no row uses for the longest time, but for those of adapters to be `kept`. If there is none, drains the one
-        that was loaded first, unless one is drained already."""
+        """A slot to load an adapter into that a request needs now: its own slot if that is drained, an empty slot, or
+        the least recently used slot that no row uses and whose adapter is not `kept`. If there is none, returns None
+        and drains the slot that was loaded first, unless a slot is drained already."""
         if (own := self._of_adapter.get(adapter)) is not None:
             return None if self._slots[own].num_rows else self._evict(own)
         if (empty := self.take_empty()) is not None:
@@ -100,7 +100,7 @@ class AdapterSlots:
         return self._begin(number)
 
     def loaded(self, number: int, adapter: Adapter | None) -> None:
-        """The load into a slot is answered; None if it failed, or if nobody waits for it any more."""
+        """The load into a slot ended. `adapter` is None if it failed, or if no request waits for it any more."""
         slot = self._slots[number]
         slot.is_loading, slot.adapter = False, adapter
         slot.last_used = slot.loaded = self._next_event()

@@ -1,4 +1,5 @@
-"""Room for groups that are to enter the batch, what keeps them out, and shares of a step's tokens for prompts."""
+"""Admission of groups to the batch: the room that they need, the obstacles that keep them out, and the shares of a
+step's tokens that prompts get."""
 
 import enum
 import itertools
@@ -19,8 +20,8 @@ from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 
 _STEPS_AHEAD = 1
-"""For so many steps after the one that admits a group, all that run find blocks to grow into; else it would enter and
-leave with every block that becomes free. ADR 0012 has what more and fewer cost."""
+"""Number of steps after the one that admits a group for which every running group finds blocks to grow into. Otherwise
+groups would enter and leave with every block that becomes free. ADR 0012 has the costs of other values."""
 
 
 _NUM_LOOKED_AT = 4
@@ -31,7 +32,7 @@ class Obstacle(enum.Enum):
     """Why a group that waits or is swapped does not run yet."""
 
     NEXT_STEP = enum.auto()
-    """A step admitted or looked at as many as one may."""
+    """A step admitted, or looked at, its maximum number of groups."""
     ROWS = enum.auto()
     BLOCKS = enum.auto()
     TOKENS = enum.auto()
@@ -40,25 +41,25 @@ class Obstacle(enum.Enum):
     """Another group is next."""
     SWAPPED_FIRST = enum.auto()
     PREEMPTION = enum.auto()
-    """The step preempted for want of blocks."""
+    """The step preempted groups because blocks ran out."""
     CONSTRAINT = enum.auto()
     ADAPTER = enum.auto()
     MOVED_BLOCKS = enum.auto()
     SHARED_PREFIX = enum.auto()
     SUSPECTS = enum.auto()
-    """Requests that the worker may have been lost for run alone."""
+    """Only the requests run that may have caused the loss of the worker."""
 
 
 class Stop(NamedTuple):
-    """Why the last step that was planned admitted no further group, and which it stopped at, where there is one."""
+    """Why the last planned step admitted no further group, and the group that it stopped at, if any."""
 
     why: Obstacle
     key: RequestKey | None = None
 
 
 class _Attempt(NamedTuple):
-    """A group that is to enter, the running groups that would leave for it, what runs, rows that it lacks beside those,
-    and what was given back."""
+    """A group that tries to enter, the running groups that would leave for it, counters of changes of the running queue
+    and of released blocks, and the rows that the group still lacks."""
 
     group: RequestKey
     orders: tuple[int, ...]
@@ -68,8 +69,8 @@ class _Attempt(NamedTuple):
 
 
 class Room:
-    """Whether a group that waits or is swapped may enter: the rows and blocks that it takes, and which groups would
-    have to leave for it."""
+    """Decides whether a waiting or swapped group may enter: counts the rows and blocks that it takes, and finds the
+    groups that would have to leave for it."""
 
     def __init__(
         self,
@@ -83,9 +84,9 @@ class Room:
         give_way: Callable[[], bool],
         preparations: Preparations,
     ) -> None:
-        """`promises` has blocks that are kept for groups that wait, and rows are kept for those, and for the ones that
-        are `coming` while they are held. `give_way` frees blocks that are kept for others than groups that run; False
-        where there are none. Those of `preparations`, which are on their way, do not give way."""
+        """`promises` holds blocks for groups that wait. Rows are kept for these groups, and for `coming` groups while
+        they are held. `give_way` frees blocks that are kept for other purposes than running groups, and returns False
+        if there are none. Blocks of `preparations`, which are on their way, do not give way."""
         self._batch = batch
         self._swap_space = swap_space
         self._running = running
@@ -95,23 +96,23 @@ class Room:
         self._coming = coming
         self._give_way = give_way
         self._preparations = preparations
-        # What was tried when all candidates made too little room, and how many blocks were wanted.
+        # The attempt for which all candidates made too little room, and the number of blocks that it wanted.
         self._futile: tuple[_Attempt, int] | None = None
-        # Blocks that the group that was looked at last takes, and the versions of what is cached of it.
+        # The number of blocks that the group looked at last takes, and the versions of its cached blocks.
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing runs, nor is about to come from another replica."""
+        """Whether no group runs or is about to come from another replica."""
         return not (len(self._running) or len(self._promises))
 
     def to_grow(self) -> int:
-        """Blocks that the groups that run take in the next steps."""
+        """Blocks that the running groups take in the next steps."""
         return self._batch.blocks_to_grow(_STEPS_AHEAD)
 
     def to_grow_for_long(self) -> int:
-        """`to_grow` for a group that runs elsewhere meanwhile, and should not have to wait when it comes: each sequence
-        that runs finds one more block."""
+        """`to_grow` for a group that runs at another replica meanwhile and should not have to wait when it comes: each
+        running sequence finds one more block."""
         return self._batch.blocks_to_grow(self._batch.blocks.block_size)
 
     def promise(self, group: SequenceGroup) -> None:
@@ -124,7 +125,7 @@ class Room:
         self._promises.add(group.request.key, [*cached, *blocks.take(num_blocks)], math.inf)
 
     def growth_of(self, group: SequenceGroup) -> int:
-        """Blocks that a group that waits takes in the next steps beyond those for its tokens."""
+        """Blocks that a waiting group takes in the next steps, in addition to the blocks for its present tokens."""
         blocks, last = self._batch.blocks, group.request.max_len - 1
         return sum(
             blocks.blocks_for(min(each.num_tokens + _STEPS_AHEAD, last)) - blocks.blocks_for(each.num_tokens)
@@ -136,14 +137,14 @@ class Room:
         return self._missing_rows(group) > 0
 
     def _missing_rows(self, group: SequenceGroup) -> int:
-        """Rows that the group lacks, beside those that are kept for others."""
-        # One that is coming and not held has its turn behind this group: to keep its rows would hold up both for good.
+        """Rows that the group lacks. Rows that are kept for other groups do not count as free."""
+        # A coming group that is not held has its turn after this group: if it kept rows, both would wait forever.
         kept = itertools.chain(self._promises, filter(self._waiting.is_held, self._coming))
         num_promised = sum(len(self._waiting.get(key).unfinished) for key in kept)
         return len(group.unfinished) - (self._batch.rows.num_free - num_promised)
 
     def has_room(self, group: SequenceGroup, to_grow: int) -> bool:
-        """Whether there are free rows and blocks for the group while the running ones take `to_grow` blocks in the
+        """Whether enough rows and blocks are free for the group, while the running groups take `to_grow` blocks in the
         next steps."""
         if self.lacks_rows(group):
             return False
@@ -156,7 +157,7 @@ class Room:
             return True
         if self.lacks_rows(group) or not self.is_empty:
             return False
-        # Nothing runs: what is retired or kept for others gives way, and of the rest the group may share some.
+        # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
         blocks, arriving = self._batch.blocks, set(itertools.chain(*self._preparations.held_tables()))
         cached = set(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))) - arriving
         needed, _ = self._blocks_needed(group, to_grow)
@@ -164,8 +165,8 @@ class Room:
         return needed <= blocks.pool.num_blocks - len(arriving)
 
     def make_way(self, group: SequenceGroup, to_grow: int) -> bool:
-        """Frees blocks that are kept for others until the group, which is about to enter, has room. Whatever was
-        accepted can run by itself: no pin or lease may prevent that. Returns whether it has room; if it does not,
+        """Frees blocks that are kept for others until the group, which is about to enter, has room. Every accepted
+        request can run by itself, and no pin or lease may prevent that. Returns whether the group has room; if not,
         nothing was freed."""
         if not self.fits(group, to_grow):
             return False
@@ -175,20 +176,20 @@ class Room:
         return True
 
     def victims(self, group: SequenceGroup, candidates: SequenceOf[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
-        """The first of these running groups that make room for `group`, no more than it takes; none if even all of them
-        would not make enough."""
+        """The shortest start of `candidates`, which are running groups, that makes room for `group`; empty if even all
+        of them would not make enough."""
         rows, blocks, running = self._batch.rows, self._batch.blocks, self._running
         needed, reserve = self._blocks_needed(group, to_grow)
         missing = blocks.missing(needed, reserve=reserve)
         missing_rows = self._missing_rows(group)
-        # If all leave, the group runs alone, as every group can, unless room is kept for others.
+        # If all leave, the group runs by itself, as every group can, unless room is kept for others.
         all_leave = len(candidates) == len(running) and not len(self._promises)
         orders = tuple(each.order for each in candidates)
         futile = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
         wanted = missing + blocks.pool.num_free
         if not all_leave:
             may_leave = rows.active & np.isin(rows.order, orders)
-            # As if none shared: mostly that is too little already.
+            # Assumes that they share no block: mostly even that is too little.
             if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(futile, wanted):
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
@@ -206,15 +207,15 @@ class Room:
         return []
 
     def _was_futile(self, attempt: _Attempt, wanted: int) -> bool:
-        """Whether all candidates of a group were found to be too few, and nothing has become better since: what they
-        have taken was free before."""
+        """Whether all candidates of a group were found to be too few, and no more room was made since: blocks that the
+        candidates took since then were free before."""
         if self._futile is None:
             return False
         before, wanted_before = self._futile
         return before == attempt and wanted >= wanted_before
 
     def _blocks_needed(self, group: SequenceGroup, to_grow: int) -> tuple[int, int]:
-        """Free blocks that the group takes as it enters, and those that must be left then, unless it runs alone."""
+        """Free blocks that the group takes as it enters, and free blocks that must be left then for other groups."""
         taken = self._blocks_taken(group)
         if group.request.key not in self._swapped:
             return taken, to_grow + self.growth_of(group)
@@ -223,8 +224,8 @@ class Room:
         return taken + to_decode, to_grow - to_decode
 
     def _blocks_taken(self, group: SequenceGroup) -> int:
-        """Free blocks for the tokens that the group has. Counted once for a group that does not fit, until something
-        changes of what is cached of it."""
+        """Free blocks for the group's present tokens. A group that does not fit is counted again only when its cached
+        blocks change."""
         key, computing = group.request.key, group.computing
         versions = self._batch.blocks.versions(computing)
         if self._taken is None or self._taken[:2] != (key, versions):
@@ -234,19 +235,19 @@ class Room:
 
 
 class TokenShares:
-    """Splits the token budget of a step, so that a long prompt does not delay shorter ones: while one with less to
-    compute is behind it or waits, it is limited to `max_share` of what is left (ADR 0023)."""
+    """Splits a step's token budget so that a long prompt does not delay shorter ones: while a prompt with fewer tokens
+    to compute is behind it or waits, the long one gets at most `max_share` of the rest of the budget (ADR 0023)."""
 
     def __init__(self, batch: Batch, running: GroupQueue, waiting: GroupQueue, max_share: float) -> None:
         self._batch = batch
         self._running = running
         self._waiting = waiting
         self._max_share = max_share
-        # Tokens that groups that wait have to compute, as far as this step needed them.
+        # Tokens that waiting groups have to compute, for the groups that this step looked at.
         self._num_uncached: dict[RequestKey, int] = {}
 
     def add_prefills(self) -> None:
-        """Begins a step's chunks: continues the rows that compute what they came with, as far as the budget goes."""
+        """Begins a step's chunks: continues the prefills in order until the budget is spent."""
         self._num_uncached.clear()
         rows = self._batch.rows.prefilling().tolist()
         lengths = [self._batch.rows.num_uncomputed(row) for row in rows]
@@ -257,12 +258,12 @@ class TokenShares:
             self.add_chunk(row, shortest)
 
     def add_chunk(self, row: int, shortest_behind: int = sys.maxsize) -> None:
-        """Adds the row's next chunk; or sets its share of the budget aside until `add_set_aside`, so that shorter
-        prompts have the rest first. `shortest_behind` is the least that a row behind it has to compute."""
+        """Adds the row's next chunk, or sets its share of the budget aside until `add_set_aside`, so that shorter
+        prompts get the rest first. `shortest_behind` is the fewest tokens that a row behind it has to compute."""
         draft, length, group = self._batch.draft, self._batch.rows.num_uncomputed(row), self._group_in(row)
         share = max(1, int(draft.budget * self._max_share))
         if draft.aside and self._group_in(draft.aside[-1][0]) is group:
-            # Rows of a group may share blocks: who computes them comes before who reads them.
+            # Rows of a group may share blocks: the row that computes a block comes before the rows that read it.
             draft.set_aside(row, 0)
         elif length > share and (shortest_behind < length or self._is_shorter_waiting(length)):
             draft.set_aside(row, share)
@@ -270,7 +271,7 @@ class TokenShares:
             self._batch.add_chunk(row, group)
 
     def add_set_aside(self) -> None:
-        """Ends a step's chunks: adds those of the rows that had a share set aside, with what the others left."""
+        """Ends a step's chunks: adds the chunks that were set aside, with the rest of the budget."""
         draft = self._batch.draft
         aside, draft.aside = draft.aside, []
         for row, share in aside:
@@ -279,13 +280,13 @@ class TokenShares:
                 self._batch.add_chunk(row, self._group_in(row))
 
     def _is_shorter_waiting(self, length: int) -> bool:
-        """Whether one of the next that wait has less than this to compute. Those further behind would get next to
-        nothing: each that goes before leaves them a share of what it found."""
+        """Whether one of the first waiting groups has fewer tokens to compute. Groups further behind do not count: each
+        group before them takes a share of the rest, so they would get almost nothing."""
         few = self._waiting.next_few(_NUM_LOOKED_AT)
         return any(group.num_tokens_to_compute < length or self._uncached(group) < length for group in few)
 
     def _uncached(self, group: SequenceGroup) -> int:
-        """Tokens that a group that waits has to compute. Looked up once a step, as many rows need it."""
+        """Tokens that a waiting group has to compute. Cached for one step, since many rows need it."""
         key, blocks = group.request.key, self._batch.blocks
         if key not in self._num_uncached:
             num_cached = blocks.num_cached(group.computing[0]) * blocks.block_size

@@ -1,9 +1,8 @@
-"""The running batch: which sequence sits in which of the worker's rows, with which blocks, and what the next step does
-with it.
+"""The running batch: the sequence in each of the worker's rows, its blocks, and its part in the next step.
 
-`RowTable` has the counters of all running sequences as arrays over rows. Planning a step and applying its result touch
-only these arrays; Python looks at single sequences only when one changes state. That keeps a step of hundreds of
-sequences well under a millisecond.
+`RowTable` keeps the counters of all running sequences as arrays over rows. Planning a step and applying its result
+touch only these arrays; Python code looks at a single sequence only when it changes state. That keeps a step of
+hundreds of sequences well under a millisecond.
 """
 
 import heapq
@@ -25,15 +24,15 @@ from scheduler_svc.core.step import Array, RowAssignment, StepPlan
 class RowTable:
     """One entry per row of the worker. Entries of rows that are not `active` mean nothing.
 
-    num_tokens    int64: tokens of the sequence, those included that steps in flight may sample
-    num_unsure    int64: those of them that may not come, since they are drafts of steps in flight
-    num_known     int64: tokens of the sequence as far as results came
+    num_tokens    int64: tokens of the sequence, including the tokens that steps in flight may sample
+    num_unsure    int64: the part of `num_tokens` that may not come: drafts of steps in flight
+    num_known     int64: tokens of the sequence, counting only the results that came
     num_entered   int64: tokens that the sequence had when it entered the batch
     num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done, if all drafts
                   are right: up to `num_unsure` fewer
     num_slots     int64: slots of the sequence's block table
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
-    seals_chunks  bool: blocks are sealed with each chunk of a prefill; not after one that was not finite
+    seals_chunks  bool: each chunk of a prefill seals its blocks; False after a chunk that was not finite
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     order         int64: place of the group in queues
     client, handle, index, num_prompt  int64: key of the request, index of the sequence in it, tokens of the prompt
@@ -42,7 +41,7 @@ class RowTable:
     is_plain      bool: each token is an event of its own at once; False if sequences are selected at the end
     wants_logprobs  bool: the worker reports the log probability of each token
     num_logprobs  int64: it also reports at most this many of the most likely tokens
-    prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
+    prefills      bool: the row still computes, in chunks, the tokens that it entered with; the last chunk samples
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
     incarnation   int64: rises whenever the row is released, so that results for its earlier sequences are dropped
@@ -90,7 +89,7 @@ class RowTable:
         return row
 
     def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int, num_sealed: int) -> None:
-        """The row computes from now on. The first `num_computed` tokens of its sequence are computed."""
+        """Starts the row's computation. The first `num_computed` tokens of its sequence are computed already."""
         self.active[row] = True
         self.num_tokens[row] = self.num_known[row] = self.num_entered[row] = sequence.num_tokens
         self.num_unsure[row] = 0
@@ -101,8 +100,8 @@ class RowTable:
         self.prefills[row] = True
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
-        """The row `child`, which no step in flight samples, continues after what the planned steps compute of the
-        parent, which is all its tokens."""
+        """Continues the row `child`, which no step in flight samples, after all of the parent's tokens, which the
+        planned steps compute."""
         self.active[child] = True
         self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
         self.num_known[child], self.num_unsure[child] = self.num_known[parent], 0
@@ -113,12 +112,12 @@ class RowTable:
         self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
 
     def grow(self, rows: Array, max_drafts: Array) -> None:
-        """A planned step may extend these rows by so many tokens more than one."""
+        """A planned step may extend each row by one token and up to `max_drafts` further tokens."""
         for column in (self.num_tokens, self.num_computed, self.num_unsure):
             column[rows] += max_drafts
 
     def settle(self, rows: Array, max_drafts: Array, num_missing: Array) -> None:
-        """The result of that step came: so many of these tokens did not."""
+        """The result of that step came: `num_missing` of these `max_drafts` tokens did not come."""
         self.num_unsure[rows] -= max_drafts
         for column in (self.num_tokens, self.num_computed):
             column[rows] -= num_missing
@@ -144,19 +143,19 @@ class RowTable:
         return [self.sequences[row] for row in indices]
 
     def is_prefilling(self, row: int) -> bool:
-        """Whether the row has chunks to compute of what it came with."""
+        """Whether the row still has chunks to compute of the tokens that it entered with."""
         return bool(self.active[row] and self.prefills[row])
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
-        # A sequence that reaches its end with what is in flight needs no further step.
+        # A sequence that reaches its end with the steps in flight needs no further step.
         num_tokens = self.num_tokens
         can_compute = (num_tokens < self.max_len) & (self.num_computed < num_tokens)
         return (self.active & ~self.prefills & can_compute).nonzero()[0]
 
     def prefilling(self) -> Array:
-        """Rows that compute what they came with, int64[n], in queue order; those of one group in order of their rows,
-        so that who computes a shared block comes before who reads it."""
+        """Rows that compute the tokens that they entered with, int64[n], in queue order. Rows of one group are in
+        rising order, so that the row that computes a shared block comes before the rows that read it."""
         rows = self._that_can_compute((self.active & self.prefills).nonzero()[0])
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 
@@ -180,10 +179,10 @@ class RowTable:
 
 
 class StepDraft:
-    """The next step while it is put together: all that changed for the worker since the last one.
+    """The next step while it is built: all changes for the worker since the last step.
 
-    What happens between two plans (rows released, beams forked) is kept here too, so nothing is lost when there is
-    nothing to compute. `budget` is how many more tokens the batch may have, without those that are set aside.
+    Changes between two plans (released rows, forked beams) are kept here too, so that none is lost when there is
+    nothing to compute. `budget` is the number of further tokens that the batch may have, without the shares set aside.
     """
 
     def __init__(self, token_budget: int) -> None:
@@ -201,7 +200,7 @@ class StepDraft:
         self.blocks: dict[tuple[int, int], BlockId] = {}
         """Block ids by row and logical index."""
         self._release: dict[int, None] = {}
-        # Rows that decode and how many of their tokens are computed, as arrays; after them chunks of single rows, as
+        # Decoding rows and their computed tokens, as arrays; after them chunks of single rows, as
         # (row, new tokens, computed tokens).
         self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._max_drafts: Array | None = None
@@ -220,7 +219,7 @@ class StepDraft:
         return bool(self._chunks)
 
     def release(self, rows: SequenceOf[int]) -> None:
-        """The rows hold nothing any more. Earlier changes of them are void."""
+        """The rows hold nothing any more. Drops their earlier changes."""
         for changes in (self.assign, self.parents, self.seeds, self.tokens):
             if changes:
                 for row in rows:
@@ -237,15 +236,15 @@ class StepDraft:
         self.aside.append((row, num_tokens))
 
     def decode(self, rows: Array, num_computed: Array, max_drafts: Array | None, max_passes: int) -> None:
-        """Adds rows that compute one token each and sample, and may grow by more, `max_drafts`, if the model may run
-        several times or they have drafts. int64[n] each. To be called once, before chunks."""
+        """Adds rows that compute one token each and sample. They may grow by up to `max_drafts` more if they have
+        drafts or the model may run several times. int64[n] each. Called once, before the chunks."""
         assert self.is_empty, "decodes come once, and first"
         self._spend(len(rows) if max_drafts is None else len(rows) + int(max_drafts.sum()))
         self._rows, self._num_computed = rows, num_computed
         self._max_drafts, self._max_passes = max_drafts, max_passes
 
     def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
-        """Adds a chunk of one row, with which it samples or does not."""
+        """Adds a chunk of one row. The row samples with the chunk if `samples`."""
         self._spend(num_new)
         self._chunks.append((row, num_new, num_computed))
         if samples:
@@ -260,7 +259,7 @@ class StepDraft:
         assert self.budget >= 0, "the step exceeds its token budget"
 
     def finish(self, step_id: int, host: HostMemory) -> StepPlan:
-        """The step as a value, with the copies between pool and host. A draft that is empty only seals blocks."""
+        """The step as a value, with the copies between pool and host. An empty draft only seals blocks."""
         swap_out, swap_in = host.take_copies()
         rows, num_computed = self._rows, self._num_computed
         num_new_tokens, samples, max_drafts = np.ones_like(rows), rows.repeat(2).reshape(-1, 2), self._max_drafts
@@ -300,7 +299,7 @@ _NUM_COMPARED = 1024
 
 
 def _num_equal(left: SequenceOf[int], right: SequenceOf[int], start: int, end: int) -> int:
-    """How many first tokens are the same in both, from `start`, up to which they are, to at most `end`."""
+    """The length of the common prefix of both, at most `end`. The first `start` tokens are known to be equal."""
     while start < end:
         stop = min(start + _NUM_COMPARED, end)
         parts = left[start:stop], right[start:stop]
@@ -319,8 +318,8 @@ def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
 
 
 class Batch:
-    """Rows, GPU blocks, slots of adapters, in `draft` the next step, and in `underway` the full blocks that rows
-    compute."""
+    """Rows, GPU blocks, adapter slots, the next step in `draft`, and the full blocks that rows are computing in
+    `underway`."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.blocks = blocks
@@ -356,7 +355,7 @@ class Batch:
             len(sequence.request.prompt),
             sequence.request.traceparent,
             None if sequence.request.adapter is None else self.adapters.slot_of(sequence.request.adapter),
-            # Who shares cached prefixes may share guesses: others would learn by the time what was answered.
+            # Requests that share cached prefixes may share guesses; others could learn answers from response times.
             bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
         )
         return row
@@ -381,8 +380,8 @@ class Batch:
         sequence.token_ids.append(token_id)
 
     def release_rows(self, sequences: SequenceOf[Sequence]) -> None:
-        """Frees the rows of those sequences that have one. Steps in flight may still write to their blocks, but every
-        later step runs after those."""
+        """Frees the rows of the sequences that have one. Steps in flight may still write to their blocks, but every
+        later step runs after them."""
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         for row in rows:
             self.underway.stop(row)
@@ -395,7 +394,7 @@ class Batch:
         self.blocks.free(*sequences)
 
     def end(self, sequences: SequenceOf[Sequence]) -> None:
-        """The sequences are over: frees their rows and some of their blocks now, the others soon."""
+        """The sequences are finished: frees their rows and some of their blocks now, and the other blocks soon."""
         self.release_rows(sequences)
         self.blocks.retire(sequences)
         finished = SequenceStatus.FINISHED
@@ -415,7 +414,7 @@ class Batch:
         return held
 
     def num_new_tokens(self, group: SequenceGroup) -> int:
-        """Tokens that each sequence of a running group got since the group entered, counting steps in flight."""
+        """Tokens that each sequence of a running group got since the group entered, including steps in flight."""
         row = group.computing[0].row
         assert row is not None
         return int(self.rows.num_tokens[row] - self.rows.num_entered[row])
@@ -427,7 +426,7 @@ class Batch:
         return len(self.rows.without_slot(self.rows.decoding())) + self._num_copies()
 
     def blocks_to_grow(self, num_steps: int) -> int:
-        """Free blocks that all sequences in the batch take in so many steps after this one, if they share none."""
+        """Free blocks that all sequences in the batch take in `num_steps` steps after this one, if they share none."""
         rows, size = self.rows.active.nonzero()[0], self._block_size
         # The last token of a sequence is never computed and takes no slot.
         slots = np.minimum(self.rows.num_tokens[rows] + num_steps, self.rows.max_len[rows] - 1)
@@ -451,13 +450,13 @@ class Batch:
                 self._begin(row, num_sealed)
 
     def num_in_common(self, row: int, sequence: Sequence, num_known: int) -> int:
-        """Blocks at the start of a sequence that waits which it may take from the row once that sealed them. The first
-        `num_known` are known to be among them. Compares tokens, which takes a quarter of the time of hashing them."""
+        """Blocks at the start of a waiting sequence that it may take from the row once the row sealed them. The first
+        `num_known` are known to match. Compares tokens, which takes a quarter of the time of hashing them."""
         size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.num_shareable(sequence))
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
 
     def _begin(self, row: int, num_sealed: int) -> None:
-        """The blocks that the row computes next are underway."""
+        """Registers the blocks that the row computes next as underway."""
         end = min(self._num_full(row), num_sealed + self.underway.window)
         sequence = self.sequence(row)
         self.underway.begin(row, sequence.prefix_hashes.between(num_sealed, end, sequence.token_ids))
@@ -482,8 +481,8 @@ class Batch:
     # The next step
 
     def add_decodes(self, *, with_drafts: bool) -> None:
-        """Gives every decoding row the slot of its next token, and slots of drafts, and adds it to the step. The blocks
-        must be free, but for those of drafts."""
+        """Adds every decoding row to the step, with a slot for its next token and slots for drafts. The blocks for next
+        tokens must be free; blocks for drafts are optional."""
         rows = self.rows.decoding()
         if not len(rows):
             return
@@ -501,9 +500,9 @@ class Batch:
         self.rows.num_slots[row] += self._block_size
 
     def _growth_of(self, rows: Array) -> tuple[Array | None, int]:
-        """By how many tokens more than one each of these decoding rows may grow, with slots for them, None by none; and
-        how many times the model may run. They take at most half of what is left of the step, and no block that
-        admission leaves free."""
+        """The number of tokens beyond one that each of these decoding rows may grow by, with slots for them (None for
+        no growth), and the number of times that the model may run. The growth takes at most half of the rest of the
+        step's budget, and no block that admission leaves free."""
         table = self.rows
         room, share = (
             table.max_len[rows] - table.num_tokens[rows] - 1,
@@ -513,8 +512,8 @@ class Batch:
         further = min(self._max_passes - 1, share, int(room.min()))
         growths = [np.full(len(rows), further)]
         if self._max_drafts:
-            # The steps behind are planned before this one is over. They must not run the model less often for drafts
-            # that may not come, for the other rows even less.
+            # Later steps are planned before this one is over. Drafts that may not come must not reduce the number of
+            # model runs in those steps, for the other rows even less.
             kept_back = np.full(len(rows), 2 * self._max_passes)
             if len(rows) == 1 and self.drafts.had_some(rows).all():
                 kept_back = (room - further) // 2
@@ -530,7 +529,7 @@ class Batch:
         return None, 1
 
     def _copy_on_write(self, row: int) -> None:
-        """Who is about to write to a shared block gets a copy; the last holder writes in place."""
+        """Gives a row that is about to write to a shared block its own copy; the last holder writes in place."""
         index, _ = self._tail(row)
         pair = self.blocks.make_writable(self.sequence(row), index)
         if pair is not None:
@@ -539,9 +538,9 @@ class Batch:
         self.rows.shares_tail[row] = False
 
     def add_chunk(self, row: int, group: SequenceGroup) -> None:
-        """Adds as many of the row's uncomputed tokens to the step as the budget has room for. The last chunk samples,
-        for all sequences of the group if they start from one prompt: each that waits for it shares its blocks and
-        samples from its logits (the paper's figure 8). A sequence with output forks none."""
+        """Adds the row's uncomputed tokens to the step, up to the budget. The last chunk samples for all sequences of
+        the group that start from one prompt: each sequence that waits for the chunk shares its blocks and samples from
+        its logits (the paper's figure 8). A sequence with output forks no others."""
         remaining = self.rows.num_uncomputed(row)
         chunk = min(remaining, self.draft.budget)
         self.draft.add_chunk(row, chunk, int(self.rows.num_computed[row]), samples=chunk == remaining)
@@ -557,11 +556,11 @@ class Batch:
 
     @property
     def has_seals(self) -> bool:
-        """Whether blocks were sealed that no step has told of."""
+        """Whether there are sealed blocks that no step has reported yet."""
         return bool(self.blocks.still_sealed(self.draft.sealed))
 
     def commit(self, step_id: int) -> StepPlan:
-        """Finishes the step. Its tokens count as computed, which they are once its result comes."""
+        """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
         self.draft.sealed = self.blocks.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
         plan = self.draft.finish(step_id, self.blocks.host)

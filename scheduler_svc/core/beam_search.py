@@ -1,4 +1,4 @@
-"""Beam search (the paper's section 4.4), as transformers searches: which beams continue, and what they end with.
+"""Beam search (the paper's section 4.4), as in transformers: chooses which beams continue, and the finished hypotheses.
 
 A step's candidates come in, continuations and finished hypotheses come out. `results` applies them to sequences.
 """
@@ -71,7 +71,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A beam of the next step: what beam `parent` has, and one token more.
+    """A beam of the next step: the tokens of beam `parent`, and one token more.
 
     `place` is the token's, from 0, among the parent's candidates.
     """
@@ -102,7 +102,7 @@ class Hypothesis:
 class BeamStep:
     """The result of one step.
 
-    continuations  the next live beams, best first: `width` of them, or none when the search is over
+    continuations  the next live beams, best first: `width` of them, or empty if the search is over
     finished       hypotheses that entered the list of the best in this step, best first
     """
 
@@ -114,7 +114,7 @@ class BeamSearch:
     """The search of one request.
 
     There are always `width` beams. If fewer texts are possible, at the very start above all, the rest are fillers:
-    copies of the best beam at -1e9 that never finish. They come last, and their candidates are not looked at.
+    copies of the best beam at -1e9 that never finish. They come last, and their candidates are ignored.
     """
 
     def __init__(self, parameters: BeamParameters, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
@@ -139,20 +139,20 @@ class BeamSearch:
     def best(self) -> list[Hypothesis]:
         """The finished hypotheses, best first: at most `width`, and exactly `width` when the search is over.
 
-        If fewer texts than that were possible, the last one stands there repeatedly.
+        If fewer texts than that were possible, the last one is repeated.
         """
         return list(self._finished)
 
     def advance(self, candidates: SequenceOf[Candidates], outputs: SequenceOf[SequenceOf[int]]) -> BeamStep:
-        """Takes every live beam one token further, or ends it.
+        """Extends every live beam by one token, or ends it.
 
         Args:
-            candidates: of each live beam, `num_candidates` or all that the vocabulary has.
+            candidates: `num_candidates` of each live beam, or the whole vocabulary if that is smaller.
             outputs: the output tokens of each live beam so far, all of one length. Read, and copied only if a
                 hypothesis is kept.
 
-        Raises ValueError if the two do not describe `width` beams, NoCandidatesError if no beam can continue and
-        nothing is finished. The search is as it was then.
+        Raises ValueError if the two do not describe `width` beams, and NoCandidatesError if no beam can continue and
+        nothing is finished. The search does not change then.
         """
         length = self._next_length(candidates, outputs)
         likely = self._most_likely(candidates)
@@ -186,7 +186,7 @@ class BeamSearch:
     def _finish(
         self, likely: SequenceOf[Continuation], outputs: SequenceOf[SequenceOf[int]], length: int
     ) -> list[Hypothesis]:
-        """Keeps those of `likely` that end with this token and are among the best; returns them."""
+        """Adds the candidates that end with this token and are among the best to the finished; returns them."""
         divisor = self._divisor(length)
         kept: list[Hypothesis] = []
         for each in likely:
@@ -229,7 +229,7 @@ class BeamSearch:
         return best_possible <= self._finished[-1].score
 
     def _hopeful_length(self, length: int) -> int:
-        """The length at which the best live beam is scored, to see whether it can still get among the finished."""
+        """The length at which the best live beam is scored, to decide whether it can still be among the finished."""
         never = self._parameters.early_stopping is EarlyStopping.NEVER
         return self._max_tokens if never and self._parameters.length_penalty > 0 else length
 

@@ -1,4 +1,4 @@
-"""Physical blocks of one pool, and the names of what they hold (the paper's section 4.3, block allocator).
+"""Physical blocks of one pool, and the hashes of their content (the paper's section 4.3, block allocator).
 
 The tensors live in the worker; here a block is a number with a reference count. A block whose content is final is
 **sealed** under its hash. When no table holds it any more, it can be found by that hash until it is handed out anew.
@@ -27,11 +27,11 @@ class PrefixHashes:
         self._block_size = block_size
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
-        """The hashes of the first `count` blocks, all of which `token_ids` fills."""
+        """The hashes of the first `count` blocks. `token_ids` fills all of them."""
         return self.between(0, count, token_ids)
 
     def between(self, first: int, end: int, token_ids: Sequence[int]) -> list[BlockHash]:
-        """The hashes of the blocks from `first` to before `end`, likewise."""
+        """The hashes of the blocks from `first` to before `end`. `token_ids` fills all of them."""
         if end > len(self._hashes):
             self._compute(end, token_ids)
         return self._hashes[first:end]
@@ -120,15 +120,15 @@ _MAX_CHANGES = 1 << 16
 
 
 class CachedStart:
-    """The cached blocks at the start of a sequence that waits, as far as it was looked at; `num_free` of them have no
-    holder. It holds nothing itself: `BlockPool.is_current` says whether all of it still is as it was."""
+    """The cached blocks found so far at the start of a waiting sequence; `num_free` of them have no holder. It holds no
+    references: `BlockPool.is_current` says whether all of it is still true."""
 
     __slots__ = ("blocks", "num_changes", "num_free", "pool", "version")
 
     def __init__(self, pool: "BlockPool", version: int) -> None:
         self.pool = pool
         self.version = version
-        """Another one whenever anything here is another."""
+        """Changes whenever anything here changes."""
         self.blocks: list[BlockId] = []
         self.num_free = 0
         self.num_changes = pool.num_changes
@@ -137,11 +137,11 @@ class CachedStart:
 class BlockPool:
     """Hands out blocks and takes them back, least recently used first.
 
-    Blocks without a hash go before all that can still be hit. Of blocks freed together, the one deepest in its prefix
-    goes first: a prefix without its end is of use, an end without its prefix is not.
+    Blocks without a hash go before all blocks that can still be hit. When several blocks are freed together, the one
+    deepest in its prefix goes first: a prefix without its end is useful, an end without its prefix is not.
 
     Attributes:
-        log: What is told which blocks leave the prefix cache; None if nobody asks.
+        log: Records which blocks leave the prefix cache; None if no process reads it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -152,22 +152,22 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._num_held_sealed = 0
-        # Blocks that a CachedStart may have; and those of them that got their first holder, lost their last one or
-        # cannot be hit any more, each once until it is found again.
+        # Blocks that a CachedStart may have, and changed ones: such blocks that got their first holder, lost their last
+        # holder or cannot be hit any more, each once until it is found again.
         self._found: set[BlockId] = set()
         self._changes: list[BlockId] = []
         self._num_forgotten = 0
         self.num_releases = 0
-        """How often references were dropped so far."""
+        """Number of times that references were dropped so far."""
 
     @property
     def num_changes(self) -> int:
-        """Blocks of any CachedStart that changed so far."""
+        """Number of changes so far of blocks that a CachedStart has."""
         return self._num_forgotten + len(self._changes)
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without a holder, including those that can still be hit."""
+        """The number of blocks without a holder, including blocks that can still be hit."""
         return len(self._free)
 
     @property
@@ -184,7 +184,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def num_held_alone(self, table: Sequence[BlockId]) -> int:
-        """Blocks of a table that no other one holds."""
+        """Blocks of a table that no other table holds."""
         counts = self._ref_counts
         return sum(counts[block] == 1 for block in table)
 
@@ -206,12 +206,12 @@ class BlockPool:
         return [self._hashes[block] for block in blocks]
 
     def names(self, first: int, end: int) -> list[BlockHash | None]:
-        """`hash_of` of the blocks from `first` to before `end`, or the last one."""
+        """`hash_of` of the blocks from `first` to before `end`, or to the last block."""
         return self._hashes[first:end]
 
     def allocate(self, count: int, evict: Callable[[BlockId, BlockHash], None] | None = None) -> list[BlockId]:
-        """Takes `count` free blocks, each with a reference count of 1, and tells `evict` of each that could be hit.
-        Raises OutOfBlocksError and changes nothing."""
+        """Takes `count` free blocks, each with a reference count of 1, and calls `evict` for each block that could be
+        hit. Raises OutOfBlocksError and then changes nothing."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} blocks requested, {len(self._free)} of {self.num_blocks} are free")
         blocks = self._free.pop(count)
@@ -230,7 +230,7 @@ class BlockPool:
         return blocks
 
     def free(self, *tables: Sequence[BlockId]) -> None:
-        """Drops one reference of each block of the tables, each given in logical order, one table after the other."""
+        """Drops one reference of each block of the tables. Each table is in logical order; the first is freed first."""
         self.num_releases += 1
         counts, hashes = self._ref_counts, self._hashes
         unnamed: list[BlockId] = []
@@ -248,7 +248,7 @@ class BlockPool:
         self._free.extend(cached)
 
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """The blocks sealed under the first of these hashes, up to the first that is not there."""
+        """The blocks sealed under the first of these hashes, up to the first hash that is not in the pool."""
         blocks: list[BlockId] = []
         find = self._by_hash.get
         for each in hashes:
@@ -259,15 +259,15 @@ class BlockPool:
         return blocks
 
     def extend(self, start: CachedStart, blocks: list[BlockId], version: int) -> None:
-        """The sequence continues with these cached blocks."""
+        """Extends the start by these cached blocks."""
         start.version = version
         start.blocks += blocks
         start.num_free += self.num_free_of(blocks)
         self._found.update(blocks)
 
     def is_current(self, start: CachedStart) -> bool:
-        """Whether all blocks can be hit and have holders, or none, as they had when they were found. Costs O(1) where
-        no block of any CachedStart changed since the last call."""
+        """Whether all blocks can still be hit, and still have holders, or have none, as when they were found. Costs
+        O(1) if no block of any CachedStart changed since the last call."""
         if start.pool is not self or start.num_changes < self._num_forgotten:
             return False
         if start.num_changes < self.num_changes:
@@ -302,9 +302,9 @@ class BlockPool:
             self._num_held_sealed += sum(hashes[block] is not None for block in free)
 
     def seal(self, block: BlockId, content: BlockHash) -> bool:
-        """Names the final content of a held block. Returns False if another block holds the same content already;
-        that one stays the one that is found."""
-        assert self._ref_counts[block] > 0, f"block {block} is sealed while nobody holds it"
+        """Names the final content of a held block. Returns False if another block with the same content has the name
+        already; lookups keep finding that block."""
+        assert self._ref_counts[block] > 0, f"block {block} is sealed while no table holds it"
         if self._hashes[block] is not None or content in self._by_hash:
             return False
         self._hashes[block] = content

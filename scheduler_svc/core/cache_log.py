@@ -1,6 +1,6 @@
-"""What entered a prefix cache and what left it since somebody last asked. Nobody has to ask: without a log nothing is
-noted, and a log holds changes of the content, not a history, so it is bounded by twice the blocks of the pool and of
-the tiers below it."""
+"""Changes of a prefix cache since they were last read. The log is optional: without one nothing is recorded. A log
+holds the net changes of the content, not a history, so its size is at most twice the number of blocks in the pool and
+in the tiers below it."""
 
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from quire.prefix_hashes import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """What a block holds: the tokens of one block behind the block `parent`, which is None at the start of a prompt, as
-    a model with the adapter of this digest and name computed them; both are None for the model as it is."""
+    """The content of a block: its tokens, the block `parent` before it (None at the start of a prompt), and the digest
+    and name of the adapter that computed them (both None for the base model)."""
 
     parent: BlockHash | None
     token_ids: list[int]
@@ -21,15 +21,15 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class CacheChanges:
-    """Changes of a prefix cache, in the order in which they are to be applied: all cleared, then removed, then stored.
+    """Changes of a prefix cache, in the order in which a reader applies them: all cleared, then removed, then stored.
 
     A block in `stored` has None if its tokens are not known: an earlier scheduler sealed it, or it came from elsewhere.
-    It is stored again, with its tokens, when a request uses or computes it. Of stored blocks that follow each other,
-    the parent comes first.
+    It is stored again, with its tokens, when a request uses or computes it. A parent comes before the blocks that
+    follow it.
 
-    `tier_stored` and `tier_removed` are changes of the tier below the pool, where a block may be beside the pool. Their
-    tokens are those of the pool's block of the same name. A block is stored again when its tokens become known.
-    `host_stored` and `host_removed` are the same of host memory.
+    `tier_stored` and `tier_removed` are changes of the tier below the pool. A block may be in both at once. Its tokens
+    are the tokens of the pool's block of the same name, and it is stored again when its tokens become known.
+    `host_stored` and `host_removed` are the same for host memory.
     """
 
     is_cleared: bool
@@ -42,13 +42,13 @@ class CacheChanges:
 
 
 class CacheLog:
-    """Changes of one prefix cache. What came and left between two calls of `take` is in neither of them.
+    """Changes of one prefix cache. A block that came and left between two calls of `take` is in neither result.
 
-    A new log says that all was cleared; it does not have what the cache holds already.
+    A new log reports that all was cleared; it does not know which blocks the cache holds already.
 
     Attributes:
         tier: Which blocks are in the tier below the pool.
-        host: Which are in host memory.
+        host: Which blocks are in host memory.
     """
 
     def __init__(self) -> None:
@@ -57,24 +57,24 @@ class CacheLog:
         self._is_cleared = True
         self._removed: dict[BlockHash, None] = {}
         self._stored: dict[BlockHash, CachedTokens | None] = {}
-        # Whether each block came into the tier or left it, and the same of host memory. None of one that was there
-        # before, and whose tokens are known now.
+        # Whether each block entered the tier or left it, and the same for host memory. None for a block that was there
+        # before and whose tokens became known.
         self._in_tier: dict[BlockHash, bool | None] = {}
         self._in_host: dict[BlockHash, bool | None] = {}
-        # Blocks whose tokens are not known, and those of `_stored` that `take` has handed out before.
+        # Blocks whose tokens are not known, and blocks of `_stored` that `take` has returned before.
         self._unread: set[BlockHash] = set()
         self._retold: set[BlockHash] = set()
 
     def stored(self, content: BlockHash, tokens: CachedTokens) -> None:
         """A block was sealed."""
         if content in self._removed:
-            # For who asks it never left, but maybe its tokens were not known.
+            # For the reader it never left, but its tokens may have been unknown.
             del self._removed[content]
             self._retold.add(content)
         self._stored[content] = tokens
 
     def restored(self, content: BlockHash) -> None:
-        """A block that an earlier scheduler sealed is in the cache, or one that came from elsewhere."""
+        """A block that an earlier scheduler sealed, or that came from elsewhere, is in the cache."""
         self._stored[content] = None
         self._unread.add(content)
 
@@ -88,7 +88,7 @@ class CacheLog:
             self._removed[content] = None
 
     def cleared(self) -> None:
-        """The pool is gone, and what was known of the tiers."""
+        """The pool is gone, and so is the knowledge about the tiers."""
         self._is_cleared = True
         self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, set(), {}, {}
         self._unread.clear()
@@ -122,7 +122,7 @@ class CacheLog:
         self._stored[content] = tokens
 
     def take(self) -> CacheChanges | None:
-        """What changed since the last call; None if nothing did."""
+        """The changes since the last call; None if there are none."""
         in_tier, in_host = self._in_tier, self._in_host
         if not (self._is_cleared or self._removed or self._stored or in_tier or in_host):
             return None
@@ -147,13 +147,13 @@ def _note(changes: dict[BlockHash, bool | None], content: BlockHash, *, is_store
 
 
 def _parted(changes: dict[BlockHash, bool | None]) -> tuple[list[BlockHash], list[BlockHash]]:
-    """The blocks that are to be told as stored, and those that left."""
+    """The blocks to report as stored, and the blocks that left."""
     left = [content for content, is_stored in changes.items() if is_stored is False]
     return [content for content in changes if changes[content] is not False], left
 
 
 def _parents_first(stored: dict[BlockHash, CachedTokens | None]) -> dict[BlockHash, CachedTokens | None]:
-    """The same, each behind its parent: that may have come, or become known, after it."""
+    """The same blocks, each after its parent, which may have come or become known later."""
     ordered: dict[BlockHash, CachedTokens | None] = {}
     for content in stored:
         chain: list[BlockHash] = []

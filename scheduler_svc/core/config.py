@@ -31,12 +31,12 @@ class SchedulerConfig:
 
     `max_model_len` is the model's own limit; `max_len` is the one that counts. `watermark` is the share of the blocks
     that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
-    `tenant_overflow` is the share of the queue's bounds that tenants with less than an equal part of it may take beyond
-    them. `max_prefill_share` is the share of what is left of a step's tokens that a prompt takes while shorter ones
-    wait. With `prepares_constraints` the workers compile constraints when they are told to, before rows need them.
-    `max_adapters` are the slots of adapters that the workers have. A sample may extend its row by up to `max_drafts`
-    tokens more than one, which the worker drafts, while that pays where a step costs as much as `fixed_tokens` more
-    tokens than it has (see `drafts`). With `caches_on_host` the host blocks also keep what the pool evicts.
+    `tenant_overflow` is the share of the queue's bounds that tenants below their equal part of it may take beyond
+    them. `max_prefill_share` is the share of a step's remaining tokens that a prompt takes while shorter prompts wait.
+    With `prepares_constraints` the workers compile constraints on request, before rows need them. `max_adapters` is the
+    workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
+    worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `drafts`). With
+    `caches_on_host` the host blocks also keep blocks that the pool evicts.
     """
 
     num_blocks: int
@@ -87,5 +87,5 @@ class SchedulerConfig:
 
     @property
     def max_len(self) -> int:
-        """The most tokens that a sequence can have: the model's limit or the whole pool, whichever is less."""
+        """The maximum number of tokens of a sequence: the model's limit or the whole pool, whichever is less."""
         return min(self.max_model_len, self.num_blocks * self.block_size)

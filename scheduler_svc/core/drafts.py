@@ -1,9 +1,9 @@
-"""How many drafts rows may have, and what came of them.
+"""The number of draft tokens that rows may have, and counts of drafts that were right.
 
-The worker guesses tokens and verifies those guesses that pay; the scheduler says how many it may verify, since they
-need blocks and a share of the step. A step of n decodes takes as long as f + n tokens, where f is what reading the
-weights costs. So drafts that are right with a probability below n / (f + n) do not pay, and none are allowed where that
-is nearly 1.
+The worker guesses tokens and verifies the guesses that pay. The scheduler limits how many it may verify, since they
+need blocks and a share of the step. A step of n decodes takes as long as f + n tokens, where f is the cost of reading
+the weights. So drafts that are right with a probability below n / (f + n) do not pay, and none are allowed if that
+bound is nearly 1.
 """
 
 from dataclasses import dataclass, field
@@ -13,21 +13,21 @@ import numpy as np
 from scheduler_svc.core.step import Array
 
 _MAX_PROBABILITY = 0.9
-"""How probable a draft is at most, to be worth blocks."""
+"""Assumed upper bound of the probability that a draft is right."""
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What came of drafts so far: samples that had some, all their drafts, and how many of these were right, by their
-    place behind the sample."""
+    """Results of drafts so far: samples that had drafts, all their drafts, and the number of right drafts by their
+    place after the sample."""
 
     num_samples: int = 0
     num_drafts: int = 0
     right_at: list[int] = field(default_factory=list[int])
 
     def add(self, num_right: Array, num_drafts: Array, num_passes: int) -> None:
-        """A step verified so many drafts of its samples. Of a step in which the model ran several times, each time
-        counts as if it had as many right ones."""
+        """Counts a step's verified drafts, by sample. If the model ran several times in the step, each run counts an
+        equal part of the right drafts."""
         self.num_samples += int(np.count_nonzero(num_drafts))
         self.num_drafts += int(num_drafts.sum())
         longest = -(-int(num_right.max()) // num_passes)
@@ -40,8 +40,8 @@ class DraftBudget:
     """The drafts that rows may have in the next step.
 
     Args:
-        max_drafts: of one row, each time the model runs.
-        fixed_tokens: what a step costs beside its tokens, in tokens.
+        max_drafts: maximum drafts of one row, each time the model runs.
+        fixed_tokens: fixed cost of a step, without its tokens, as a number of tokens.
     """
 
     def __init__(self, max_num_rows: int, max_drafts: int, fixed_tokens: int) -> None:
@@ -50,20 +50,20 @@ class DraftBudget:
         self._had_some = np.ones(max_num_rows, np.bool_)
 
     def enter(self, row: int) -> None:
-        """Another sequence has the row."""
+        """Another sequence occupies the row."""
         self._had_some[row] = True
 
     def of(self, rows: Array, max_passes: int) -> Array:
-        """How many drafts each of these rows may have, which decode in one step. int64[n]. One that had none lately is
-        not expected to have some each time."""
+        """The number of drafts that each of these rows may have if all decode in one step. int64[n]. A row that had
+        none in its last step gets drafts for one run of the model only."""
         if len(rows) > _MAX_PROBABILITY * (self._fixed_tokens + len(rows)):
             return np.zeros(len(rows), np.int64)
         return self._max_drafts * np.where(self._had_some[rows], max_passes, 1)
 
     def had_some(self, rows: Array) -> Array:
-        """Which of these rows had drafts in their last step, or have none behind them. bool[n]."""
+        """Which of these rows had drafts in their last step, or have had no step yet. bool[n]."""
         return self._had_some[rows]
 
     def answered(self, rows: Array, num_drafts: Array) -> None:
-        """So many drafts of these rows were verified."""
+        """Records the number of verified drafts of each of these rows."""
         self._had_some[rows] = num_drafts > 0

@@ -1,8 +1,9 @@
-"""Finds the request whose steps the worker refuses, or dies or hangs in, and the constraint or adapter that it dies of
-while it prepares it, so that only that request fails, or those that need it.
+"""Finds the request, constraint or adapter that makes workers fail: a request whose steps the worker refuses, dies in
+or hangs in, or a constraint or adapter that it dies of while it prepares it. Then only that request fails, or the
+requests that need the constraint or adapter.
 
-`Trials` decides only: the scheduler runs, requeues and fails groups as it says, and `preparation` prepares suspects
-alone.
+`Trials` only decides: the scheduler runs, requeues and fails groups as it says, and `preparation` prepares each suspect
+by itself.
 """
 
 import math
@@ -16,27 +17,27 @@ from scheduler_svc.core.request import Need, RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 
 LOSSES_BEFORE_TRIALS = 3
-"""After so many losses in a row while a request ran, between which it got no token, those that ran at the last one are
-tried. A single loss says little: somebody may have killed the worker, or another request may be at fault."""
+"""Number of losses in a row, while a request runs and gets no token between them, after which the requests that ran at
+the last loss are tried. One loss proves little: an operator may have killed the worker, or another request did."""
 
 LOSSES_ON_TRIAL = 3
-"""After so many further losses, all at the same step of the request and while it runs alone, it is at fault."""
+"""Number of further losses, all at the same step of the request while only it runs, that prove it at fault."""
 
 _MAX_NEEDS = 64
-"""Losses are counted for so many constraints and adapters."""
+"""Maximum number of constraints and adapters whose losses are counted."""
 
 _STEPS_TO_PASS = 3
-"""The refused step, planned again as the last chunk of a prefill, and decodes after it."""
+"""Steps that a suspect must pass: the refused step, planned again as the last chunk of a prefill, and later decodes."""
 
 _MAX_ONE_BY_ONE = 16
-"""More suspects than these are tried in cohorts first. ADR 0024 has why not fewer, and why cohorts are not halved."""
+"""If there are more suspects, cohorts are tried first. ADR 0024 has why not fewer, and why cohorts are not halved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a request was when the worker was lost: the tokens that it had, and those of them that were computed with
-    the step in flight. A request that runs alone takes the same steps after each attachment, so a worker that dies of
-    one of them, such as the third chunk of a prompt, dies at the same place again."""
+    """A request's position when the worker was lost: its tokens, and how many of them were computed, including the step
+    in flight. A request that runs by itself takes the same steps after each attachment, so a worker that dies of one of
+    them, such as the third chunk of a prompt, dies at the same position again."""
 
     num_tokens: int
     num_computed: int
@@ -50,8 +51,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """How often in a row the worker was lost while a request ran that got no token in between, the last time at
-    `progress`. At the last `num_alone` of them it ran alone, and was at the same place each time."""
+    """Number of times in a row that the worker was lost while a request ran and got no token in between, the last time
+    at `progress`. At the last `num_alone` losses only this request ran, at the same position each time."""
 
     progress: Progress
     num: int = 1
@@ -67,7 +68,7 @@ class Losses:
 
     @classmethod
     def after(cls, before: "Losses | None", progress: Progress, *, alone: bool) -> "Losses":
-        """With one more. A request that got a token since the one before starts anew."""
+        """The losses with one more. The count starts anew if the request got a token since the last loss."""
         if before is None or before.progress.num_tokens != progress.num_tokens:
             return cls(progress, num_alone=int(alone))
         num_alone = before.num_alone if before.progress == progress else 0
@@ -76,9 +77,9 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """One loss of the worker with steps in flight or something to prepare: how far each request was that had a step in
-    flight, what was prepared, and whether a step was answered since the worker was attached. `detail` says what was
-    wrong with the worker, if that is known."""
+    """One loss of the worker while steps were in flight or something was prepared: the progress of each request with a
+    step in flight, the needs being prepared, and whether a step was answered since the worker was attached. `detail`
+    says what was wrong with the worker, if that is known."""
 
     progress: dict[RequestKey, Progress]
     needs: Sequence[Need]
@@ -88,8 +89,8 @@ class _Loss:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A request that is at fault and still live, or a constraint or an adapter; the losses of the worker that prove it,
-    and what is known of the last one."""
+    """A live request, a constraint or an adapter that is at fault, the losses of the worker that prove it, and the
+    known detail of the last loss."""
 
     suspect: RequestKey | Need
     losses: Losses
@@ -97,28 +98,29 @@ class Fault:
 
 
 class Trials:
-    """Runs suspects apart from all others. A refused step does not say which row is the reason, a lost worker not even
-    whether a step is; and after an attachment the next steps have the same rows, so it could happen for ever.
+    """Runs suspects apart from all other groups. A refused step does not say which row is the reason, and a lost worker
+    does not even say whether a step is. The next steps after an attachment have the same rows, so without trials the
+    failure could repeat forever.
 
-    All groups that ran when a step was refused are suspects. While there are any, no other group is admitted, and they
-    run in cohorts: each alone if they are few, else about as many together as there are cohorts. A cohort runs with
-    one step in flight until its groups have ended or passed. If a step of several is refused again, each of those
-    runs alone, and if one alone has a step refused, it is at fault. No group fails for one refusal, and none that
-    can run alone fails at all. A group that passes got tokens, so that even groups that are refused only together come
-    to their ends.
+    All groups that ran when a step was refused are suspects. While there are suspects, no other group is admitted, and
+    the suspects run in cohorts: one group each if there are few suspects, else about the square root of their number. A
+    cohort runs with one step in flight until its groups have ended or passed. If a step of several groups is refused
+    again, each of them is tried by itself; a group is at fault if it has a step refused while it runs by itself. No
+    group fails for one refusal, and no group that can run by itself fails at all. A group that passes got tokens, so
+    even groups that are refused only together reach their ends.
 
-    Losses of the worker are counted for each group that ran, anew when it gets a token. Enough of them for one group
-    count as a refusal: all that ran are suspects. One further loss takes a cohort apart, and enough of them while a
-    suspect runs alone count as the refusal that proves its fault. Kills by others fail no group that gets tokens
-    between them: all that they do to a cohort is that its groups are tried alone.
+    Losses of the worker are counted for each group that ran, and start anew when it gets a token. Enough losses of one
+    group count as a refusal: all groups that ran are suspects. One further loss splits a cohort, and enough losses
+    while only one suspect runs count as the refusal that proves its fault. Kills from outside fail no group that gets
+    tokens between them: at most they split a cohort.
 
-    In the same way losses are counted for each constraint and each adapter that was prepared then, anew when it is
-    prepared. After enough of them it is prepared alone, and enough of these prove its fault. They are not forgotten
-    then: each request that needs it later costs at most one more loss.
+    Losses are counted in the same way for each constraint and adapter that was being prepared, and start anew when it
+    is prepared. After enough losses it is prepared by itself, and enough of these losses prove its fault. They are not
+    forgotten then: each later request that needs it costs at most one more loss.
     """
 
     def __init__(self) -> None:
-        # Each with the number of the cohort in which it is tried, the highest first.
+        # The number of the cohort in which each suspect is tried. The highest cohort is tried first.
         self._suspects: dict[RequestKey, int] = {}
         # Answered steps in which a suspect sampled, since the last refusal or loss.
         self._num_answered: Counter[RequestKey] = Counter()
@@ -133,8 +135,7 @@ class Trials:
         return bool(self._suspects)
 
     def refused(self, running: GroupQueue) -> SequenceGroup | None:
-        """The oldest step in flight was refused. Returns the group at fault, which still runs; None if it may be any
-        of several."""
+        """The oldest step in flight was refused. Returns the group at fault, which still runs; None if unknown."""
         groups = list(running)
         if not self._suspects:
             self._suspect([group.request.key for group in groups])
@@ -142,36 +143,36 @@ class Trials:
         if len(groups) > 1:
             self._take_apart(group.request.key for group in groups)
             return None
-        # The one on trial, if it was not aborted meanwhile.
+        # The group on trial, if it was not aborted meanwhile.
         return groups[0] if groups else None
 
     @property
     def counted_needs(self) -> Collection[Need]:
-        """What the worker was lost for and has not prepared since."""
+        """Needs during whose preparation the worker was lost, and that it has not prepared since."""
         return self._need_losses.keys()
 
     def is_suspect(self, need: Need) -> bool:
-        """Whether the worker may be lost for preparing this, so that it is prepared alone."""
+        """Whether the need is prepared by itself, since its preparation may cause losses of the worker."""
         losses = self._need_losses.get(need)
         return losses is not None and losses.suffice_for_trials
 
     def prepared(self, need: Need) -> None:
-        """The worker has prepared it, or said that it cannot."""
+        """The worker has prepared the need, or reported that it cannot."""
         self._need_losses.pop(need, None)
 
     def lost(
         self, running: Iterable[SequenceGroup], needs: Sequence[Need], table: RowTable, detail: str | None
     ) -> None:
-        """The worker was lost with steps of these in flight, or while it prepared something, and did not say why.
-        `attached` judges it."""
+        """The worker was lost for an unknown reason while steps of these groups were in flight, or while it prepared
+        these needs. `attached` judges the loss."""
         progress = {group.request.key: Progress.of(group, table) for group in running}
         self._loss = _Loss(progress, needs, self._has_answered, detail)
 
     def attached(self, is_live: Callable[[RequestKey], bool], *, was_alive: bool) -> Fault | None:
-        """A worker is attached again. `was_alive` if it is the one that was lost and nothing was wrong with it, so
-        that only the link to it broke: that counts against a step only if none was answered over that link.
+        """A worker is attached again. `was_alive` if it is the worker that was lost and nothing was wrong with it, so
+        that only the link to it broke: such a loss counts only if no step was answered over that link.
 
-        Returns what is at fault, if that is known.
+        Returns the fault, if it is known.
         """
         loss, self._loss, self._has_answered = self._loss, None, False
         # Suspects are computed again from the start.
@@ -194,10 +195,10 @@ class Trials:
         return None
 
     def _judge_needs(self, loss: _Loss) -> Fault | None:
-        """Counts a loss for what was prepared. Returns it where it is at fault."""
+        """Counts a loss for the needs that were being prepared. Returns the need that is at fault, if any."""
         alone = len(loss.needs) == 1 and not loss.progress
         for need in loss.needs:
-            # All is lost at the same place.
+            # A preparation has no progress: all its losses are at the same position.
             counted = Losses.after(self._need_losses.pop(need, None), Progress(0, 0), alone=alone)
             # The newest are last.
             self._need_losses[need] = counted
@@ -208,7 +209,7 @@ class Trials:
         return None
 
     def ended(self, key: RequestKey) -> None:
-        """A request is over: forgets what was counted of it."""
+        """A request ended: forgets its counts."""
         self._losses.pop(key, None)
         self._num_answered.pop(key, None)
 
@@ -227,8 +228,8 @@ class Trials:
         return passed if self._suspects else []
 
     def next_of(self, waiting: GroupQueue, running: GroupQueue) -> SequenceGroup | None:
-        """The suspect that is tried next, beside those of its cohort; None while others run or none of its cohort
-        waits."""
+        """The suspect that is tried next, together with its cohort. None if groups outside the cohort run, or if no
+        suspect of the cohort waits."""
         if not self.are_together(group.request.key for group in running):
             return None
         current = max(self._suspects.values())
@@ -237,16 +238,16 @@ class Trials:
         return None if key is None else waiting.get(key)
 
     def are_together(self, keys: Iterable[RequestKey]) -> bool:
-        """Whether these may run at the same time: while there are suspects, only those of the cohort on trial."""
+        """Whether these may run at the same time: while there are suspects, only groups of the cohort on trial may."""
         return not self._suspects or {self._suspects.get(key) for key in keys} <= {max(self._suspects.values())}
 
     def _suspect(self, keys: list[RequestKey]) -> None:
-        """The trials of all these begin, in their order."""
+        """Begins the trials of all these, in their order."""
         size = 1 if len(keys) <= _MAX_ONE_BY_ONE else math.isqrt(len(keys))
         self._suspects = {key: -(place // size) for place, key in enumerate(keys)}
 
     def _take_apart(self, keys: Iterable[RequestKey]) -> None:
-        """One of these is at fault, or all of them together: each is tried alone, before all others."""
+        """One of these is at fault, or all of them together: each is tried by itself, before all others."""
         suspects = [key for key in keys if key in self._suspects]
         first = max(self._suspects.values()) + len(suspects)
         self._suspects |= {key: first - place for place, key in enumerate(suspects)}

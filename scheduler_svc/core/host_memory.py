@@ -1,12 +1,11 @@
-"""Host memory below the pool: what it holds, and the copies that the next step makes between both.
+"""Host memory below the pool: its blocks, and the copies that the next step makes between it and the pool.
 
-Groups that were swapped out have blocks here. If the workers say so, blocks that the pool hands out for other content
-are copied here before, and found here by their hashes until others need the room, least recently used first. Both are
-blocks of one `BlockPool`: a sealed block of a group that is swapped can be hit, and a block that is here already is not
-copied again.
+Swapped groups have their blocks here. If the workers support it, blocks that the pool evicts are first copied here and
+found here by their hashes until others need the room, least recently used first. Both kinds are blocks of one
+`BlockPool`: a sealed block of a swapped group can be hit, and a block that is here already is not copied again.
 
-A step copies to the host before it copies from there, and both before it writes anything else. So a block that the next
-step copies to the pool is held until that step is finished: nothing may be copied to its place before.
+A step first copies blocks to the host, then from the host, and then writes other blocks. So a block that the next step
+copies to the pool is held until that step is planned: nothing may be copied to its place before.
 """
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
@@ -18,9 +17,9 @@ class HostMemory:
     """The blocks of the host.
 
     Attributes:
-        caches: Whether it keeps blocks that the pool evicts. Without that it is for groups that are swapped.
-        log: What is told which blocks come and leave; None if nobody asks.
-        counts: Counts the blocks that were evicted and copied here, and those that were hit here.
+        caches: Whether it also keeps blocks that the pool evicts. Otherwise it holds only swapped groups.
+        log: Records which blocks come and leave; None if no process reads it.
+        counts: Counts blocks that were evicted and copied here, and blocks that were hit here.
     """
 
     def __init__(self, num_blocks: int, counts: MoveCounts, *, caches: bool = False) -> None:
@@ -28,7 +27,7 @@ class HostMemory:
         self.caches = caches and num_blocks > 0
         self.log: CacheLog | None = None
         self.counts = counts
-        # Pool block by host block, and the other way round.
+        # Pool block by host block, and host block by pool block.
         self._out: dict[BlockId, BlockId] = {}
         self._in: dict[BlockId, BlockId] = {}
 
@@ -50,14 +49,14 @@ class HostMemory:
         return next(iter(self.pool.hits((content,))), None)
 
     def save(self, block: BlockId, content: BlockHash | None) -> BlockId:
-        """Copies a block of the pool, whose content is final where it is sealed, unless that is here. Returns the host
-        block, with a reference. Raises OutOfBlocksError."""
+        """Copies a block of the pool, unless its content is here already. The content of a sealed block is final.
+        Returns the host block, with a reference. Raises OutOfBlocksError."""
         name = content if self.caches else None
         if name is not None and (known := self.find(name)) is not None:
             self.pool.touch((known,))
             return known
         (host,) = self.pool.allocate(1, self._forgotten)
-        # A host block that was freed since it was to be written, before any plan, gets this content instead.
+        # The host block may have a planned copy and have been freed since, before any plan: this content replaces it.
         self._out[host] = block
         if name is not None:
             self.pool.seal(host, name)
@@ -66,33 +65,33 @@ class HostMemory:
         return host
 
     def evicted(self, block: BlockId, content: BlockHash) -> None:
-        """A sealed block of the pool is handed out, and will be written by the next step or later. It stays here as the
-        one that was used last."""
+        """A sealed block of the pool was handed out; the next step or a later one writes it. Its content stays here as
+        the most recently used."""
         if self.pool.num_free or content in self:
             num_out = len(self._out)
             self.pool.free((self.save(block, content),))
             self.counts.to_host += len(self._out) - num_out
 
     def load(self, host: BlockId, block: BlockId) -> None:
-        """Copies a block to the pool. It may be freed here from now on."""
+        """Copies a block to the pool. The caller may free the host block from now on."""
         self.pool.touch((host,))
         self._in[block] = host
 
     def take_copies(self) -> tuple[list[tuple[BlockId, BlockId]], list[tuple[BlockId, BlockId]]]:
-        """The copies of a step that is finished: pairs (pool block, host block), and pairs the other way round."""
+        """The copies of a finished step: pairs (pool block, host block), and pairs (host block, pool block)."""
         if not self.has_copies:
             return [], []
         copies = (
             [(block, host) for host, block in self._out.items()],
             [(host, block) for block, host in self._in.items()],
         )
-        # The first ones of a prefix are used last.
+        # The first blocks of a prefix count as the most recently used.
         self.pool.free(self.loading)
         self._out, self._in = {}, {}
         return copies
 
     def forget_cached(self) -> None:
-        """Forgets what no group holds."""
+        """Forgets the blocks that no group holds."""
         self.pool.free(self.pool.allocate(self.pool.num_free, self._forgotten))
 
     def _forgotten(self, _: BlockId, content: BlockHash) -> None:

@@ -1,5 +1,5 @@
-"""Invariants that hold between any two operations of the scheduler. Tests call `check` after each, and so does a replay
-of a recording: a message is made only of what does not hold."""
+"""Invariants that hold between any two operations of the scheduler. Tests call `check` after each operation, and so
+does a replay of a recording. A message is built only for a violation."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class InvariantViolationError(AssertionError):
 
 
 def check(scheduler: Scheduler) -> None:
-    """Raises InvariantViolationError that names what does not hold."""
+    """Raises InvariantViolationError, which names the first violation."""
     # Sequences that ended hold their blocks until these are reclaimed, though others of their group go on.
     running = [sequence for group in scheduler.running for sequence in group.unfinished]
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
@@ -50,7 +50,7 @@ def check(scheduler: Scheduler) -> None:
     _check_order(scheduler)
     _check_beams(scheduler)
     if not scheduler.trials.are_together(group.request.key for group in scheduler.running):
-        raise InvariantViolationError("a suspect runs beside others than its cohort")
+        raise InvariantViolationError("a suspect runs together with groups outside its cohort")
 
 
 def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
@@ -78,7 +78,7 @@ def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
 def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: BlockPool) -> None:
     size = scheduler.config.block_size
     for sequence in sequences:
-        # Computed here anew: those that the sequence keeps are what is checked.
+        # Hashes are computed anew here: the hashes that the sequence keeps are under test.
         table = sequence.block_table[: sequence.num_tokens // size]
         true = _true_hashes(sequence.request.cache_root, pack(sequence.token_ids[: len(table) * size]), 4 * size)
         for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
@@ -88,13 +88,12 @@ def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: BlockPoo
 
 @lru_cache(maxsize=256)
 def _true_hashes(root: BlockHash, packed: bytes, block_bytes: int) -> tuple[BlockHash, ...]:
-    """`hash_chain`, which depends on nothing but its arguments: from one operation to the next few sequences fill a
-    block."""
+    """`hash_chain`, cached: between two operations few sequences fill a block."""
     return tuple(hash_chain(root, packed, block_bytes))
 
 
 def _check_sizes(scheduler: Scheduler) -> None:
-    """No group holds, or would take to continue, more blocks than it was admitted with: alone it always runs."""
+    """No group holds, or would take to continue, more blocks than its request's maximum, so it can run by itself."""
     blocks, size = scheduler.batch.blocks, scheduler.config.block_size
     for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
         for group in queue:
@@ -110,7 +109,7 @@ def _check_sizes(scheduler: Scheduler) -> None:
 
 
 def _check_found(scheduler: Scheduler) -> None:
-    """What is remembered of the prefix cache is there."""
+    """Blocks that are remembered as cached are in the prefix cache."""
     blocks = scheduler.batch.blocks
     for group in chain(scheduler.waiting, scheduler.swapped):
         for sequence in group.computing:
@@ -210,7 +209,7 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
         if computed > slots:
             raise InvariantViolationError(f"{name}: {computed} computed tokens in {slots} slots")
         unused = slots - max(computed, sequence.num_tokens)
-        # Those of drafts that were wrong are left, of as many steps as were in flight.
+        # Slots of wrong drafts are left, at most of all steps that were in flight.
         growth = (1 + scheduler.config.max_drafts) * scheduler.config.max_passes
         if unused >= size + _MAX_STEPS_IN_FLIGHT * growth:
             raise InvariantViolationError(f"{name}: {unused} slots are reserved ahead of need")
@@ -240,7 +239,7 @@ def _check_underway(scheduler: Scheduler) -> None:
 
 
 def _check_held(scheduler: Scheduler) -> None:
-    """Nobody is held who would never be released."""
+    """No group is held that would never be released."""
     waiting, swapped, preparations = scheduler.waiting, scheduler.swapped, scheduler.preparations
     for group in waiting.held_few(len(waiting)):
         key = group.request.key
@@ -253,16 +252,16 @@ def _check_held(scheduler: Scheduler) -> None:
 
 
 def _check_preparations(scheduler: Scheduler) -> None:
-    """What may be deadly is prepared alone, and what is prepared is not deadly."""
+    """A suspect need is prepared by itself, and a prepared need has no counted losses."""
     preparations, trials = scheduler.preparations, scheduler.trials
     if preparations.has_suspect_underway and (scheduler.in_flight or preparations.num_underway > 1):
-        raise InvariantViolationError("a suspect is prepared beside steps or something else")
+        raise InvariantViolationError("a suspect is prepared together with steps or other needs")
     if ready := [need for need in trials.counted_needs if preparations.is_ready(need)]:
         raise InvariantViolationError(f"{ready} are prepared, and losses count for them")
 
 
 def _check_adapters(scheduler: Scheduler) -> None:
-    """Each row has its adapter in a slot, whose users are counted; and a slot is loaded while somebody waits for it."""
+    """Each row has its adapter in a slot, whose users are counted, and each slot that is loading is awaited."""
     requests = [each.request for each in scheduler.batch.rows.sequences if each is not None]
     users = Counter(each.adapter for each in requests if each.adapter is not None)
     counted = scheduler.batch.adapters.num_rows()
@@ -283,7 +282,7 @@ def _check_order(scheduler: Scheduler) -> None:
 
 
 def _check_beams(scheduler: Scheduler) -> None:
-    """A search keeps log probabilities of as many texts as it may end with."""
+    """A search keeps log probabilities of no more texts than it may end with."""
     for group in scheduler.groups():
         if group.beams is not None and len(group.beams.logprobs) > group.request.num_sequences:
             name = group.request.request_id

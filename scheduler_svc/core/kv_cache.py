@@ -1,5 +1,4 @@
-"""Who holds which blocks: block tables, the prefix cache, swapping, and blocks that are being computed (the paper's
-sections 4.2 to 4.5).
+"""Block tables, the prefix cache, swapping, and blocks that are being computed (the paper's sections 4.2 to 4.5).
 
 This is bookkeeping only; workers move tensors before they run the step whose plan names the pairs.
 """
@@ -22,17 +21,17 @@ from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
 _HASHES_AT_FIRST = 16
-"""Blocks at the start of a sequence that are hashed to look for them; more if all of these are cached."""
+"""Blocks at the start of a sequence that are hashed for the first lookup; more if all of these are cached."""
 
 _MAX_HASHES_AT_ARRIVAL = 5000
-"""Blocks of a sequence that are hashed when it arrives; those behind them when it is admitted. Bounds both calls."""
+"""Blocks of a sequence that are hashed when it arrives; later ones when it is admitted. Bounds both calls."""
 
 _MAX_RECLAIMED, _MAX_RECLAIMED_BLOCKS = 256, 4096
-"""Finished sequences, and blocks of them, that one call frees: all rows may end in one step."""
+"""Finished sequences, and blocks of them, that one call frees at most: all rows may end in one step."""
 
 
 class BlockManager:
-    """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
+    """Allocates blocks to sequences as their tokens come, never earlier, and lets them share cached blocks.
 
     `watermark` is the share of the pool that admission leaves free, so that a newly admitted sequence is not preempted
     at once for want of a block.
@@ -42,12 +41,12 @@ class BlockManager:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.host = HostMemory(0, MoveCounts())
-        """What the pool evicts goes there."""
+        """Keeps blocks that the pool evicts."""
         self._watermark_blocks = math.ceil(watermark * num_blocks)
         self._retired: deque[Sequence] = deque()
         self._num_versions = 0
         self.num_looked_up = 0
-        """Blocks that were found here or on the host so far, each of which may have cost a hash."""
+        """Blocks that were found here or on the host so far. Each may have cost a hash."""
         self.sealed_by_step: list[tuple[BlockId, BlockHash]] = []
         """Blocks that the next step copies from the host."""
 
@@ -61,17 +60,17 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
-        """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and no fewer
-        than the watermark, unless it would run `alone`: then they protect no other group."""
+        """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and at least
+        the watermark, unless it would run `alone`: then they protect no other group."""
         return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
 
     def missing(self, num_blocks: int, *, reserve: int) -> int:
-        """How many blocks more must be free before such a group may start beside others."""
+        """Blocks that must become free before such a group may start in addition to others."""
         return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
 
     def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Gives sequences without blocks those for all their tokens. Returns for each how many tokens it need not
-        compute: they are cached, or one of the sequences before it computes them.
+        """Gives sequences without blocks the blocks for all their tokens. Returns for each sequence the number of
+        tokens that it need not compute: they are cached, or a sequence before it computes them.
 
         Raises OutOfBlocksError.
         """
@@ -95,13 +94,13 @@ class BlockManager:
         return len(shared) * self.block_size
 
     def take(self, count: int) -> list[BlockId]:
-        """Takes blocks that the next step writes, or a later one. What could be hit in them stays on the host. Raises
+        """Takes blocks that the next step, or a later one, writes. Cached content in them is kept on the host. Raises
         OutOfBlocksError."""
         return self.pool.allocate(count, self.host.evicted if self.host.caches else None)
 
     def _from_host(self, sequence: Sequence, start: int) -> list[BlockId]:
         """The blocks of a sequence behind the first `start` that the host has, in blocks of the pool that the next step
-        fills. Ends before the first block that is in neither, and takes those between that the pool has."""
+        fills. Includes blocks between them that the pool has, and ends before the first block that is in neither."""
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
         sealed: list[tuple[BlockId, BlockHash]] = []
@@ -129,9 +128,9 @@ class BlockManager:
         return [block for block in blocks if block is not None]
 
     def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
-        """The blocks at the start of a sequence that it takes from those `before` it, or else from the cache. Those
-        before it come first: one that may take few cached blocks has its own of the same content, and nobody holds the
-        cached ones then."""
+        """The blocks at the start of a sequence that it takes from the sequences `before` it, or else from the cache.
+        The former win: a sequence that may take few cached blocks has its own blocks of the same content, and the
+        cached ones have no holder then."""
         cached = self.cached_start(sequence).blocks
         shared: list[BlockId] = []
         for index, content in enumerate(self._shareable(sequence)):
@@ -144,8 +143,8 @@ class BlockManager:
         return shared
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free blocks that `allocate` takes, cached ones included. Follows from the sequences and what `versions` names
-        of the cache."""
+        """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
+        the cache that `versions` names."""
         if len(sequences) == 1:
             start = self.cached_start(sequences[0])
             return self.blocks_for(sequences[0].num_tokens) - len(start.blocks) + start.num_free
@@ -171,8 +170,8 @@ class BlockManager:
         child.block_table = list(parent.block_table)
 
     def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:
-        """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None
-        if the sequence holds it alone and writes in place. Raises OutOfBlocksError."""
+        """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None if
+        no other sequence holds the block: then it is written in place. Raises OutOfBlocksError."""
         shared = sequence.block_table[index]
         if self.pool.ref_count(shared) == 1:
             return None
@@ -188,8 +187,8 @@ class BlockManager:
         return block
 
     def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
-        """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns those that can
-        be hit from now on."""
+        """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns the blocks that
+        became available for hits."""
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         pairs = zip(sequence.block_table[first:end], hashes, strict=True)
         sealed = [(block, content) for block, content in pairs if self.pool.seal(block, content)]
@@ -199,8 +198,8 @@ class BlockManager:
     def tell(
         self, sequence: Sequence, first: int, end: int, sealed: SequenceOf[tuple[BlockId, BlockHash]] = ()
     ) -> None:
-        """The sequence has full blocks with logical indices from `first` to before `end`, of which `sealed` are new in
-        the cache. The log is told what these hold, and those whose tokens it does not know."""
+        """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
+        `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
         log = self.pool.log
         if log is None or not (sealed or log.has_unread):
             return
@@ -212,7 +211,7 @@ class BlockManager:
                 log.read(content, self._cached_tokens(sequence, index))
 
     def _cached_tokens(self, sequence: Sequence, index: int) -> CachedTokens:
-        """What the sequence's block with this logical index holds."""
+        """The content of the sequence's block with this logical index."""
         parent = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)[0] if index else None
         start = index * self.block_size
         token_ids = sequence.token_ids[start : start + self.block_size]
@@ -223,8 +222,8 @@ class BlockManager:
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
     ) -> tuple[list[BlockId], list[BlockHash]]:
-        """The cached blocks of sequences that wait, and the names of those that they may take from others and that
-        neither pool nor host have, each once. With a tier, up to the first that it does not have, either."""
+        """The cached blocks of waiting sequences, and the hashes, each once, of the blocks that they may take from
+        others and that neither pool nor host have. With a tier, up to the first block that it does not have either."""
         cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
         for sequence in sequences:
             start = self.cached_start(sequence).blocks
@@ -242,8 +241,8 @@ class BlockManager:
         return list(cached), list(missing)
 
     def allocate_beside(self, cached: list[BlockId], count: int) -> list[BlockId]:
-        """Takes so many free blocks, which workers may write before the next step, and holds the cached ones beside
-        them. What could be hit in the free ones is lost. Raises OutOfBlocksError."""
+        """Takes `count` free blocks, which workers may write before the next step, and adds references to the cached
+        ones. Cached content of the free blocks is lost. Raises OutOfBlocksError."""
         self.pool.touch(cached)
         try:
             return self.pool.allocate(count)
@@ -252,7 +251,7 @@ class BlockManager:
             raise
 
     def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        """Names held blocks whose content came from elsewhere."""
+        """Seals held blocks whose content came from elsewhere."""
         for block, content in moved:
             if self.pool.seal(block, content) and self.pool.log is not None:
                 self.pool.log.restored(content)
@@ -262,19 +261,19 @@ class BlockManager:
         return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
 
     def free(self, *sequences: Sequence) -> None:
-        """Takes all blocks of the sequences back, of one after the other."""
+        """Frees all blocks of the sequences, one sequence after the other."""
         self.pool.free(*(sequence.block_table for sequence in sequences))
         for sequence in sequences:
             sequence.block_table = []
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
-        """`free` for finished sequences, of which many may come at once: frees some now, the others in `reclaim`."""
+        """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
         self._retired.extend(sequences)
         self.reclaim()
 
     def reclaim(self) -> bool:
-        """Frees the blocks of some retired sequences, oldest first: of at least one, and only as many as a short call
-        can. Returns whether there were any."""
+        """Frees the blocks of some retired sequences, oldest first: at least one sequence, and no more than a short
+        call can free. Returns whether there were any."""
         sequences: list[Sequence] = []
         num_blocks = 0
         while self._retired and num_blocks < _MAX_RECLAIMED_BLOCKS and len(sequences) < _MAX_RECLAIMED:
@@ -299,8 +298,8 @@ class BlockManager:
         return [sequence.block_table for sequence in self._retired]
 
     def cached_start(self, sequence: Sequence, max_blocks: int = sys.maxsize) -> CachedStart:
-        """The cached blocks that hold the start of a sequence that waits or is swapped, of its first `max_blocks` or
-        more. Hashes little further than there are. What was found before is looked at again only where it changed."""
+        """The cached blocks at the start of a waiting or swapped sequence, looked up to `max_blocks` or further. Hashes
+        only few blocks beyond the cached ones. Earlier results are looked up again only if they changed."""
         start = sequence.cached_start
         if start is None or not self.pool.is_current(start):
             start = sequence.cached_start = CachedStart(self.pool, self._next_version())
@@ -322,17 +321,17 @@ class BlockManager:
         return self._num_versions
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """What `blocks_to_allocate`, and `blocks_needed` of a swap in, follow from besides the sequences."""
+        """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Cached blocks at the start of a sequence that waits, looked for among its first _MAX_HASHES_AT_ARRIVAL. The
-        call at its arrival hashes these, so that the step that admits it need not."""
+        """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL. The call at its
+        arrival hashes these, so that the step that admits it need not."""
         return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
-        """How many blocks at the start of the sequence are cached, and the hashes of at most `count` blocks after
-        those, as far as the sequence may take them from others."""
+        """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
+        them that the sequence may take from others."""
         start = len(self.cached_start(sequence).blocks)
         end = min(start + count, self.num_shareable(sequence))
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
@@ -351,16 +350,16 @@ class BlockManager:
 
 
 class VictimTables:
-    """Counts the blocks that become free if block tables are freed one after the other. `taken` blocks do not."""
+    """Counts the blocks that become free if block tables are freed in turn. `taken` blocks do not become free."""
 
     def __init__(self, pool: BlockPool, taken: Iterable[BlockId]) -> None:
         self._pool = pool
         self._taken = set(taken)
         self._num_freed: Counter[BlockId] = Counter()
-        """How many of its holders were freed, of each block that had several."""
+        """For each block with several holders, the number of its holders that were freed."""
 
     def free(self, table: SequenceOf[BlockId]) -> int:
-        """Blocks that this table frees, after those before it."""
+        """Blocks that become free with this table, after the earlier ones."""
         pool = self._pool
         freed = alone = pool.num_held_alone(table)
         if self._taken:
@@ -408,8 +407,8 @@ class SwapSpace:
             sequence.block_table = [host_of[block] for block in kept]
 
     def blocks_needed(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free blocks of the GPU pool that `swap_in` takes, cached ones included, and that the sequences then copy
-        before they write again."""
+        """Free blocks of the GPU pool that `swap_in` takes, including cached ones, plus the blocks that the sequences
+        then copy before they write again."""
         returns = [self._return(sequence) for sequence in sequences]
         free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
         taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
@@ -438,12 +437,12 @@ class SwapSpace:
         return [(self._num_computed(each, sequence), len(each.hits)) for each, sequence in pairs]
 
     def free(self, sequence: Sequence) -> None:
-        """Takes the host blocks of a sequence back."""
+        """Frees the host blocks of a sequence."""
         self.pool.free(sequence.block_table)
         sequence.block_table = []
 
     def _num_copies(self, returns: SequenceOf[_Return], sequences: SequenceOf[Sequence]) -> int:
-        """All writers of a shared block copy it but its last holder."""
+        """Copies that the writers of shared blocks make: the last holder of each writes in place."""
         holders = Counter(block for each in returns for block in each.from_host)
         writers: Counter[BlockId] = Counter()
         for each, sequence in zip(returns, sequences, strict=True):
@@ -468,12 +467,12 @@ def _distinct(tables: Iterable[SequenceOf[BlockId]]) -> set[BlockId]:
 
 
 _MIN_TOKENS, _MIN_SHARE = 256, 1 / 8
-"""Blocks are worth waiting for if they have so many tokens, or so much of a step's token budget: fewer are computed
-sooner than the results of the steps in flight come back. ADR 0022 has what it saves."""
+"""Minimum tokens, or share of a step's token budget, in blocks that are worth waiting for. Fewer tokens are computed
+sooner than the results of the steps in flight come back. ADR 0022 has the savings."""
 
 _STEPS_AHEAD = 2
-"""Of a long prompt only the blocks of so many full steps behind the last sealed one are known here: each costs a hash,
-and hashes are computed as the prompt is, not all at once."""
+"""Number of full steps after the last sealed block for which a long prompt's blocks are underway. Each block costs a
+hash, and hashes are computed along with the prompt, not all at once."""
 
 
 class BlocksUnderway:
@@ -482,20 +481,20 @@ class BlocksUnderway:
     A block is underway from the moment that a row enters the batch to compute it until it is sealed or the row is
     released. A request whose next blocks are underway is held back (see `admission`) until the row sealed the last one
     that both share; then it takes them from the prefix cache. It never waits for a block that cannot come: a row that
-    is released for any reason releases all that wait for it, and so does one that computed something that is not
-    finite.
+    is released for any reason releases all requests that wait for it, and so does a row that computed a value that is
+    not finite.
 
     Each block counts for the first row that began it.
     """
 
     def __init__(self, block_size: int, token_budget: int) -> None:
         self.window = max(1, _STEPS_AHEAD * token_budget // block_size)
-        """The most blocks behind its last sealed one that a row has here."""
+        """The maximum number of a row's blocks, after its last sealed one, that are underway."""
         self.min_run = max(1, min(_MIN_TOKENS, int(_MIN_SHARE * token_budget)) // block_size)
-        """So many blocks are worth waiting for."""
+        """Minimum number of blocks that are worth waiting for."""
         self._row_of: dict[BlockHash, int] = {}
         self._of_row: dict[int, dict[BlockHash, None]] = {}
-        # Heaps of requests that wait for a row, with the number of its blocks that are to be sealed first.
+        # Heaps of the requests that wait for a row, with the number of its blocks that must be sealed first.
         self._waiters: dict[int, list[tuple[int, RequestKey]]] = {}
         self._released: list[RequestKey] = []
         self._unnamed: dict[int, None] = {}
@@ -523,12 +522,12 @@ class BlocksUnderway:
         return [(row, num_blocks, key) for row, waiters in self._waiters.items() for num_blocks, key in waiters]
 
     def is_known(self, key: RequestKey) -> bool:
-        """Whether the request waits for a row, or `take_released` is about to name it."""
+        """Whether the request waits for a row, or is released and not yet taken by `take_released`."""
         waiting = (each for waiters in self._waiters.values() for _, each in waiters)
         return key in self._released or key in waiting
 
     def is_worth_it(self, num_blocks: int) -> bool:
-        """Whether others might wait for so many blocks."""
+        """Whether other requests might wait for this number of blocks."""
         return num_blocks >= self.min_run
 
     def computes(self, row: int) -> bool:
@@ -536,7 +535,7 @@ class BlocksUnderway:
         return row in self._of_row
 
     def begin(self, row: int, hashes: SequenceOf[BlockHash]) -> None:
-        """The row will compute these blocks, too."""
+        """The row will compute these blocks as well."""
         own = {content: None for content in hashes if content not in self._row_of}
         if own:
             self._of_row.setdefault(row, {}).update(own)
@@ -552,7 +551,7 @@ class BlocksUnderway:
             self._of_row.pop(row, None)
 
     def release_waiters(self, row: int, num_sealed: int) -> None:
-        """The first so many blocks of the row can be hit."""
+        """Releases the requests that wait for no more than the first `num_sealed` blocks of the row."""
         waiters = self._waiters.get(row)
         if waiters is None:
             return
@@ -562,7 +561,7 @@ class BlocksUnderway:
             del self._waiters[row]
 
     def stop(self, row: int) -> None:
-        """Nobody may wait for this row any more."""
+        """Ends all waiting for this row."""
         self._unnamed.pop(row, None)
         for content in self._of_row.pop(row, ()):
             del self._row_of[content]
@@ -576,10 +575,10 @@ class BlocksUnderway:
         return self._row_of[hashes[-1]]
 
     def hold(self, key: RequestKey, row: int, num_blocks: int) -> None:
-        """The request waits until the row sealed its first so many blocks, or nobody may wait for it any more."""
+        """Makes the request wait until the row has sealed its first `num_blocks` blocks or stops."""
         heapq.heappush(self._waiters.setdefault(row, []), (num_blocks, key))
 
     def take_released(self) -> list[RequestKey]:
-        """Requests that need not wait any more, since the last call."""
+        """The requests released since the last call."""
         keys, self._released = self._released, []
         return keys

@@ -1,9 +1,9 @@
-"""Blocks that move: where those of a request are, and which of ours another replica may fetch.
+"""Blocks that move: the places where a request's blocks are, and the blocks here that another replica may fetch.
 
-A request that goes on at another replica leaves its sealed blocks here under a lease: they stay until they were
-fetched, the lease is over, or somebody else needs the room. The other replica gives them new blocks, which nobody else
-holds until the workers have their content, and then they are cached like any others. So a request never needs a block
-that moves: what does not come is computed. Blocks come from a tier below the pool in the same way.
+A request that continues at another replica leaves its sealed blocks here under a lease: they stay until they are
+fetched, the lease expires, or another request needs the room. The other replica allocates new blocks for them. Only the
+request holds these until the workers have their content, and then they are cached like any others. So a request never
+depends on a move: blocks that do not come are computed. Blocks come from a tier below the pool in the same way.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
 from scheduler_svc.core.cache_log import CacheLog
 
 Lease = NewType("Lease", bytes)
-"""A random name: who knows it may fetch the blocks."""
+"""A random name. A process that knows it may fetch the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where blocks may be: workers, in order of rank, whose blocks mean the same as those of `kv_namespace`."""
+    """A place where blocks may be: workers, in order of rank, whose blocks belong to `kv_namespace`."""
 
     kv_namespace: str = ""
     endpoints: tuple[str, ...] = ()
@@ -39,8 +39,8 @@ class _Leased:
 
 @dataclass(slots=True)
 class Leases(Generic[K]):
-    """Blocks that are kept for others than requests that run, with a reference: sealed ones that another replica may
-    fetch, by their lease, and room for requests that still run at another one, by their key."""
+    """Blocks that are held for other purposes than running requests, with a reference: sealed blocks that another
+    replica may fetch, by their lease, and room for requests that still run at another replica, by their key."""
 
     _leases: dict[K, _Leased] = field(default_factory=dict[K, _Leased])
 
@@ -52,12 +52,12 @@ class Leases(Generic[K]):
 
     @property
     def newest(self) -> K | None:
-        """None where there is none."""
+        """The newest lease; None if there is none."""
         return next(reversed(self._leases), None)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all leases; one that several have counts for each."""
+        """Blocks of all leases. A block of several leases counts for each."""
         return sum(len(each.blocks) for each in list(self._leases.values()))
 
     def held_tables(self) -> list[list[BlockId]]:
@@ -65,34 +65,34 @@ class Leases(Generic[K]):
         return [each.blocks for each in self._leases.values()]
 
     def add(self, lease: K, blocks: list[BlockId], expires_at: float) -> None:
-        """Keeps blocks, which it gets with a reference."""
+        """Holds blocks under the lease, which takes over the caller's references."""
         assert lease not in self._leases, "a lease is given once"
         self._leases[lease] = _Leased(blocks, expires_at)
 
     def renew(self, lease: K, expires_at: float) -> None:
-        """Blocks of it are being fetched. No effect where it is over."""
+        """Extends the lease, since its blocks are being fetched. No effect if it is over."""
         if (leased := self._leases.get(lease)) is not None:
             leased.expires_at = expires_at
 
     def count_done(self, lease: K) -> int:
-        """One more rank has sent its part of the blocks. Returns how many have; 0 where the lease is over."""
+        """Counts one more rank that has sent its part of the blocks. Returns the count; 0 if the lease is over."""
         if (leased := self._leases.get(lease)) is None:
             return 0
         leased.num_done += 1
         return leased.num_done
 
     def end(self, lease: K, pool: BlockPool) -> None:
-        """The blocks stay cached until they are evicted. Idempotent."""
+        """Ends a lease. Its blocks stay cached until they are evicted. Idempotent."""
         if (leased := self._leases.pop(lease, None)) is not None:
             pool.free(leased.blocks)
 
     def expire(self, now: float, pool: BlockPool) -> None:
-        """Ends those whose time is over."""
+        """Ends leases that have expired."""
         for lease in [lease for lease, leased in self._leases.items() if leased.expires_at <= now]:
             self.end(lease, pool)
 
     def give_way(self, pool: BlockPool) -> bool:
-        """Ends the oldest one. Returns whether there was one."""
+        """Ends the oldest lease. Returns whether there was one."""
         for lease in self._leases:
             self.end(lease, pool)
             return True
@@ -101,9 +101,9 @@ class Leases(Generic[K]):
 
 @dataclass(slots=True)
 class MoveCounts:
-    """Requests that came from other replicas and that left for them, blocks that came from disk and from replicas, and
-    blocks that did not; blocks that the pool evicted to host memory, and that came from there. Since the scheduler
-    started."""
+    """Counts since the scheduler started: requests that came from other replicas and that left for them; blocks that
+    came, or failed to come, from disk and from replicas; blocks that the pool evicted to host memory, and that came
+    from there."""
 
     requests_in: int = 0
     requests_out: int = 0
@@ -115,7 +115,7 @@ class MoveCounts:
     from_host: int = 0
 
     def fetched(self, arriving: "Arriving", num_failed: int) -> None:
-        """All blocks came but so many."""
+        """Counts a fetch: all blocks came except `num_failed`."""
         num_came = len(arriving.blocks) - num_failed
         if arriving.source is None:
             self.from_disk, self.failed_from_disk = self.from_disk + num_came, self.failed_from_disk + num_failed
@@ -126,10 +126,10 @@ class MoveCounts:
 
 
 class Tier:
-    """Which blocks the workers keep below the pool, as far as they said.
+    """Which blocks the workers keep below the pool, according to their reports.
 
     Attributes:
-        log: What is told which blocks come and leave; None if nobody asks.
+        log: Records which blocks come and leave; None if no process reads it.
     """
 
     def __init__(self) -> None:
@@ -145,19 +145,19 @@ class Tier:
         return content in self._slots
 
     def at(self, slot: int) -> BlockHash | None:
-        """What a slot holds."""
+        """The block in a slot; None if it is empty."""
         return self._by_slot.get(slot)
 
     def names(self, first: int, end: int) -> list[BlockHash | None]:
-        """What the slots from `first` to before `end` hold, nothing behind the last one that ever held something."""
+        """The blocks in the slots from `first` to before `end`, up to the last slot that ever held a block."""
         return [self._by_slot.get(slot) for slot in range(first, min(end, self._num_slots))]
 
     def slot_of(self, content: BlockHash) -> int | None:
-        """Where a block is."""
+        """The slot that holds a block; None if no slot does."""
         return self._slots.get(content)
 
     def change(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
-        """The first of these slots hold these blocks now, and the others none."""
+        """Sets the content of these slots: the first slots hold these blocks now, and the other slots are empty."""
         for slot in slots:
             before = self._by_slot.pop(slot, None)
             if before is not None and self._slots.get(before) == slot:
@@ -169,13 +169,13 @@ class Tier:
             self._note(content, is_stored=True)
 
     def forget(self, content: BlockHash) -> None:
-        """The block did not come, and is not worth another try."""
+        """Removes a block that did not come; another fetch is not worth it."""
         if (slot := self._slots.pop(content, None)) is not None:
             del self._by_slot[slot]
             self._note(content, is_stored=False)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all blocks."""
         for content in list(self._slots):
             self.forget(content)
         self._by_slot.clear()
@@ -191,8 +191,8 @@ class Tier:
 
 
 class CommonTier:
-    """The blocks that all ranks keep below their pools, as one tier with the slots of the first rank: each has a part
-    of a block, and one that lacks its part makes those of the others useless."""
+    """The blocks that all ranks keep below their pools, as one tier with the slots of the first rank. Each rank has a
+    part of a block; if one rank lacks its part, the parts of the others are useless."""
 
     def __init__(self, num_ranks: int) -> None:
         self._tiers = [Tier() for _ in range(num_ranks)]
@@ -200,8 +200,8 @@ class CommonTier:
     def change(
         self, rank: int, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]
     ) -> tuple[list[int], list[BlockHash]]:
-        """A rank says that the first of these slots of its own hold these blocks now, and the others none. Returns the
-        same of the common tier, as far as it changed."""
+        """Applies a rank's report: the first of these slots of its own hold these blocks now, and the others are empty.
+        Returns the resulting changes of the common tier in the same form."""
         first, tier = self._tiers[0], self._tiers[rank]
         common = dict.fromkeys(slots)
         if tier is not first:
@@ -220,9 +220,9 @@ class CommonTier:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Blocks of this pool that get their content from another replica, or without a `source` from the tier, with the
-    names of what they will hold. `kept` are the cached blocks of the request that waits for them: without those it
-    could not use what comes, or would have them fetched next and lose these meanwhile."""
+    """Blocks of this pool that get their content from another replica, or from the tier if `source` is None, with the
+    hashes of that content. `kept` are the cached blocks of the waiting request: without them it could not use the
+    arriving blocks, or would have them fetched next and lose the arrived ones meanwhile."""
 
     source: KvSource | None
     blocks: tuple[BlockId, ...]
@@ -230,7 +230,7 @@ class Arriving:
     kept: tuple[BlockId, ...] = ()
 
     def came(self, failed: frozenset[int]) -> Iterator[tuple[BlockId, BlockHash]]:
-        """Those whose content is there."""
+        """The blocks whose content arrived, with its hash."""
         for index, pair in enumerate(zip(self.blocks, self.hashes, strict=True)):
             if index not in failed:
                 yield pair

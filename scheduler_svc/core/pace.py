@@ -1,9 +1,10 @@
-"""How long steps take, and whether beam searches that are apart wait for each other.
+"""Duration of steps, and whether beam searches in different steps wait for each other.
 
-The next step of a beam search needs the result of the one before. With several steps in flight, searches that came at
-different times take turns: some are in one step, the others in the next, and each step reads all weights of the model.
-If those that could run wait for the step in flight, all go on in one step. Then the workers are idle while the
-scheduler applies its result, so they wait only if steps take long beside that (ADR 3 has the figures).
+The next step of a beam search needs the result of its last one. With several steps in flight, searches that came at
+different times take turns: some are in one step and the others in the next, and each step reads all weights of the
+model. If the searches that could run wait for the step in flight, all continue in one step. Then the workers are idle
+while the scheduler applies its result, so searches wait only if steps take much longer than that (ADR 3 has the
+figures).
 """
 
 import math
@@ -12,11 +13,11 @@ from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.step import StepInFlight
 
 _MIN_RATIO = 4.0
-"""A step takes at least so many times as long as the scheduler does between a result and the next plan."""
+"""Minimum ratio of a step's duration to the scheduler's time between a result and the next plan."""
 
 
 class Pace:
-    """Times of the newest step of decodes and of the newest plan, in seconds of the core's clock."""
+    """Durations of the newest decode step and of the newest plan, in seconds of the core's clock."""
 
     def __init__(self) -> None:
         self._step_s = 0.0
@@ -33,18 +34,18 @@ class Pace:
     def answered(self, step: StepInFlight, now: float) -> None:
         """The result of a step came."""
         if not step.has_chunks:
-            # It began when the one before was over. A prompt takes longer than what follows it.
+            # It began when the step before it was over. A step with a prompt takes longer than the steps after it.
             self._step_s = now - max(step.planned, self._answered_at)
         self._answered_at, self._is_planned = now, False
 
     def joins_beams(self, rows: RowTable) -> bool:
-        """Whether the beams that could run now wait for those in flight. Not if other rows could run: these do not
-        wait, and the beams cost their step little more."""
+        """Whether the beams that could run now wait for beams in flight. False if other rows could run: these do not
+        wait, and the beams add little to their step."""
         return self._step_s >= _MIN_RATIO * self._planning_s and _are_beams_apart(rows)
 
 
 def _are_beams_apart(rows: RowTable) -> bool:
-    """Whether dependent rows are all that can compute, and others wait for a result."""
+    """Whether only dependent rows can compute, while other dependent rows wait for a result."""
     if not rows.num_dependent:
         return False
     unfinished = rows.active & (rows.num_tokens < rows.max_len)

@@ -1,8 +1,8 @@
 """Pinned prefixes: blocks kept for a prompt that is known to come (the paper's section 4.4, shared prefix).
 
-A request of the scheduler's own, of one token, computes a pin. When it ends, the pin holds the sealed blocks, which
-cannot be evicted while it does. A pin is a lease that decays: it holds all of its blocks for the first half of its
-time, and then gives them back an eighth at a time, the end of the prefix first. Pinning the prefix again restores it.
+An internal request of one token computes a pin. When it ends, the pin holds the sealed blocks, which cannot be evicted
+meanwhile. A pin is a lease that decays: it holds all of its blocks for the first half of its time, and then gives them
+back an eighth at a time, the end of the prefix first. Pinning the prefix again restores it.
 """
 
 import heapq
@@ -30,13 +30,13 @@ PIN_CLIENT = ClientId(-1)
 PIN_ID_BYTES = 16
 
 _NUM_PARTS = 8
-"""In so many parts a pin gives its blocks back, over the second half of its time."""
+"""Maximum number of parts in which a pin gives its blocks back, over the second half of its time."""
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Whole blocks of a tenant's prefix, with its adapter. `blocks` is empty until they are computed. `hashes` are of
-    those that it holds, or is to hold; `num_parts` of `max_parts` are left of all."""
+    """Whole blocks of a tenant's prefix, with its adapter. `blocks` is empty until they are computed. `hashes` are the
+    hashes of the blocks that it holds, or is to hold: `num_parts` of `max_parts` are left."""
 
     pin_id: str
     tenant: str
@@ -52,7 +52,7 @@ class Pin:
 
     @property
     def next_change(self) -> float:
-        """When it gives back the next part; with the last one it ends."""
+        """The time at which it gives back the next part. It ends with the last part."""
         return self.expires_at - self.time_to_live / 2 * (self.num_parts - 1) / self.max_parts
 
     @property
@@ -75,11 +75,11 @@ class Pin:
 class Pins:
     """All pins of one replica, by id. The id follows from the content, so the same prefix is pinned once.
 
-    What is done with one pin costs O(its blocks + log of the number of pins).
+    An operation on one pin costs O(its blocks + log of the number of pins).
     """
 
     def __init__(self, config: SchedulerConfig, num_made: int = 0) -> None:
-        """So many were made before; no other pin gets their handles."""
+        """`num_made` pins were made before; no new pin gets one of their handles."""
         self._block_size = config.block_size
         self._quota = int(config.pin_quota * config.num_blocks)
         self._max_pinned = int(config.max_pinned * config.num_blocks)
@@ -89,9 +89,9 @@ class Pins:
         self._num_made = num_made
         self._num_blocks = 0
         self._of_tenant: dict[str, Counter[BlockHash]] = {}
-        """The blocks of each tenant's pins, held or not yet, with the number of its pins that have each; tenants have
-        none in common. `_num_blocks` is the number of them all."""
-        # Heaps of (time, handle). An entry is void where the pin is gone, has another time or holds nothing.
+        """The blocks of each tenant's pins, held or not yet, with the number of the tenant's pins that have each block.
+        Tenants share no blocks. `_num_blocks` is the total number of blocks."""
+        # Heaps of (time, handle). An entry is void if the pin is gone, has another time or holds nothing.
         self._changes: list[tuple[float, Handle]] = []
         self._held_ends: list[tuple[float, Handle]] = []
 
@@ -102,7 +102,7 @@ class Pins:
         return iter(self._pins.values())
 
     def of_other_pool(self, config: SchedulerConfig) -> "Pins":
-        """No pins, of a pool with these limits, for those that are made after these."""
+        """An empty set of pins for a pool with these limits, which continues the numbering of handles."""
         return Pins(config, self._num_made)
 
     @property
@@ -115,14 +115,14 @@ class Pins:
         return [pin.blocks for pin in self._pins.values()]
 
     def holders(self) -> dict[BlockId, int]:
-        """How many pins hold each block that one holds, a copy."""
+        """A copy of the number of pins that hold each pinned block."""
         return dict(self._holders)
 
     def of_key(self, key: RequestKey) -> Pin | None:
         return self._by_key.get(key)
 
     def of_tenant(self, tenant: str, pin_id: str) -> Pin | None:
-        """Tenants do not see each other's pins."""
+        """The tenant's pin with this id. Tenants do not see each other's pins."""
         pin = self._pins.get(pin_id)
         return pin if pin is not None and pin.tenant == tenant else None
 
@@ -135,8 +135,8 @@ class Pins:
         time_to_live: float,
         pool: BlockPool,
     ) -> Pin:
-        """The pin of the whole blocks of this prefix: the one that is there, with a new end, or a new one that holds
-        nothing yet, which replaces one that has given blocks back.
+        """The pin of the whole blocks of this prefix. Renews an existing pin that is still whole. Otherwise makes a new
+        pin, which holds nothing yet, and replaces an old one that has given blocks back.
 
         Raises:
             RefusedError: the prefix fills no block.
@@ -168,7 +168,7 @@ class Pins:
         return pin
 
     def _check_quota(self, tenant: str, hashes: list[BlockHash]) -> None:
-        """A prefix takes what none of the tenant's pins has, so that each turn of a conversation costs what it adds."""
+        """A prefix costs only the blocks that no pin of the tenant has, so a conversation pays only for new turns."""
         known = self._of_tenant.get(tenant, Counter())
         num_blocks, of_tenant, of_all = sum(each not in known for each in hashes), len(known), self._num_blocks
         if of_tenant + num_blocks > self._quota:
@@ -183,7 +183,7 @@ class Pins:
             )
 
     def hold(self, pin: Pin, pool: BlockPool) -> bool:
-        """Adds a reference to each block that its time leaves to a pin. Returns whether all that it had were there."""
+        """Adds a reference to each block that a pin still has. Returns whether all of its blocks were cached."""
         blocks = pool.hits(pin.hashes)
         if len(blocks) < len(pin.hashes):
             return False
@@ -201,7 +201,7 @@ class Pins:
         self._cut(pin, 0, pool)
 
     def decay(self, pin: Pin, now: float, pool: BlockPool) -> None:
-        """Gives back the blocks of a held pin that its time is over for, the end of the prefix first."""
+        """Gives back the parts of a pin whose time is over, the end of the prefix first."""
         while pin.next_change <= now and pin.num_parts > 1:
             pin.num_parts -= 1
         if pin.is_held:
@@ -209,12 +209,12 @@ class Pins:
         self._note_end(pin)
 
     def _num_left(self, pin: Pin) -> int:
-        """Blocks that its time leaves to a pin."""
+        """Blocks that a pin still has at this time."""
         num_blocks = len(pin.token_ids) // self._block_size
         return -(-num_blocks * pin.num_parts // pin.max_parts)
 
     def _cut(self, pin: Pin, num_left: int, pool: BlockPool) -> None:
-        """The pin has at most so many blocks from now on, its first ones."""
+        """Keeps the first `num_left` blocks of the pin, and gives back the others."""
         known = self._of_tenant[pin.tenant]
         for content in pin.hashes[num_left:]:
             known[content] -= 1
@@ -233,7 +233,7 @@ class Pins:
 
     @property
     def next_change(self) -> float | None:
-        """When the next pin ends or gives back blocks; None if there is none."""
+        """The time at which the next pin ends or gives back blocks; None if there is none."""
         pin = self._first(self._changes)
         return None if pin is None else pin.next_change
 
@@ -243,7 +243,7 @@ class Pins:
         return pin if pin is not None and pin.next_change <= now else None
 
     def give_way(self, pool: BlockPool) -> bool:
-        """Removes the pin that ends first among those that hold blocks. Returns whether there was one."""
+        """Removes the pin with the earliest end that holds blocks. Returns whether there was one."""
         pin = self._first(self._held_ends)
         if pin is None:
             return False
@@ -260,7 +260,7 @@ class Pins:
         return lost
 
     def _note_end(self, pin: Pin) -> None:
-        """The pin has another time, or holds its blocks from now on."""
+        """Records that the pin has another time, or holds its blocks from now on."""
         heapq.heappush(self._changes, (pin.next_change, pin.key.handle))
         if pin.is_held:
             heapq.heappush(self._held_ends, (pin.expires_at, pin.key.handle))

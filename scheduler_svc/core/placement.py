@@ -1,5 +1,5 @@
-"""How groups enter the batch and leave it: with the blocks that they need, by swap or by recompute (the paper's
-section 4.5). Whether they may, and which, is decided elsewhere."""
+"""Moves groups into the batch and out of it, with the blocks that they need, by swap or by recompute (the paper's
+section 4.5). Other modules decide which groups move and when."""
 
 from scheduler_svc.core.admission import TokenShares
 from scheduler_svc.core.batch import Batch
@@ -31,8 +31,8 @@ class Placement:
         self._block_size, self._mode = config.block_size, config.preemption_mode
 
     def start(self, group: SequenceGroup, now: float) -> int:
-        """Gives a group that waits blocks and rows, and adds its first chunks to the step. There must be room for it.
-        Returns how many of its blocks were cached."""
+        """Gives a waiting group blocks and rows, and adds its first chunks to the step. There must be room for it.
+        Returns the number of its blocks that were cached."""
         self._running.add(self._waiting.remove(group.request.key))
         group.timeline.run(now)
         batch, computing = self._batch, group.computing
@@ -60,14 +60,14 @@ class Placement:
         for sequence, (num_computed, num_sealed) in zip(computing, swapped_in, strict=True):
             row = batch.enter(sequence, group.order, num_computed, num_sealed)
             batch.rows.shares_tail[row] = len(computing) > 1
-            # A sequence that has only its newest token to compute, and forks none, continues as a decode.
+            # A sequence that lacks only its newest token, and forks no others, continues as a decode.
             is_decode = sequence.num_output_tokens > 0 and num_computed == sequence.num_tokens - 1
             batch.rows.prefills[row] = not is_decode
         self._park_others(group)
 
     def preempt(self, group: SequenceGroup, now: float) -> bool:
-        """Takes a running group out of the batch, all or nothing. Returns whether it was swapped; else it is computed
-        again."""
+        """Takes all sequences of a running group out of the batch. Returns whether it was swapped; otherwise it is
+        computed again."""
         swaps = self._mode is PreemptionMode.SWAP or (self._mode is PreemptionMode.AUTO and len(group.unfinished) > 1)
         is_swapped = swaps and self._swap_out(group)
         if not is_swapped:
@@ -77,7 +77,7 @@ class Placement:
         return is_swapped
 
     def requeue(self, group: SequenceGroup) -> None:
-        """Recompute: a running group waits again; prompt and output so far are its prompt."""
+        """Recompute: a running group waits again. Its prompt and output so far are then computed as its prompt."""
         self._running.remove(group.request.key)
         self._batch.release(group.unfinished)
         group.restart()
@@ -86,10 +86,10 @@ class Placement:
     def _swap_out(self, group: SequenceGroup) -> bool:
         """Moves a running group's blocks to host memory. Returns whether it could.
 
-        The newest token is computed again, to sample after it: what steps in flight sample for a row that was released
-        is dropped. Sequences that are prefilled together read blocks that one of them has yet to compute: those do not
-        move. Neither do several of which one has no output: it may find fewer cached blocks than the others when they
-        come back, and all together would hold more than before.
+        The newest token is computed again, to sample after it: samples of steps in flight for a released row are
+        dropped. Sequences that are prefilled together do not move, since they read blocks that one of them has yet to
+        compute. Several sequences do not move if one has no output: it may find fewer cached blocks than the others
+        when they come back, and together they would hold more than before.
         """
         batch, computing = self._batch, group.computing
         for sequence in computing:
@@ -114,7 +114,7 @@ class Placement:
         return True
 
     def _park_others(self, group: SequenceGroup) -> None:
-        """Sequences that fork from the first keep a row until then."""
+        """Gives rows to sequences that fork from the first one later."""
         for sequence in group.unfinished:
             if sequence.row is None:
                 self._batch.rows.occupy(sequence, group.order)

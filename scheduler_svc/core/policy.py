@@ -1,7 +1,7 @@
-"""Who goes first: queues of groups, and the order in which groups are admitted and preempted.
+"""Queues of groups, and the policies that order admission and preemption.
 
-A policy is chosen once, at the start. The scheduler asks it which group of its queues is next and reports what was
-planned; everything else about scheduling is the same under all policies.
+The policy is chosen once, at the start. The scheduler asks it which group of its queues is next and reports each
+planned step; everything else about scheduling is the same under all policies.
 """
 
 import heapq
@@ -18,15 +18,15 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, StepPlan
 
 _MANY = 32
-"""From so many groups on, removing them together from a queue moves the entries behind them once."""
+"""Minimum number of groups that are removed together from a queue, in one pass over its entries."""
 
 
 class GroupQueue:
-    """Groups by their `order`, lowest first, and those of each tenant likewise.
+    """Groups by their `order`, lowest first, and the groups of each tenant in the same order.
 
-    Orders are unique; the policy gives them. Searching costs O(log n); adding and removing moves the machine words
-    behind the place. A group can be held: it stays here with its order, and `first`, `last` and their like pass over it
-    until it is released.
+    Orders are unique; the policy assigns them. Searching costs O(log n); adding and removing moves the machine words
+    behind the place. A group can be held: it stays in the queue with its order, and `first`, `last` and similar methods
+    skip it until it is released.
     """
 
     def __init__(self, on_new_first: Callable[[str, int], None] | None = None) -> None:
@@ -41,9 +41,9 @@ class GroupQueue:
         self._tokens_of_tenant: Counter[str] = Counter()
         self._num_of_tenant: Counter[str] = Counter()
         self.num_tokens = 0
-        """Tokens that all groups have to compute if none is cached, as of the time when each was added."""
+        """Tokens that all groups would have to compute if none were cached, as of the time when each was added."""
         self.num_changes = 0
-        """How often a group was added or removed."""
+        """Number of times that a group was added or removed."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -60,15 +60,15 @@ class GroupQueue:
         return key in self._by_key
 
     def get(self, key: RequestKey) -> SequenceGroup:
-        """KeyError if it is not here."""
+        """The group with this key. Raises KeyError if it is not here."""
         return self._by_key[key]
 
     def next_few(self, count: int) -> list[SequenceGroup]:
-        """The first so many that are not held."""
+        """The first `count` groups that are not held."""
         return [self._by_order[order] for order in self._orders[:count]]
 
     def held_few(self, count: int) -> list[SequenceGroup]:
-        """So many that are held, in no order."""
+        """At most `count` held groups, in no order."""
         return [self._by_order[order] for order in itertools.islice(self._held, count)]
 
     @property
@@ -80,20 +80,20 @@ class GroupQueue:
         return key in self._by_key and self._by_key[key].order in self._held
 
     def hold(self, key: RequestKey) -> None:
-        """KeyError if it is not here; it must not be held."""
+        """Holds a group. It must not be held already. Raises KeyError if it is not here."""
         group = self._by_key[key]
         self._take_out_of_order(group)
         self._held.add(group.order)
 
     def release(self, key: RequestKey) -> None:
-        """A held group has its place again. Nothing happens if it is not here or not held."""
+        """Returns a held group to its place. Does nothing if it is not here or not held."""
         group = self._by_key.get(key)
         if group is not None and group.order in self._held:
             self._held.remove(group.order)
             self._put_in_order(group)
 
     def release_all(self) -> None:
-        """No group is held any more."""
+        """Releases all held groups."""
         for order in list(self._held):
             self.release(self._by_order[order].request.key)
 
@@ -118,7 +118,7 @@ class GroupQueue:
         return self._of_tenant.keys()
 
     def num_of(self, tenant: str) -> int:
-        """How many groups the tenant has here."""
+        """The number of the tenant's groups here."""
         return self._num_of_tenant[tenant]
 
     def num_tokens_of(self, tenant: str) -> int:
@@ -138,7 +138,7 @@ class GroupQueue:
         return (self._by_order[order] for order in reversed(self._of_tenant.get(tenant, ())))
 
     def newest_from(self, lowest: int) -> list[SequenceGroup]:
-        """The groups of this order and above that are not held, the highest first."""
+        """The groups with this order or a higher one that are not held, the highest first."""
         return [self._by_order[order] for order in reversed(self._orders[bisect_left(self._orders, lowest) :])]
 
     def add(self, group: SequenceGroup) -> None:
@@ -159,7 +159,7 @@ class GroupQueue:
         return group
 
     def remove_all(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Removes groups, which are here."""
+        """Removes groups. All must be here."""
         if len(groups) < _MANY:
             for group in groups:
                 if group.order in self._held:
@@ -220,8 +220,8 @@ class GroupQueue:
 
 
 def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) -> None:
-    """Raises QueueFullError if the bounds of the queue have no room for a request. They do not hold for one that was
-    accepted before."""
+    """Raises QueueFullError if the bounds of the queue have no room for a request. A request that was accepted before
+    is exempt."""
     if request.accepted_before:
         return
     tenants, tenant = waiting.tenants(), request.tenant
@@ -250,38 +250,38 @@ class Policy:
     """First come, first served (the paper's section 4.5): the oldest is admitted first, the newest preempted first."""
 
     def order(self, request: Request, arrival: int) -> int:
-        """The group's place in queues, unique and for good; lower goes first. `arrival` numbers requests."""
+        """The group's place in queues, unique and permanent; lower goes first. `arrival` numbers requests."""
         return arrival
 
     def arriving(self, tenant: str, *queues: GroupQueue) -> None:
-        """A request of this tenant is about to join one of these queues, which hold all that are to enter the batch."""
+        """A request of this tenant is about to join one of these queues, which hold all groups that wait to enter."""
 
     def new_first(self, tenant: str, order: int) -> None:
-        """A group of this order became the first of this tenant in a queue of groups that are to enter the batch."""
+        """A group of this order became the tenant's first in a queue of groups that wait to enter the batch."""
 
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
         """The group of these queues that enters the batch next. One of them `has_next`."""
         return min((queue.first() for queue in queues if queue.has_next), key=_order)
 
     def victims(self, running: GroupQueue) -> Iterator[SequenceGroup]:
-        """The groups to preempt, one after the other. Each must have left the queue before the next is taken, and none
-        may join it meanwhile."""
+        """The groups to preempt, one after the other. Each must leave the queue before the next is requested, and no
+        group may join it meanwhile."""
         while len(running):
             yield running.last()
 
     def displaced_by(
         self, entering: SequenceGroup, running: GroupQueue, batch: Batch, *, lacks_rows: bool
     ) -> SequenceOf[SequenceGroup]:
-        """The running groups that this one may displace if there is no room for it otherwise, in the order in which
-        they leave. It lacks rows, or else blocks."""
+        """The running groups that `entering` may displace if there is no room for it otherwise, in the order in which
+        they leave. It lacks rows if `lacks_rows`, otherwise blocks."""
         return ()
 
     def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
-        """A step was planned. `prefills`, bool[rows], says which rows had not sampled before it, `tenants`, str[rows],
-        whose each is."""
+        """Charges a planned step. `prefills`, bool[rows], says which rows had not sampled before it; `tenants`,
+        str[rows], has the tenant of each row."""
 
     def charge_drafts(self, tenants: Array, counts: Array) -> None:
-        """Samples brought so many tokens more than one. `tenants`, str[n], says whose each is."""
+        """Charges tokens that samples brought in addition to their first. `tenants`, str[n], has the tenant of each."""
 
 
 class PriorityPolicy(Policy):
@@ -291,7 +291,7 @@ class PriorityPolicy(Policy):
     """
 
     _ORDERS_PER_PRIORITY = 1 << 48
-    """More than requests can ever arrive."""
+    """More than the number of requests that can ever arrive."""
 
     def order(self, request: Request, arrival: int) -> int:
         return (MAX_PRIORITY - request.priority) * self._ORDERS_PER_PRIORITY + arrival
@@ -309,33 +309,34 @@ TURN = 32
 
 
 class FairPolicy(Policy):
-    """Equal service to all tenants that want it: virtual token counters (Sheng et al., Fairness in Serving Large
+    """Equal service to all tenants that have requests: virtual token counters (Sheng et al., Fairness in Serving Large
     Language Models, OSDI 2024).
 
     Every tenant has a counter of the service that it got,
 
         c = PREFILL_WEIGHT * (prompt tokens computed) + SAMPLE_WEIGHT * (tokens sampled),
 
-    where cached tokens cost nothing, and tokens that are computed again after a preemption count again. Of the tenants
-    with groups that wait or are swapped, the one with the lowest counter is next to enter the batch, with its oldest
+    where cached tokens cost nothing, and tokens that are computed again after a preemption count again. Among the
+    tenants with waiting or swapped groups, the one with the lowest counter is next to enter the batch, with its oldest
     group. Under memory pressure the tenant with the highest counter is preempted, newest group first. A tenant that
-    comes back after it wanted nothing starts from the lowest counter of those who wait or are swapped, or, if none
-    does, from that of the tenant whose turn came last, so that idle time is not saved up.
+    comes back after it had no requests starts from the lowest counter of the tenants that wait or are swapped, or, if
+    there are none, from the counter of the tenant whose turn came last. So idle time earns no credit.
 
-    Counters alone would let one tenant's wide and long requests keep all others out until they end. So a group that
-    finds no room displaces groups of tenants whose counter is higher and who hold at least twice what its own tenant
-    would hold with it: rows, or where those suffice blocks, as if none were shared. Each of them has had TURN tokens
-    since it entered. Tenants that hold alike do not displace each other, so nothing goes back and forth.
+    Counters by themselves would let one tenant's wide and long requests keep all others out until they end. So a group
+    that finds no room displaces groups of tenants that have a higher counter and hold at least twice what its own
+    tenant would hold with it. Holdings are counted in rows if rows are missing, otherwise in blocks, as if no block
+    were shared. Each displaced group has had TURN tokens since it entered. Tenants with similar holdings do not
+    displace each other, so groups do not oscillate.
 
-    Bound: let tenants f and g both have waiting or swapped requests all through some time in which nothing is computed
+    Bound: let tenants f and g both have waiting or swapped requests throughout an interval in which nothing is computed
     again, and let c_f >= c_g at a moment t of it. When a group of f last entered the batch, at s, c_f(s) <= c_g(s).
-    Since then c_f grew only by what the groups of f that ran at s were still to get, at most max_num_seqs sequences of
-    max_len tokens, so
+    Since then c_f grew only by tokens that the groups of f running at s had still to get, at most max_num_seqs
+    sequences of max_len tokens, so
 
         c_f(t) - c_g(t) <= U = SAMPLE_WEIGHT * max_num_seqs * max_len,
 
-    and the service that both get in that time differs by at most 2 U, however long it is and whatever they request.
-    Each preemption of a group of f adds what is computed again.
+    and the service that both get in that interval differs by at most 2 U, however long it is and whatever they request.
+    Each preemption of a group of f adds the tokens that are computed again.
     """
 
     def __init__(self) -> None:
@@ -344,14 +345,14 @@ class FairPolicy(Policy):
         self._floor = 0
         """The lowest counter that a waiting tenant had when it was last looked at."""
         self._chosen: tuple[str, ...] = ()
-        """The tenant whose turn came last; none before the first."""
+        """The tenant whose turn came last; empty before the first turn."""
         # A heap of the tenants with groups that wait or are swapped: counter, order of the first such group, tenant.
         # Counters rise, so an entry may be too low; it is replaced when it comes first. A lower order adds an entry.
-        # `_entries` has the newest entry of each tenant; all others are void.
+        # `_entries` has the newest entry of each tenant; all other entries are void.
         self._heap: list[tuple[int, int, str]] = []
         self._entries: dict[str, tuple[int, int, str]] = {}
         self._held: set[str] = set()
-        """Tenants without an entry, since all their groups were held."""
+        """Tenants without an entry because all their groups were held."""
 
     def arriving(self, tenant: str, *queues: GroupQueue) -> None:
         if any(tenant in queue.tenants() for queue in queues):
@@ -411,7 +412,7 @@ class FairPolicy(Policy):
         return displaced
 
     def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
-        # All rows may sample: they are counted by tenant without a look at each. Few compute a chunk.
+        # All rows may sample, so samples are counted by tenant, not row by row. Only few rows compute a chunk.
         sampled: Counter[str] = Counter(tenants[plan.samples[:, 0]].tolist())
         for tenant, count in sampled.items():
             self.counters[tenant] = self._counter(tenant) + SAMPLE_WEIGHT * count
@@ -429,8 +430,7 @@ class FairPolicy(Policy):
         return self.counters.get(tenant, self._floor)
 
     def _next_tenant(self, queues: SequenceOf[GroupQueue]) -> str | None:
-        """The tenant with the lowest counter that has a group in these queues that is not held; None if there is
-        none."""
+        """The tenant with the lowest counter that has a group in these queues that is not held; None if none has."""
         while self._heap:
             entry = self._heap[0]
             tenant = entry[2]
@@ -450,10 +450,10 @@ class FairPolicy(Policy):
         return None
 
     def _raise_floor(self, queues: SequenceOf[GroupQueue]) -> int:
-        """Returns the counter that a tenant starts from that comes now. It is below the floor where a group that was
-        preempted waits, whose tenant got less than the one that was served alone meanwhile."""
-        # A tenant that is served at once never waits beside others. Without `_chosen` the floor would never rise then,
-        # and all tenants that ever came would be ahead of it.
+        """Returns the counter from which a tenant that arrives now starts. It is below the floor if a preempted group
+        waits whose tenant got less service than the one that ran without competition meanwhile."""
+        # A tenant that is served at once never waits together with others. Without `_chosen` the floor would then never
+        # rise, and all tenants that ever came would be ahead of it.
         following = self._next_tenant(queues)
         self._held = {tenant for tenant in self._held if any(tenant in queue.tenants() for queue in queues)}
         wanting = [*self._held] if following is None else [following, *self._held]
@@ -462,7 +462,7 @@ class FairPolicy(Policy):
         num_tenants = sum(len(queue.tenants()) for queue in queues)
         if max(len(self.counters), len(self._heap)) > 2 * num_tenants + 64:
             tenants = {tenant for queue in queues for tenant in queue.tenants()}
-            # A tenant at or below the floor starts from the floor whether it is remembered or not.
+            # A tenant at or below the floor starts from the floor, whether its counter is remembered or not.
             self.counters = {
                 tenant: count for tenant, count in self.counters.items() if count > self._floor or tenant in tenants
             }
@@ -472,7 +472,7 @@ class FairPolicy(Policy):
 
 
 def _first_of(tenant: str, queues: SequenceOf[GroupQueue]) -> SequenceGroup:
-    """The first of the tenant's groups that are not held."""
+    """The first of the tenant's groups that is not held."""
     return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=_order)
 
 
@@ -481,7 +481,7 @@ def _order(group: SequenceGroup) -> int:
 
 
 def make_policy(kind: PolicyKind) -> Policy:
-    """A policy that has seen nothing yet."""
+    """A new policy of this kind, without history."""
     match kind:
         case PolicyKind.FCFS:
             return Policy()

@@ -1,18 +1,18 @@
-"""What workers prepare before rows need it: constraints to compile, adapters to load, blocks to fetch from another
-replica. One table of all that requests wait for.
+"""Preparation of needs by workers before rows use them: constraints to compile, adapters to load, blocks to fetch from
+another replica. One table has all needs that requests wait for.
 
 All rows of a step wait for each other, and a constraint may take half a second to compile, an adapter as long to load.
-So a group enters the batch only after the workers have said that they have what it needs; meanwhile it is held, and
-those behind it pass.
+So a group enters the batch only after the workers have reported that its needs are ready. Meanwhile it is held, and
+groups behind it pass.
 
-Blocks of a request are fetched once, from its arrival on, or when it is next and there is room for them: it waits for
-those that are underway, and for no others. Those of its blocks that are cached are kept meanwhile.
+Blocks of a request are fetched once, from its arrival on, or when it is next and there is room for them. The request
+waits only for blocks that are on their way, and its cached blocks are kept meanwhile.
 
-Workers keep at least the `NUM_KEPT` constraints that were prepared last. What is older is prepared again, should a
-group with it come, or come back after a preemption. `adapter_slots` says which adapters workers have.
+Workers keep at least the last `NUM_KEPT` prepared constraints. An older one is prepared again if a group with it
+arrives, or comes back after a preemption. `adapter_slots` says which adapters workers have.
 
-What the worker was lost for several times while it was prepared is a suspect (see `fault_isolation`): it is prepared
-alone, while no step is in flight and nothing else is prepared.
+A need is a suspect if the worker was lost several times while it prepared the need (see `fault_isolation`). A suspect
+is prepared by itself, while no step is in flight and no other need is prepared.
 """
 
 from collections import OrderedDict
@@ -26,19 +26,19 @@ from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, Request, RequestKey
 
 NUM_KEPT = 64
-"""What workers must keep; see PrepareConstraint."""
+"""Constraints that workers must keep; see PrepareConstraint."""
 _MAX_UNDERWAY = 2
-"""Of constraints, and of adapters. A worker compiles one after the other. More would only wait there, where tenants
-have no turns."""
+"""Maximum constraints, and maximum adapters, in preparation. A worker compiles one after the other. More would only
+queue there, where tenants have no turns."""
 
 _MAX_WAITING = 16
-"""While no more groups wait, what a group needs is prepared on arrival; otherwise when the group is next."""
+"""With at most this many waiting groups, needs are prepared when a group arrives; otherwise when the group is next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What the workers are to be told, and a number for the answer. `slot` is the one for an adapter, `arriving` the
-    blocks that are fetched."""
+    """An order to the workers, and a number for the answer. `slot` is the slot for an adapter, `arriving` the blocks
+    that are fetched."""
 
     number: int
     need: Need
@@ -47,7 +47,7 @@ class Preparation:
 
 
 class Preparations:
-    """What the workers have prepared, and what comes next: one need of each tenant in turn."""
+    """The needs that workers have prepared, and the needs to prepare next: one of each tenant in turn."""
 
     def __init__(
         self,
@@ -57,46 +57,47 @@ class Preparations:
         *,
         compiles: bool,
     ) -> None:
-        """Without `compiles` every constraint counts as compiled: workers compile when rows need it. `make_room` takes
-        blocks for those of a request that can be fetched now, or says with whose blocks they come already; None where
-        there are none, or no room for them."""
+        """Without `compiles` every constraint counts as compiled: workers compile it when rows need it. `make_room`
+        takes pool blocks for a request's blocks that can be fetched now, or returns the need that fetches them already;
+        None if there are no such blocks, or no room for them."""
         self.trials = trials
         self._make_room = make_room
         self._adapters = adapters
         self._compiles = compiles
-        # Compiled ones, the oldest first.
+        # Compiled constraints, the oldest first.
         self._compiled: dict[Constraint, None] = {}
         self._underway: dict[int, Preparation] = {}
         self._wanted: OrderedDict[str, dict[Need, None]] = OrderedDict()
-        # What each held request waits for, and who waits for what.
+        # The need that each held request waits for, and the requests that wait for each need.
         self._need_of: dict[RequestKey, Need] = {}
         self._held: dict[Need, dict[RequestKey, None]] = {}
-        # Requests that an adapter was loaded for, until one with this adapter is next: it is not evicted before.
+        # Requests that an adapter was loaded for, until a request with this adapter is next. Until then the adapter is
+        # not evicted.
         self._owed: dict[RequestKey, Adapter] = {}
-        # The adapter of the group that was next last in the step that is or was planned, likewise.
+        # The adapter of the latest group that was next in the current or last step. It is not evicted either.
         self._next: Adapter | None = None
         self._num_begun = 0
-        # Whether a suspect is wanted and has what it takes, so that nothing else begins before it has begun.
+        # Whether a wanted suspect waits only for an idle worker, so that no other need begins before it.
         self._suspect_waits = False
-        # A suspect that has begun since `take` was called last.
+        # Suspects and fetches that have begun since the last call of `take`.
         self._begun_alone: list[Preparation] = []
-        # Those that took too long; their answers may still come.
+        # Preparations that took too long; their answers may still come.
         self._given_up: dict[int, Preparation] = {}
 
     def planning(self) -> None:
-        """A step is planned from now on."""
+        """Starts the planning of a step."""
         self._next = None
 
     def arrived(self, request: Request, num_waiting: int) -> None:
-        """A request joined the queue. Prepares what it needs now, unless it will wait for long."""
+        """A request joined the queue. Begins to prepare its needs now, unless it will wait for long."""
         self._fetch(request)
         if num_waiting <= _MAX_WAITING:
             for need in self._missing(request):
                 self._want(request, need)
 
     def hold(self, request: Request, *, may_compile: bool = False) -> bool:
-        """Whether a request that is next must wait for something. `done` returns it then. With `may_compile` its row
-        may compile its constraint, and nothing is fetched for it."""
+        """Whether a request that is next must wait for a need; `done` returns it later. With `may_compile` its row may
+        compile its constraint, and nothing is fetched for it."""
         missing = [need for need in self._missing(request) if not (may_compile and isinstance(need, Constraint))]
         if not may_compile and (moved := self._fetch(request)) is not None:
             missing.append(moved)
@@ -115,12 +116,12 @@ class Preparations:
         return True
 
     def needed_by(self, key: RequestKey) -> Need | None:
-        """What a request waits for; None if it waits for nothing here."""
+        """The need that a request waits for; None if it waits for none here."""
         return self._need_of.get(key)
 
     def ended(self, request: Request) -> None:
-        """A request that may wait for something waits no more. What no other one is held for is not prepared for it:
-        one that needs it, too, wants it when it is next."""
+        """A request waits no more. Needs that hold no other request are not prepared on its behalf; another request
+        with the same need wants it again when it is next."""
         key, wanted = request.key, self._wanted.get(request.tenant)
         self._owed.pop(key, None)
         self._release(key)
@@ -139,17 +140,17 @@ class Preparations:
 
     @property
     def underway(self) -> list[Need]:
-        """What the workers prepare now, be it late, but for blocks, which are not fetched a second time."""
+        """Needs that the workers prepare now, late ones included. Blocks are left out: they are fetched only once."""
         needs = [each.need for each in (*self._underway.values(), *self._given_up.values())]
         return [need for need in needs if not isinstance(need, MovedBlocks)]
 
     def arriving(self, number: int) -> Arriving | None:
-        """The blocks that a preparation fetches, be it late; None for any other."""
+        """The blocks that a preparation fetches, even a late one; None for any other preparation."""
         known = self._underway.get(number) or self._given_up.get(number)
         return None if known is None else known.arriving
 
     def fetching(self, content: BlockHash) -> MovedBlocks | None:
-        """With which blocks this one comes that is fetched now; None if it is not."""
+        """The fetch that is bringing this block now; None if there is none."""
         for each in self._underway.values():
             if isinstance(each.need, MovedBlocks) and each.arriving is not None and content in each.arriving.hashes:
                 return each.need
@@ -170,12 +171,12 @@ class Preparations:
         return (each.arriving for each in known if each.arriving is not None)
 
     def awaited_slots(self) -> list[int]:
-        """The slots of the adapters that the workers load now, and are not late with."""
+        """The slots of the adapters that the workers load now, without late ones."""
         return sorted(each.slot for each in self._underway.values() if each.slot is not None)
 
     @property
     def num_underway(self) -> int:
-        """How much of it is not late."""
+        """The number of preparations that are not late."""
         return len(self._underway)
 
     @property
@@ -185,12 +186,11 @@ class Preparations:
 
     @property
     def suspect_is_next(self) -> bool:
-        """Whether a suspect waits for nothing but the end of the steps in flight: `begin_suspect` is to be called
-        then."""
+        """Whether a suspect waits only for the end of the steps in flight. The caller calls `begin_suspect` then."""
         return self._suspect_waits and not self._underway
 
     def begin_suspect(self) -> bool:
-        """No step is in flight: begins a suspect that waits for that. Returns whether there is one that could."""
+        """Begins a suspect that waits for an idle worker; no step is in flight now. Returns whether one could begin."""
         self._suspect_waits = False
         for need in [need for wanted in self._wanted.values() for need in wanted]:
             if need in self._held and self.trials.is_suspect(need) and (begun := self._start(need, set())):
@@ -200,20 +200,20 @@ class Preparations:
 
     @property
     def has_wanted(self) -> bool:
-        """Whether there may be something for `take`."""
+        """Whether `take` may have preparations to return."""
         return bool(self._wanted or self._begun_alone)
 
     def take(self, *, is_idle: bool = False) -> Iterator[Preparation]:
-        """What the workers are to be told now. All of it must be told. `is_idle` if no step is in flight."""
+        """Preparations to send to the workers now. All must be sent. `is_idle` if no step is in flight."""
         begun_alone, self._begun_alone = self._begun_alone, []
         yield from begun_alone
-        # Kinds of which no more can begin now.
+        # Kinds of needs that cannot begin any more now.
         stuck: set[type[Need]] = set()
         while begun := self._begin_next(stuck, is_idle=is_idle):
             yield begun
 
     def _begin_next(self, stuck: set[type[Need]], *, is_idle: bool) -> Preparation | None:
-        """Begins a need of the first tenant that has one which can begin, and only this tenant's turn is over."""
+        """Begins a need of the first tenant that has one which can begin. Only this tenant loses its turn."""
         for tenant, wanted in list(self._wanted.items()):
             begun: Preparation | None = None
             for need in list(wanted):
@@ -231,15 +231,14 @@ class Preparations:
         return None
 
     def _begin(self, need: Need, stuck: set[type[Need]], *, is_idle: bool) -> Preparation | None:
-        """Begins to prepare something. None where it is prepared or underway, which another tenant may have wanted, or
-        where it has to wait."""
+        """Begins to prepare a need. None if it has to wait, or is ready or underway, perhaps for another tenant."""
         if self._is_known(need):
             return None
         if self.trials.is_suspect(need):
             if need not in self._held:
                 return None
             if isinstance(need, Adapter) and not self._adapters.may_take(need, self._kept):
-                # Others go on until it has a slot, which may take as long as a request runs.
+                # Other needs proceed until it has a slot, which may take as long as a request runs.
                 self._slot_for(need, stuck)
                 return None
             if self._underway or not is_idle:
@@ -261,13 +260,13 @@ class Preparations:
         return begun
 
     def _fetch(self, request: Request) -> MovedBlocks | None:
-        """Begins to fetch blocks of a request, where some can be fetched and there is room. Returns what it has to wait
-        for."""
+        """Begins to fetch a request's blocks, if some can be fetched and there is room. Returns the need that the
+        request has to wait for, if any."""
         own = MovedBlocks(request.key)
         if any(each.need == own and each.arriving and each.arriving.blocks for each in self._underway.values()):
             return own
         if self._suspect_waits or self.has_suspect_underway:
-            # Under a stream of requests with blocks to fetch it would wait for ever.
+            # Under a stream of requests with blocks to fetch the suspect would wait forever.
             return None
         arriving = self._make_room(request.key)
         if not isinstance(arriving, Arriving):
@@ -283,12 +282,12 @@ class Preparations:
         return {*self._owed.values(), *filter(None, (self._next,))}
 
     def _slot_for(self, adapter: Adapter, stuck: set[type[Need]]) -> int | None:
-        """A slot for an adapter: an empty one, or if a request waits for it that is next, one that is not used."""
+        """A slot for an adapter: an empty one, or, if a request that is next waits for it, an unused one."""
         is_drained = self._adapters.slot_of(adapter) is not None
         if adapter not in self._held:
             return None if is_drained else self._adapters.take_empty()
         if is_drained and any(isinstance(need, Adapter) and need != adapter for need in self._held):
-            # Its slot is for one of those.
+            # The slot was drained for one of the other adapters.
             return None
         slot = self._adapters.take(adapter, self._kept)
         if slot is None and not is_drained:
@@ -296,16 +295,16 @@ class Preparations:
         return slot
 
     def done(self, number: int, failure: str | None = None) -> list[RequestKey]:
-        """All workers have prepared it, or found that they cannot: a constraint fails its row then, and an adapter has
-        a `failure`. Returns the requests that waited for it, which have to end after a failure.
+        """All workers have prepared the need, or found that they cannot: an invalid constraint then fails its row, and
+        an adapter has a `failure`. Returns the requests that waited for it, which have to end after a failure.
 
-        Raises ValueError if nothing of this number is underway.
+        Raises ValueError if no preparation of this number is underway.
         """
         if (late := self._given_up.pop(number, None)) is not None:
-            # Whatever it loaded: the slot is another one's, or empty.
+            # Ignores an adapter that it loaded: the slot is another adapter's now, or empty.
             self.trials.prepared(late.need)
             if isinstance(late.need, Constraint):
-                # It is one of those that workers keep, and may be in the place of another one.
+                # Workers keep this constraint now, and may have dropped another one for it.
                 self._note_compiled(late.need)
                 return self._take_held(late.need)
             return []
@@ -324,9 +323,9 @@ class Preparations:
         return keys
 
     def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
-        """The workers take too long for it: others take its turn. Returns what it is, and the requests that waited for
-        it, which have to end, unless it is blocks: these are computed, and nothing is kept beside them. The slot of an
-        adapter is free: its next load replaces this one. KeyError if nothing of this number is underway."""
+        """The workers take too long: other needs take the turn. Returns the need and the requests that waited for it.
+        These have to end, unless the need is blocks: those are computed, and the cached blocks kept for them are free.
+        An adapter's slot is free: its next load replaces this one. KeyError if no such number is underway."""
         late = self._underway.pop(number)
         if late.arriving is not None:
             late = replace(late, arriving=replace(late.arriving, kept=()))
@@ -338,8 +337,8 @@ class Preparations:
         return late.need, list(self._held.get(late.need, ()))
 
     def refused(self, rows: Collection[int]) -> None:
-        """The workers refused how these rows sample. If a constraint failed, they drop what they compiled, so all is
-        prepared again when it is needed: what is still there is answered at once."""
+        """The workers refused the sampling parameters of these rows. If a constraint failed, they drop all compiled
+        ones, so all are prepared again when needed. Workers answer at once for a constraint that they still have."""
         if rows:
             self._compiled.clear()
 
@@ -359,7 +358,7 @@ class Preparations:
         return [need for need in request.needs if not self.is_ready(need)]
 
     def is_ready(self, need: Need) -> bool:
-        """Whether the workers have prepared it."""
+        """Whether the workers have prepared the need."""
         if isinstance(need, Constraint):
             return not self._compiles or need in self._compiled
         return isinstance(need, MovedBlocks) or self._adapters.is_ready(need)
@@ -369,5 +368,5 @@ class Preparations:
             self._wanted.setdefault(request.tenant, {})[need] = None
 
     def _is_known(self, need: Need) -> bool:
-        """Whether it is prepared, or will be."""
+        """Whether the need is ready or underway."""
         return self.is_ready(need) or any(each.need == need for each in self._underway.values())

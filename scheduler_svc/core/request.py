@@ -1,4 +1,4 @@
-"""Requests as the core sees them, and which are taken."""
+"""Requests as the core sees them, and the checks that accept them."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from scheduler_svc.core.moves import KvSource
 
 
 class RefusedError(ValueError):
-    """A request that is not taken; nothing was changed. Each refusal names the thing, its value and the limit.
+    """A request that is rejected; nothing was changed. Each message names the thing, its value and the limit.
 
     RefusedError(ValueError)
     ├── NeverFitsError     the request could not run even with the whole pool to itself
@@ -62,7 +62,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter: it is its digest. Where workers find its files and what a gateway calls it is only carried."""
+    """A LoRA adapter, identified by its digest. Its directory on workers and its name at gateways are only carried."""
 
     digest: bytes
     directory: str = field(default="", compare=False)
@@ -71,26 +71,26 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint that workers compile, by the sampling parameters that hold it."""
+    """A constraint that workers compile, identified by the sampling parameters that contain it."""
 
     parameters: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MovedBlocks:
-    """Blocks of one request that are at another replica or in a tier, and that workers fetch."""
+    """Blocks of one request that workers fetch from another replica or a tier."""
 
     key: RequestKey
 
 
 Need = Constraint | Adapter | MovedBlocks
-"""What workers prepare before rows use it."""
+"""A thing that workers prepare before rows use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How the worker draws a sequence's tokens: `parameters`, which the core carries and never reads, and what the core
-    decides on or sets itself for each sequence."""
+    """How the worker draws a sequence's tokens: the gateway's `parameters`, which the core carries and never reads, and
+    the fields that the core decides on or sets for each sequence."""
 
     seed: int
     parameters: bytes = b""
@@ -100,9 +100,9 @@ class RowSampling:
     prompt_logprobs: int | None = None
     """The same for each prompt token from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 1
-    """The first token of a prompt has none."""
+    """At least 1: the first token of a prompt has no log probability."""
     num_candidates: int | None = None
-    """Draw no token, report this many of the most likely ones: the scheduler chooses."""
+    """Draw no token, but report this many of the most likely ones: the scheduler chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +115,20 @@ class EmittedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, how many sequences to sample from it, and when to stop.
+    """A prompt, the number of sequences to sample from it, and the conditions to stop.
 
-    `num_sequences` are sampled (`best_of`), of which the `num_returned` (`n`) with the highest mean log probability are
-    delivered. With `beam`, sequences are the beams of a search, as many as it is wide, and the `num_returned` best
-    hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
-    generation continues after it, and it counts against `max_tokens`. A request that was `accepted_before`, by this
-    scheduler or an earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
-    Cached prefixes are shared within a tenant. Another replica may have blocks of it, at `source`.
-    `traceparent` is carried to the workers as it is. `has_constraint` tells that the sampling parameters hold one,
-    which workers compile. `adapter` is None for the model as it is. `cache_salt` is a
-    salt's digest, empty without one.
-    An offer (`is_offer`) never runs: the request runs at another replica, and waits here in its place until there is
-    room for it, which is then kept. It comes as a request that `replaces` the offer of this handle, and
-    gets its place.
+    `num_sequences` are sampled (`best_of`), and the `num_returned` (`n`) with the highest mean log probability are
+    delivered. With `beam`, sequences are the beams of a search, one for each of its width, and the `num_returned` best
+    hypotheses are delivered. `emitted` is empty, or holds the tokens of each sequence that an earlier scheduler
+    produced: generation continues after them, and they count against `max_tokens`. A request that was
+    `accepted_before`, by this scheduler or an earlier one, is exempt from the queue's bounds. `stop_token_ids` holds
+    the model's eos ids too. Cached prefixes are shared within a tenant. Another replica, at `source`, may have blocks
+    of the request. `traceparent` is passed on to the workers unchanged. With `has_constraint` the sampling parameters
+    contain a constraint, which workers compile. `adapter` is None for the base model. `cache_salt` is a salt's digest,
+    empty without a salt.
+    An offer (`is_offer`) never runs: its request runs at another replica, and the offer waits here in its place until
+    there is room, which is then kept. The request itself arrives later, `replaces` the offer with that handle, and gets
+    its place.
     """
 
     key: RequestKey
@@ -154,12 +154,12 @@ class Request:
 
     @property
     def cache_root(self) -> BlockHash:
-        """What the hashes of its blocks begin with: tenants share no blocks, and neither do adapters or salts."""
+        """The root of the hashes of its blocks: different tenants, adapters or salts share no blocks."""
         return cache_root(self.tenant, self.adapter, self.cache_salt)
 
     @property
     def needs(self) -> list[Need]:
-        """What workers prepare for it, beside blocks that they may fetch."""
+        """The needs that workers prepare for it, without blocks that they may fetch."""
         needs: list[Need] = [Constraint(self.sampling.parameters)] if self.has_constraint else []
         if self.adapter is not None:
             needs.append(self.adapter)
@@ -167,17 +167,17 @@ class Request:
 
     @property
     def selects(self) -> bool:
-        """Whether sequences are dropped at the end, so that none can be delivered before."""
+        """Whether some sequences are dropped at the end, so that none can be delivered earlier."""
         return self.num_returned < self.num_sequences or self.beam is not None
 
     @property
     def max_len(self) -> int:
-        """Tokens of the sequence, prompt and output, at which it ends at the latest."""
+        """The maximum tokens of a sequence, prompt and output."""
         return len(self.prompt) + self.max_tokens
 
     def sampling_of(self, index: int) -> RowSampling:
-        """How the sequence with this index draws: the first as a request of one sequence would, the others each with a
-        seed of their own that follows from the request's. Beams draw nothing."""
+        """The sampling of the sequence with this index: the first samples as a request of one sequence would, the
+        others each with their own seed, derived from the request's. Beams draw nothing."""
         sampling = self.sampling
         if self.beam is not None:
             needed = num_candidates(self.beam.width, len(self.stop_token_ids))
@@ -188,7 +188,7 @@ class Request:
 
 
 def cache_root(tenant: str, adapter: Adapter | None, salt: bytes = b"") -> BlockHash:
-    """What the hashes of a tenant's blocks with an adapter and a salt begin with."""
+    """The root of the hashes of a tenant's blocks with an adapter and a salt."""
     return root_hash(tenant, None if adapter is None else adapter.digest, salt)
 
 
@@ -199,8 +199,8 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
-    """Raises RefusedError for a request that makes no sense, NoAdaptersError for one with an adapter where there are
-    none, NeverFitsError for one that could not run even alone."""
+    """Raises RefusedError for an invalid request, NoAdaptersError for a request with an adapter if workers have no
+    adapter slots, NeverFitsError for a request that could not run even by itself."""
     if not request.prompt or request.max_tokens < 1:
         raise RefusedError(
             f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}; both must be >= 1"
@@ -221,12 +221,12 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
 def check_shared_bound(
     what: str, bound: int, *, total: int, own: int, added: int, num_tenants: int, overflow: float
 ) -> None:
-    """A bound that tenants share: there are `total` of all tenants and `own` of one, which adds `added`, and there are
-    `num_tenants` then. Raises QueueFullError that names `what`, its value and the limit.
+    """Checks a bound that tenants share: all tenants have `total`, one tenant has `own` of it and adds `added`, and
+    there are `num_tenants` then. Raises QueueFullError that names `what`, its value and the limit.
 
-    One tenant may take all of it while no other wants any. Once it is taken, tenants that hold less than an equal
-    share of it still get that, up to `overflow` times the bound beyond it, so that no tenant keeps others out by being
-    first. A single request that is larger than the bound, or than the share, is taken if there is nothing yet.
+    One tenant may take all of the bound while no other wants any. Once it is taken, tenants that hold less than an
+    equal share still get their share, up to `overflow` times the bound beyond it, so that no tenant keeps others out by
+    being first. A single request that is larger than the bound, or than the share, is accepted if nothing is there yet.
     """
     if total + added <= bound or not total:
         return
@@ -248,8 +248,8 @@ def check_shared_bound(
 
 
 def max_blocks(request: Request, block_size: int) -> int:
-    """Blocks that the request holds at its largest, however it came to be there: full blocks of the prompt are shared
-    by all sequences that have not ended, all others are not."""
+    """The maximum number of blocks that the request ever holds: all sequences that have not ended share the full blocks
+    of the prompt, and no other blocks."""
     # The last token of a sequence is never computed.
     whole = -(-(request.max_len - 1) // block_size)
     if request.max_tokens == 1:

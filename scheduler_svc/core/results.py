@@ -1,6 +1,6 @@
 """Applies the result of a step: tokens, ends, the steps of beam searches, and blocks to seal.
 
-A result is checked as a whole before any of it is applied, so that an invalid one changes nothing.
+A result is checked as a whole before any part of it is applied, so that an invalid one changes nothing.
 """
 
 import math
@@ -33,7 +33,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> None:
     """Raises ValueError unless `Results.apply` can apply all of the result. Changes nothing.
 
-    Rows that were released since the step was planned are ignored: `apply` drops what the result reports of them.
+    Rows that were released since the step was planned are ignored: `apply` drops their part of the result.
     """
     num_tokens = _check_tokens(step, result)
     reported = {*result.failures, *result.candidates}
@@ -104,7 +104,7 @@ def _check_counts(step: StepInFlight, result: StepResult) -> Array | None:
 
 
 def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> None:
-    """Without candidates the search would never end; the search merges those of its beams, so they are in order."""
+    """Without candidates a search would never end; it merges the candidates of its beams, so they must be in order."""
     if candidates is None or not len(candidates.token_ids):
         raise ValueError(f"the result of step {step_id} has no candidates of row {row}")
     values = np.asarray(candidates.logprobs, dtype=np.float64)
@@ -140,7 +140,7 @@ def _check_logprobs(
 
 
 class Results:
-    """Applies one step's result; `events` collects what it means for clients."""
+    """Applies one step's result; `events` collects the events for clients."""
 
     def __init__(self, batch: Batch, running: GroupQueue, now: float) -> None:
         self._batch = batch
@@ -148,12 +148,12 @@ class Results:
         self._now = now
         self.events = EventLog()
         self.ended: list[SequenceGroup] = []
-        """Groups that are over, finished or failed."""
+        """Groups that finished or failed."""
         self.further: tuple[Array, Array] | None = None
-        """Rows that got several tokens in this step, and how many more than one, up to the ends of their sequences."""
+        """Rows that got several tokens in this step, and their numbers of tokens beyond one that the sequences kept."""
 
     def apply(self, step: StepInFlight, result: StepResult) -> None:
-        """Applies the result of `step`, which passed `check_result`. Drops what it reports of rows that were released
+        """Applies the result of `step`, which passed `check_result`. Drops the results of rows that were released
         since."""
         table = self._batch.rows
         current = table.incarnation[step.rows] == step.incarnations
@@ -176,7 +176,7 @@ class Results:
             self._apply_other(int(step.rows[sample]), result)
 
     def _append(self, step: StepInFlight, samples: Array, result: StepResult) -> list[Sequence]:
-        """Gives the rows that drew tokens these, up to the one that ends the sequence. The events are made of whole
+        """Appends the drawn tokens to their sequences, up to the token that ends each. The events are made of whole
         arrays. Returns the sequences that reached a milestone."""
         table = self._batch.rows
         rows = step.rows[samples]
@@ -214,7 +214,7 @@ class Results:
         return due
 
     def _num_kept(self, rows: Array, firsts: Array, counts: Array, token_ids: Array) -> Array:
-        """How many of its new tokens each row keeps: those up to the one that ends its sequence."""
+        """The number of new tokens that each row keeps: up to the token that ends its sequence."""
         kept = counts.copy()
         for place in (counts > 1).nonzero()[0].tolist():
             stops = self._batch.sequence(int(rows[place])).request.stop_token_ids
@@ -227,7 +227,7 @@ class Results:
         if result.num_tokens is None or result.num_drafts is None:
             return
         num_drafts = result.num_drafts[samples]
-        # Each pass draws a token that is no draft; the row may have ended before that.
+        # Each run of the model draws a token that is no draft; the row may have ended before that.
         num_accepted = np.clip(result.num_tokens[samples] - result.num_passes, 0, np.minimum(num_kept, num_drafts))
         for place in num_drafts.nonzero()[0].tolist():
             sequence = self._batch.sequence(int(rows[place]))
@@ -237,7 +237,7 @@ class Results:
     def _tell_tokens(
         self, rows: Array, offsets: Array, tokens: Array, token_ids: Array, logprobs: SampleLogprobs | None
     ) -> None:
-        """Tells the new tokens of sequences that nobody selects from, and keeps the log probabilities of others."""
+        """Reports the new tokens of plain sequences, and keeps the log probabilities of sequences to select from."""
         table = self._batch.rows
         plain = table.is_plain[rows]
         if not plain.all():
@@ -256,9 +256,9 @@ class Results:
         )
 
     def _apply_other(self, row: int, result: StepResult) -> None:
-        """A row that failed, or that searches."""
+        """Applies the result of a row that failed, or that belongs to a beam search."""
         sequence = self._batch.rows.sequences[row]
-        # Rows that were released before are dropped already. Another row of the group may have failed in this step.
+        # Rows that were released before this step are dropped already. Another row of the group may have failed in it.
         if sequence is None:
             return
         failure = _failure_of(sequence.request.key, row, result)
@@ -268,14 +268,14 @@ class Results:
             self._collect(sequence, result.candidates[row])
 
     def _seal(self, step: StepInFlight, current: Array, result: StepResult) -> None:
-        """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
-        nothing that a failing request computed is ever sealed.
+        """Seals blocks that are full now, so that others can share them. A row that samples a token has finite keys and
+        values, so blocks that a failing request computed are never sealed.
 
-        The newest token of a beam may be computed again, when the group is swapped before all its candidates are there:
-        its block is not final yet.
+        The newest token of a beam may be computed again, if the group is swapped before all its candidates came: its
+        block is not final yet.
         """
         batch = self._batch
-        # All tokens but the newest are computed; that of a beam is, too.
+        # All tokens but the newest are computed; of a beam the newest one is too.
         num_full = (batch.rows.num_known[step.rows] - 1) // batch.blocks.block_size
         for index in (current & (num_full > batch.rows.num_sealed[step.rows])).nonzero()[0].tolist():
             row = int(step.rows[index])
@@ -285,8 +285,8 @@ class Results:
                 batch.seal(row, int(num_full[index]))
 
     def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
-        """The same for chunks of prefills before the last. A row with one that is not finite seals nothing more until
-        it samples: its logits show then whether its context is finite."""
+        """Seals blocks of chunks of prefills before the last chunk. After a chunk that is not finite, the row seals
+        nothing more until it samples: its logits then show whether its context is finite."""
         batch, rows = self._batch, step.chunk_rows
         if not len(rows):
             return
@@ -302,7 +302,7 @@ class Results:
             batch.seal(row, count)
 
     def _on_milestones(self, sequences: SequenceOf[Sequence]) -> None:
-        """The newest token of each may be its last, or its first of this scheduler."""
+        """Handles newest tokens that may be the last of their sequence, or its first from this scheduler."""
         running, now = self._running, self._now
         ending: list[Sequence] = []
         groups: dict[RequestKey, SequenceGroup] = {}
@@ -318,12 +318,12 @@ class Results:
                 ending.append(sequence)
                 groups[key] = group
         if ending:
-            # Together, and each group looked at once: all rows may end in one step.
+            # Ends all together, and handles each group once, since all rows may end in one step.
             self._batch.end(ending)
             self._end([group for group in groups.values() if len(group.sequences) == 1 or group.finished])
 
     def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
-        """One beam's candidates; with the last of them the search continues."""
+        """Collects one beam's candidates, and continues the search once all beams have theirs."""
         group = self._running.get(sequence.request.key)
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates
@@ -333,7 +333,7 @@ class Results:
             try:
                 self._advance(group.beams)
             except NoCandidatesError as error:
-                # As the worker says of a sampled row that its parameters leave no token.
+                # The same reasons as for a sampled row whose parameters leave no token.
                 reason = "INVALID_SAMPLING" if sequence.request.has_constraint else "NON_FINITE_LOGITS"
                 self._fail(RequestFailure(sequence.request.key, reason, str(error)))
                 return
@@ -342,7 +342,7 @@ class Results:
                 self._end([group])
 
     def _advance(self, beams: BeamGroup) -> None:
-        """Takes a search one step further, every beam of which has its candidates. `beams` is empty when it is over.
+        """Advances a search by one step; all its beams have their candidates. `beams` is empty when it is over.
 
         A parent that continues keeps its row and its blocks for its best continuation. Every other continuation of it
         goes to a sequence whose beam was dropped, which then shares all of the parent's blocks; only what they write
@@ -360,10 +360,10 @@ class Results:
                 logprobs = beams.logprobs[each] = sequence.held_back.copy()
                 logprobs.append(last)
         if beams.logprobs and step.finished:
-            # Those of hypotheses that better ones have replaced would add up to the square of the length.
+            # Values of hypotheses that better ones have replaced would add up to the square of the length.
             best = beams.search.best()
             beams.logprobs = {each: beams.logprobs[each] for each in best}
-        # Before a parent's sequence goes on: its log probabilities are those of all its continuations.
+        # Taken before a parent's sequence continues: all its continuations share its log probabilities.
         chosen = [
             _logprobs_of(parents[each.parent], candidates[each.parent], each.place) for each in step.continuations
         ]
@@ -374,7 +374,7 @@ class Results:
                 sequence.held_back.append(logprobs)
 
     def _fork(self, beams: SequenceOf[Sequence], continuations: SequenceOf[Continuation]) -> list[Sequence]:
-        """The sequence of each continuation, which has all that its parent has."""
+        """The sequence of each continuation, with the tokens and blocks of its parent."""
         continued = {each.parent for each in continuations}
         dropped = [sequence for index, sequence in enumerate(beams) if index not in continued] if continuations else []
         self._batch.blocks.free(*dropped)
@@ -397,7 +397,7 @@ class Results:
         self.events.request_failure(failure)
 
     def _end(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """The groups are over; all of their sequences gave back what they held."""
+        """Completes groups whose sequences have all given back their rows and blocks."""
         self._running.remove_all(groups)
         for group in groups:
             group.timeline.last_token = self._now
@@ -445,7 +445,7 @@ class EventLog:
         samples: Array,
         logprobs: SampleLogprobs | None,
     ) -> None:
-        """Tokens of requests that get each at once. int64[n] each; `samples` are their indices among the step's."""
+        """Adds tokens that are delivered at once. int64[n] each; `samples` are their indices in the step."""
         for client in sorted(set(clients.tolist())):
             own = clients == client
             events = self._of(ClientId(client))
@@ -459,12 +459,12 @@ class EventLog:
             events.token_ids += token_ids[own].tolist()
 
     def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """If sequences are selected at the end, `request_end` reports their ends."""
+        """Adds the end of a sequence, unless `request_end` reports it because sequences are selected at the end."""
         if not sequence.request.selects:
             self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
 
     def request_end(self, group: SequenceGroup) -> None:
-        """All sequences of the group ended. Delivers what was held back until the selection."""
+        """Adds the end of a request, and first the sequences that were held back until the selection."""
         if group.beams is not None:
             self._deliver_hypotheses(group, group.beams)
         elif group.request.selects:
@@ -476,7 +476,7 @@ class EventLog:
         self._of(failure.key.client).failed.append(failure)
 
     def _deliver_best(self, group: SequenceGroup) -> None:
-        """The sequences with the highest mean log probability, best first."""
+        """Delivers the sequences with the highest mean log probability, best first."""
         best_first = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
         for index, sequence in enumerate(best_first[: group.request.num_returned]):
             self._deliver(group, index, sequence.output, sequence.held_back)
@@ -485,7 +485,7 @@ class EventLog:
             self._of(group.request.key.client).finished.append(end)
 
     def _deliver_hypotheses(self, group: SequenceGroup, beams: BeamGroup) -> None:
-        """The hypotheses of the search, best first."""
+        """Delivers the hypotheses of the search, best first."""
         key = group.request.key
         for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
             self._deliver(group, index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog()))
@@ -501,7 +501,7 @@ class EventLog:
             )
 
     def _deliver(self, group: SequenceGroup, index: int, output: SequenceOf[int], logprobs: LogprobLog) -> None:
-        """All tokens of a sequence; `logprobs` has one position for each, or none."""
+        """Adds all tokens of a sequence; `logprobs` has one position for each token, or none at all."""
         key = group.request.key
         events = self._of(key.client)
         first = len(events.token_ids)

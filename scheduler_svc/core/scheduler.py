@@ -1,14 +1,14 @@
 """The scheduler: continuous batching over paged blocks (the paper's sections 4.2 to 4.5).
 
 `submit` queues a request, `schedule` plans the next step, `apply` applies the result of the oldest step in flight.
-Several steps may be in flight: planning counts on tokens that are still to come, and a sequence that turns out to have
-ended costs one wasted row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their
+Several steps may be in flight: planning counts tokens that are still to come, and a sequence that turns out to have
+ended costs one wasted row-step. Only rows whose next token the scheduler itself chooses (beam search) wait for their
 result.
 
 `policy` says which group is next, `admission` whether there is room for it and how prompts share a step, `placement`
-moves it into the batch and out of it, `batch` keeps rows and puts the step together, `kv_cache` keeps blocks, `results`
-reads what came back, `pace` says when beam searches wait for each other, `preparation` knows which constraints are
-compiled and which adapters are loaded, and `fault_isolation` finds requests that steps fail for.
+moves it into the batch and out of it, `batch` keeps rows and builds the step, `kv_cache` keeps blocks, `results`
+applies step results, `pace` says when beam searches wait for each other, `preparation` knows which constraints are
+compiled and which adapters are loaded, and `fault_isolation` finds requests that make steps fail.
 """
 
 import itertools
@@ -51,39 +51,39 @@ from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup, Sequ
 from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
 
 _MAX_ADMISSIONS = 128
-"""Groups that one step admits, which bounds the time that planning takes; the next step continues. Only prompts of a
-few tokens, or cached ones, are so many."""
+"""Maximum number of groups that one step admits, to bound planning time; the next step continues. Only short or cached
+prompts reach it."""
 
 _MAX_BLOCKS_LOOKED_UP = 4096
-"""After so many cached blocks of admitted groups, and blocks that held groups may share, a step looks at no further
-group: each of these blocks may cost a hash."""
+"""Number of looked-up blocks after which a step looks at no further group: cached blocks of admitted groups, and blocks
+that held groups may share. Each may cost a hash."""
 
 _COMPARED_PER_LOOKED_UP = 4
-"""So many blocks whose tokens are compared count as one that is looked up."""
+"""Number of blocks whose tokens are compared in the time that one lookup takes."""
 
 _MAX_DISPLACED = 128
-"""Groups that one step displaces, likewise. No other group is admitted before the one that they make room for."""
+"""Maximum number of groups that one step displaces. The group that they make room for is admitted before all others."""
 
 _MAX_EXPIRED, _MAX_EXPIRED_BLOCKS = 1024, 4096
-"""Pins that one call ends because their time is over, and blocks of them, likewise: all may end at the same time."""
+"""Maximum number of expired pins that one call ends, and of their blocks: all pins may expire at the same time."""
 
 
 class Scheduler:
     """All requests of one replica, from arrival to end.
 
-    Live groups are in exactly one of three queues: `running` ones have rows and GPU blocks, `swapped` ones host blocks,
-    `waiting` ones neither. Steps and preemptions are counted since the start; `last_step_id` is the newest planned step
-    since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
-    `stopped` is why the last step admitted no further group; None where none was left.
-    `promises` has the room for offers, and `promised` those that got it in the last step that was planned; `coming` are
-    requests that had it and wait for their blocks.
-    `num_prompt_tokens` are those of all requests that ran, `num_cached_tokens` those of them that were cached.
+    Live groups are in exactly one of three queues: `running` groups have rows and GPU blocks, `swapped` groups have
+    host blocks, `waiting` groups have neither. Steps and preemptions are counted since the start; `last_step_id` is the
+    newest planned step since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved
+    blocks to host memory. `stopped` is why the last step admitted no further group, None if no group was left.
+    `promises` holds the room for offers, `promised` has the offers that got room in the last planned step, and `coming`
+    the requests whose offers had room and that wait for their blocks.
+    `num_prompt_tokens` counts the prompt tokens of all requests that ran, `num_cached_tokens` the cached part of them.
     """
 
     def __init__(
         self, config: SchedulerConfig, make_blocks: Callable[[SchedulerConfig], BlockManager] = BlockManager.of
     ) -> None:
-        """`make_blocks` makes an empty pool, at the start and whenever a worker was lost."""
+        """`make_blocks` makes an empty pool, at the start and after each loss of a worker."""
         self.config = config
         self._make_blocks = make_blocks
         self.policy = make_policy(config.policy)
@@ -147,12 +147,12 @@ class Scheduler:
             config,
         )
         self._pace = Pace()
-        # What was given back so far, and the requests for whose blocks there was no room since.
+        # The pool's number of releases, and the requests for whose blocks there has been no room since.
         self._no_room: tuple[int, set[RequestKey]] = 0, set()
         self.last_step_id = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
-        """All live requests: those that run, then swapped ones, then those that wait."""
+        """All live requests: running ones, then swapped ones, then waiting ones."""
         return itertools.chain(self.running, self.swapped, self.waiting)
 
     def group(self, key: RequestKey) -> SequenceGroup | None:
@@ -162,7 +162,7 @@ class Scheduler:
 
     @property
     def num_live(self) -> int:
-        """Requests that are not over."""
+        """Number of requests that have not ended."""
         return len(self.running) + len(self.swapped) + len(self.waiting)
 
     @property
@@ -171,7 +171,7 @@ class Scheduler:
         return self.preparations.num_arriving
 
     def num_computed_tokens(self, sequence: Sequence) -> int:
-        """Tokens whose keys and values are in a pool once all steps in flight are done, whatever drafts are right."""
+        """Tokens whose keys and values are in a pool once all steps in flight are done, for any outcome of drafts."""
         match sequence.status:
             case SequenceStatus.RUNNING:
                 assert sequence.row is not None
@@ -182,13 +182,13 @@ class Scheduler:
                 return 0
 
     def log_cache(self) -> CacheLog:
-        """Notes changes of the prefix cache from now on."""
+        """Starts to record changes of the prefix cache."""
         log = CacheLog()
         self._set_cache_log(log)
         return log
 
     def stop_cache_log(self) -> None:
-        """Notes no changes of the prefix cache any more."""
+        """Stops recording changes of the prefix cache."""
         self._set_cache_log(None)
 
     def _set_cache_log(self, log: CacheLog | None) -> None:
@@ -200,9 +200,9 @@ class Scheduler:
     # Requests
 
     def submit(self, request: Request, now: float) -> None:
-        """Puts a request into the queue. Raises a RefusedError and changes nothing.
+        """Puts a request into the queue. On failure raises a RefusedError and changes nothing.
 
-        The queue's bounds do not hold for a request that was accepted before.
+        A request that was accepted before is exempt from the queue's bounds.
         """
         if self._queue_of(request.key) is not None:
             raise DuplicateKeyError(f"handle {request.key.handle} is in use by a live request")
@@ -221,7 +221,7 @@ class Scheduler:
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         """Ends one sequence of a request, and the request with its last one. Returns whether the request was live.
 
-        If sequences are selected at the end, a reader knows none of them before, and nothing happens.
+        If sequences are selected at the end, no reader knows a sequence earlier, and nothing happens.
         """
         group = self.group(key)
         if group is None:
@@ -230,7 +230,7 @@ class Scheduler:
         if len(ending) == len(group.unfinished):
             return self.abort(key)
         if any(sequence.row is not None and self.batch.rows.is_prefilling(sequence.row) for sequence in ending):
-            # The others may count on blocks that it has yet to compute: their start, or all of a prompt.
+            # The others may depend on blocks that it has yet to compute: a common start, or all of a prompt.
             self._placement.requeue(group)
         self._end(ending)
         return True
@@ -260,7 +260,7 @@ class Scheduler:
         return self._queue_of(key) is not None
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
-        """The sequences are over: they give back whatever they hold."""
+        """Ends sequences, and frees everything that they hold."""
         others: list[Sequence] = []
         for sequence in sequences:
             if sequence.status is SequenceStatus.SWAPPED:
@@ -294,18 +294,18 @@ class Scheduler:
         *,
         accepted_before: bool = False,
     ) -> Pin:
-        """Keeps the whole blocks of a prefix from being evicted: all of them for half of the time (seconds), and then
+        """Protects the whole blocks of a prefix from eviction: all of them for half of the time (seconds), and then
         fewer and fewer.
 
-        The pin holds its blocks at once if all are cached. Otherwise a request of PIN_CLIENT computes them; the
-        events of that client report its end or failure. The queue's bounds do not hold for a pin that was accepted
-        before. Pinning a prefix again starts its time anew. Raises a RefusedError and changes nothing.
+        The pin holds its blocks at once if all are cached. Otherwise a request of PIN_CLIENT computes them; the events
+        of that client report its end or failure. A pin that was accepted before is exempt from the queue's bounds.
+        Pinning a prefix again restarts its time. On failure raises a RefusedError and changes nothing.
         """
         num_before, pool = len(self.pins), self.batch.blocks.pool
         pin = self.pins.add(tenant, adapter, token_ids, now + time_to_live, time_to_live, pool)
         if not pin.is_held and self.group(pin.key) is None and not self.pins.hold(pin, pool):
             try:
-                # One that is renewed has its quota already, and may not lose it.
+                # A renewed pin has its quota already, and must not lose it.
                 accepted_before |= len(self.pins) == num_before
                 self.submit(replace(pin.request(), accepted_before=accepted_before), now)
             except RefusedError:
@@ -322,8 +322,8 @@ class Scheduler:
         return True
 
     def expire_pins(self, now: float) -> None:
-        """Removes pins whose time is over, and blocks of those that decay, the oldest first: at least one, and only as
-        many as a short call can."""
+        """Removes expired pins, and parts of decaying ones, the oldest first: at least one pin, and no more than a
+        short call can."""
         num_pins = num_blocks = 0
         while num_pins < _MAX_EXPIRED and num_blocks < _MAX_EXPIRED_BLOCKS:
             pin = self.pins.next_due(now)
@@ -336,8 +336,8 @@ class Scheduler:
                 self.pins.decay(pin, now, self.batch.blocks.pool)
 
     def forget_cached(self) -> int:
-        """Forgets what is cached in blocks that nobody holds; returns their number. Blocks of sequences and of pins
-        keep their names. What the tier has is not fetched until workers are attached again."""
+        """Forgets the content of cached blocks that have no holder; returns their number. Blocks of sequences and pins
+        keep their names. Blocks of the tier are not fetched until workers are attached again."""
         self.tier.clear()
         self.batch.blocks.host.forget_cached()
         pool = self.batch.blocks.pool
@@ -350,7 +350,7 @@ class Scheduler:
         self.abort(pin.key)
 
     def _complete_pin(self, group: SequenceGroup) -> None:
-        """The group is over. If it computed a pin, its blocks are still cached, unless it failed."""
+        """A group ended. If it computed a pin, its blocks are still cached, unless it failed."""
         pin = self.pins.of_key(group.request.key)
         if pin is not None and not self.pins.hold(pin, self.batch.blocks.pool):
             self.pins.remove(pin, self.batch.blocks.pool)
@@ -360,10 +360,11 @@ class Scheduler:
     def hand_over(
         self, key: RequestKey, lease: Lease, now: float, lease_s: float
     ) -> list[tuple[BlockId, BlockHash]] | None:
-        """A request goes on at another replica from the tokens that were emitted, and ends here. Returns its sealed
-        blocks, which are kept under a lease of so many seconds, so that the other replica can fetch them.
+        """Ends a request here that continues at another replica after its emitted tokens. Returns its sealed blocks,
+        which are kept under a lease for `lease_s` seconds so that the other replica can fetch them.
 
-        None, and nothing changes, where it is unknown, delivers nothing before its end, or requests are on trial.
+        Returns None and changes nothing if the request is unknown or delivers nothing before its end, or if requests
+        are on trial.
         """
         group = self.group(key)
         if group is None or group.request.selects or self.trials.are_on:
@@ -378,7 +379,7 @@ class Scheduler:
             sealed.update(zip(blocks.pool.hits(hashes), hashes, strict=False))
         for step in self.in_flight:
             for block in step.from_host.tolist():
-                # Its content is yet to come.
+                # Its content has not arrived yet.
                 sealed.pop(block, None)
         if sealed:
             blocks.pool.touch(sealed)
@@ -388,24 +389,24 @@ class Scheduler:
         return list(sealed.items())
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
-        """Blocks of a lease were fetched: it lasts for so many seconds from now on, or ends with 0."""
+        """Blocks of a lease were fetched: extends it to `lease_s` seconds from now, or ends it with 0."""
         if lease_s:
             self.leases.renew(lease, now + lease_s)
         else:
             self.leases.end(lease, self.batch.blocks.pool)
 
     def hold_new(self, now: float, seconds: float) -> None:
-        """Requests that never ran do not begin for so long: another replica may take them."""
+        """Keeps requests that never ran from starting for `seconds`: another replica may take them."""
         self._new_wait_until = now + seconds
 
     def is_held_as_new(self, group: SequenceGroup) -> bool:
-        """Whether a request that waits does not begin for now, since it never ran."""
+        """Whether a waiting request may not start yet because it never ran."""
         request = group.request
         is_new = group.cached_tokens is None and not (request.emitted or request.is_offer)
         return self._new_wait_until is not None and is_new and request.key.client != PIN_CLIENT
 
     def _begin_new(self, now: float) -> None:
-        """Requests that were held as new are not any more, if that time is over."""
+        """Releases requests that were held as new, if their time is over."""
         if self._new_wait_until is not None and self._new_wait_until <= now:
             held = list(filter(self.is_held_as_new, self.waiting.held_few(len(self.waiting))))
             self._new_wait_until = None
@@ -414,21 +415,21 @@ class Scheduler:
                     self.waiting.release(key)
 
     def tier_changed(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
-        """The first of these slots of the workers' tier hold these blocks now, and the others none."""
+        """Updates the workers' tier: the first of these slots hold these blocks now, and the other slots are empty."""
         self.tier.change(slots, hashes)
 
     def _make_room(self, key: RequestKey) -> Arriving | MovedBlocks | None:
-        """Takes pool blocks for those blocks of a waiting request that another replica has and that are not cached
-        here. They are fetched once. Where all are cached, the result has no blocks, and the call for it ends the lease.
-        If no other replica has the request, its blocks in the tier are fetched, once it fits, so that no other request
-        takes the room again. None where there is nothing to fetch or no room; the other request that fetches the blocks
-        already, where there is one."""
+        """Takes pool blocks for the blocks of a waiting request that another replica has and that are not cached here.
+        They are fetched once. If all are cached, the result has no blocks, and the call for it ends the lease. If no
+        other replica has the request, its blocks in the tier are fetched once it fits, so that no other request takes
+        the room again. Returns the need of another request that fetches the blocks already, if there is one, and None
+        if there is nothing to fetch or no room."""
         group, blocks = self.waiting.get(key) if key in self.waiting else None, self.batch.blocks
         if group is None or self.trials.are_on or key in self._without_room():
-            # Each step asks again for the one that is next, and has not the time to look at all of its blocks.
+            # Each step tries the next request again, and has no time to look at all of its blocks.
             return None
         if group.source is None:
-            # Those that pass may take the room, and evict what came: it waits for that once, then computes the rest.
+            # Groups that pass may take the room and evict fetched blocks: waits for them once, then computes the rest.
             return self._make_room_from_tier(group) if len(self.tier) and not group.has_been_passed else None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
@@ -447,32 +448,32 @@ class Scheduler:
         if (others := self.preparations.fetching(hashes[0])) is not None:
             return others
         while not self._room.has_room(group, self._room.to_grow()):
-            # What is kept for others does not give way for blocks that can be computed.
+            # Blocks kept for others do not give way for blocks that can be computed.
             if not (self._room.is_empty and blocks.reclaim()):
                 self._without_room().add(group.request.key)
                 return None
         return self._arriving(None, cached, hashes)
 
     def _without_room(self) -> set[RequestKey]:
-        """The requests for whose blocks there was no room since any were given back."""
+        """The requests for whose blocks there has been no room since the last release of blocks."""
         num_releases = self.batch.blocks.pool.num_releases
         if self._no_room[0] != num_releases:
             self._no_room = num_releases, set()
         return self._no_room[1]
 
     def _arriving(self, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]) -> Arriving:
-        """Takes blocks for these hashes, and holds the cached ones with them."""
+        """Takes blocks for these hashes, and adds references to the cached ones."""
         taken = self.batch.blocks.allocate_beside(cached, len(hashes))
         return Arriving(source, tuple(taken), tuple(hashes), tuple(cached))
 
     def _give_way(self) -> bool:
-        """Frees blocks that are kept for others than requests that run, the least important first. Returns whether
-        there were any."""
+        """Frees blocks that are kept for other purposes than running requests, the least important first. Returns
+        whether there were any."""
         pool = self.batch.blocks.pool
         return self.leases.give_way(pool) or self._break_promise() or self.pins.give_way(pool)
 
     def _break_promise(self) -> bool:
-        """A request that would come from another replica has to wait again, in its place."""
+        """Takes back the newest promise: that request, which would come from another replica, waits again."""
         if (key := self.promises.newest) is None:
             return False
         self.promises.end(key, self.batch.blocks.pool)
@@ -482,12 +483,12 @@ class Scheduler:
     # Planning a step
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plans the next step, or returns None when there is nothing to compute until a result or a request comes. When
-        nothing is in flight, a step without rows tells which blocks were sealed last.
+        """Plans the next step. Returns None if there is nothing to compute until a result or a request comes. If
+        nothing is in flight, a step without rows reports the blocks that were sealed last.
 
-        Every row computes tokens until it has caught up with those that it has: decodes first, one token each, then
-        chunks of what rows came with, up to the token budget. Groups enter in the order of the policy, swapped ones
-        before the decodes and waiting ones after the chunks. None enters in a step that preempts for want of blocks.
+        Every row computes until it has caught up with its tokens: decodes first, one token each, then chunks of the
+        tokens that rows entered with, up to the token budget. Groups enter in the order of the policy, swapped ones
+        before the decodes and waiting ones after the chunks. No group enters in a step that preempts to free blocks.
         """
         batch = self.batch
         if batch.blocks.has_retired:
@@ -498,7 +499,7 @@ class Scheduler:
         self.promised.clear()
         if self.trials.are_on:
             if self.in_flight:
-                # One step at a time, so that a suspect whose step is lost is lost at the same one again.
+                # One step at a time, so that a suspect that loses a step loses the same one again.
                 return None
             self._requeue_passed(now)
         if self.preparations.has_suspect_underway:
@@ -519,24 +520,24 @@ class Scheduler:
         self._shares.add_prefills()
         self.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         self._shares.add_set_aside()
-        # What is swapped out leaves before other blocks may come to its place.
+        # Blocks are swapped out before others may take their place.
         if not batch.draft.is_empty or batch.blocks.host.has_copies:
             return self._commit(now)
         if self.in_flight:
             return None
-        # No call is delayed by it, and none may come for long.
+        # This delays no call, and no call may come for long.
         while batch.blocks.reclaim():
             pass
-        # A step that only seals: the next one with rows may be long in coming, or never come.
+        # A step that only seals: the next step with rows may come late, or never.
         return self._commit(now) if batch.has_seals else None
 
     @property
     def is_sealing(self) -> bool:
-        """Whether steps are in flight, or a step is to come that only seals blocks."""
+        """Whether steps are in flight, or a step that only seals blocks is due."""
         return bool(self.in_flight) or self.batch.has_seals
 
     def _displace(self, now: float) -> None:
-        """Preempts groups for the next one, if the policy lets it displace others; none if that is futile."""
+        """Preempts groups for the next one, if the policy allows it and if that makes enough room."""
         if self.trials.are_on or not len(self.running) or (group := self._next()) is None or group.request.is_offer:
             return
         lacks_rows = self._room.lacks_rows(group)
@@ -549,14 +550,14 @@ class Scheduler:
                 self._preempt(victim, now)
 
     def _preempt_for_decodes(self, now: float) -> bool:
-        """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
+        """Preempts until every decoding row can have a slot for its next token. Returns whether it preempted."""
         blocks = self.batch.blocks
         if self.batch.blocks_for_decodes() <= blocks.pool.num_free:
             return False
         victims = self.policy.victims(self.running)
         has_preempted = False
         while self.batch.blocks_for_decodes() > blocks.pool.num_free:
-            # A group that is alone fits without the pins, as was checked when it came.
+            # A group that runs by itself fits without the pins, as was checked when it arrived.
             if blocks.reclaim() or self.leases.give_way(blocks.pool) or self._break_promise():
                 continue
             if len(self.running) == 1 and self.pins.give_way(blocks.pool):
@@ -576,7 +577,7 @@ class Scheduler:
             self._placement.swap_in(group, now)
 
     def _admit(self, now: float) -> Stop | None:
-        """Admits groups that wait, as far as rows, blocks and the token budget go, until a swapped one is next: that
+        """Admits waiting groups while rows, blocks and the token budget last, and until a swapped group is next, which
         comes back before the next step. Returns what stopped it."""
         to_grow: int | None = None
         for _ in range(_MAX_ADMISSIONS):
@@ -624,8 +625,8 @@ class Scheduler:
         return Stop(Obstacle.NEXT_STEP) if self.waiting.has_next else None
 
     def _next(self) -> SequenceGroup | None:
-        """The group that enters the batch next; None if none may. One that does not fit holds up all behind it, so
-        that none starves under a stream of smaller ones."""
+        """The group that enters the batch next; None if none may. A group that does not fit blocks all groups behind
+        it, so that it does not starve under a stream of smaller ones."""
         for key in self.batch.underway.take_released():
             self.waiting.release(key)
         if self.trials.are_on:
@@ -633,7 +634,7 @@ class Scheduler:
                 group = self.swapped.first()
             else:
                 group = None if self.in_flight else self.trials.next_of(self.waiting, self.running)
-            # Not for its constraint: should compiling it end the worker, a step of this request alone shows that.
+            # Does not wait for its constraint: if compiling it kills the worker, the step of this request shows that.
             return None if group is None or self.preparations.hold(group.request, may_compile=True) else group
         while self.waiting.has_next or self.swapped.has_next:
             if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
@@ -648,16 +649,16 @@ class Scheduler:
         return None
 
     def take_preparations(self) -> list[Preparation]:
-        """The constraints that the workers are to compile now, and the adapters that they are to load. All of them must
-        be told."""
+        """The constraints that the workers are to compile now, and the adapters that they are to load. The caller must
+        send all of them."""
         return list(self.preparations.take(is_idle=not self.in_flight))
 
     def prepared(
         self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
     ) -> dict[ClientId, ClientEvents]:
-        """The workers have prepared what `preparations` had for them. If they could not load an adapter, `failure` says
-        why. Returns the failures of the requests that waited for it then. Of blocks, those with the indices `failed`
-        did not come, and are computed. Raises ValueError for another number, or another index."""
+        """The workers have done the preparation with this number. If they could not load an adapter, `failure` says
+        why, and the failures of the requests that waited for it are returned. Fetched blocks with the indices `failed`
+        did not come, and are computed. Raises ValueError for an unknown number or index."""
         arriving = self.preparations.arriving(number)
         num_arriving = 0 if arriving is None else len(arriving.blocks)
         if failed and not 0 <= min(failed) <= max(failed) < num_arriving:
@@ -676,20 +677,20 @@ class Scheduler:
         return {}
 
     def _forget_failed(self, arriving: Arriving, failed: Collection[int]) -> None:
-        """Blocks with these indices did not come. Of the tier they are not fetched again: it may be slow."""
+        """Blocks with these indices did not come. Blocks of the tier are not fetched again, since it may be slow."""
         if arriving.source is None:
             for index, content in enumerate(arriving.hashes):
                 if index in failed:
                     self.tier.forget(content)
 
     def _release(self, keys: Iterable[RequestKey]) -> None:
-        """These requests need not wait any more."""
+        """Ends the waiting of these requests."""
         for key, queue in itertools.product(keys, (self.waiting, self.swapped)):
             queue.release(key)
 
     def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
-        """The workers take too long, `seconds` by now, to prepare something. Returns the failures of the requests that
-        waited for it; others that need it have it prepared again when they are next."""
+        """The workers take too long, `seconds` by now, for a preparation. Returns the failures of the requests that
+        waited for it; other requests with the same need have it prepared again when they are next."""
         if (arriving := self.preparations.arriving(number)) is not None:
             self._forget_failed(arriving, range(len(arriving.hashes)))
             self.batch.blocks.pool.free(arriving.kept)
@@ -711,8 +712,8 @@ class Scheduler:
         return events
 
     def _hold(self, group: SequenceGroup) -> bool:
-        """Holds a group that waits if rows are computing enough of its next blocks. Returns whether it did. Groups
-        behind it pass meanwhile. It never waits for a group that it goes before."""
+        """Holds a waiting group if rows are computing enough of its next blocks. Returns whether it did. Groups behind
+        it pass meanwhile. It never waits for a group behind it."""
         batch = self.batch
         if not batch.underway.has_any:
             return False
@@ -731,7 +732,7 @@ class Scheduler:
         return True
 
     def _commit(self, now: float) -> StepPlan:
-        """Finishes the step that was put together. It is in flight from now on."""
+        """Finishes the step that was built. It is in flight from now on."""
         self.last_step_id += 1
         self.num_steps += 1
         rows = self.batch.rows
@@ -766,10 +767,10 @@ class Scheduler:
     # Results
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        """Applies the result of the oldest step in flight. Returns what happened, by client.
+        """Applies the result of the oldest step in flight. Returns the events by client.
 
-        Raises ValueError and changes nothing if the result is not that step's, or makes no sense. The caller must
-        drop the worker then: see `lose_in_flight`.
+        Raises ValueError and changes nothing if the result belongs to another step or is invalid. The caller must drop
+        the worker then: see `lose_in_flight`.
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
             expected = self.in_flight[0].step_id if self.in_flight else "none"
@@ -805,21 +806,21 @@ class Scheduler:
         group = self.trials.refused(self.running)
         if group is None:
             return {}
-        return self._fail(group, f"the worker refused a step of this request alone: {detail}", reason="STEP_REFUSED")
+        return self._fail(group, f"the worker refused a step of only this request: {detail}", reason="STEP_REFUSED")
 
     def lose_in_flight(self, detail: str | None = None) -> None:
-        """The worker was lost and did not say why, or was dropped for the reason `detail`. `void_in_flight` must
+        """The worker was lost for an unknown reason, or was dropped for the reason `detail`. `void_in_flight` must
         follow, and `judge_loss` once a worker is attached again."""
         needs = self.preparations.underway
         if self.in_flight or needs:
             self.trials.lost(self.running if self.in_flight else (), needs, self.batch.rows, detail)
 
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
-        """A worker was attached. To be called before anything runs; `was_alive` if it is the one that was lost, and
-        neither hung nor answered nonsense.
+        """A worker was attached. The caller calls this before anything runs, with `was_alive` if it is the worker that
+        was lost, and it neither hung nor sent invalid answers.
 
-        Returns the failures of the request that the worker is lost for, or of those that need what it is lost for while
-        it prepares it, once that is known.
+        Returns the failures of the request that causes the losses, or of the requests whose common need causes them,
+        once that is known.
         """
         fault = self.trials.attached(self._is_live, was_alive=was_alive)
         if fault is None:
@@ -827,15 +828,14 @@ class Scheduler:
         at_fault, losses = fault.suspect, fault.losses
         match at_fault:
             case Constraint():
-                what, alone = "the constraint of this request was compiled", "while nothing else was done"
+                what, condition = "the constraint of this request was compiled", "while nothing else was done"
             case Adapter():
                 what = f"the adapter of this request, {at_fault.name} from {at_fault.directory}, was loaded"
-                alone = "while nothing else was done"
+                condition = "while nothing else was done"
             case _:
-                what, alone = "this request ran", "at one step of it alone"
-        message = (
-            f"the worker was lost {losses.num} times in a row while {what}, the last {losses.num_alone} times {alone}"
-        )
+                what, condition = "this request ran", "at the same step, in which only it ran"
+        last = f"the last {losses.num_alone} times {condition}"
+        message = f"the worker was lost {losses.num} times in a row while {what}, {last}"
         if fault.detail is not None:
             message += f": {fault.detail}"
         assert not isinstance(at_fault, MovedBlocks), "they are fetched once, whatever is lost meanwhile"
@@ -873,16 +873,16 @@ class Scheduler:
             self._arrive(pin.request(), now)
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        """Puts into the prefix cache the blocks that a worker found final under an earlier scheduler, or before its
-        stream broke. To be called before anything runs. Blocks that this pool does not have are ignored."""
+        """Puts blocks into the prefix cache that a worker reported as final under an earlier scheduler, or before its
+        stream broke. Called before anything runs. Blocks that this pool does not have are ignored."""
         for block, content in sealed:
             if block < self.config.num_blocks:
                 self.batch.blocks.pool.restore(block, content)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
-        """Workers were attached that have another pool or other limits. To be called while nothing is in flight and no
-        block is held, as after `void_in_flight`. Requests and pins stay. Returns the requests that do not fit any more;
-        a pin that does not is removed."""
+        """Workers were attached that have another pool or other limits. Called while nothing is in flight and no block
+        is held, as after `void_in_flight`. Requests and pins stay. Returns the requests that do not fit any more; pins
+        that do not fit are removed."""
         assert not self.in_flight, "the worker was lost, and its steps with it"
         pins = list(self.pins)
         for pin in pins:

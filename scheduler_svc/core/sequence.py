@@ -20,18 +20,18 @@ class SequenceStatus(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended by itself."""
+    """Why a sequence ended without an error."""
 
     STOP = enum.auto()
     LENGTH = enum.auto()
 
 
 class Milestone(enum.Enum):
-    """Counters of a request between its first step and its end."""
+    """Recorded events of a request between its first step and its end."""
 
     SWAPPED_OUT = enum.auto()
     RECOMPUTED = enum.auto()
-    """It was preempted, and prompt and output so far are to be computed again."""
+    """It was preempted, and its prompt and output so far are to be computed again."""
     WORKER_LOST = enum.auto()
     RESUMED = enum.auto()
 
@@ -40,12 +40,12 @@ class Milestone(enum.Enum):
 class Sequence:
     """One line of text that is being generated.
 
-    `token_ids` are prompt and output as far as results came back, without the tokens that steps in flight will sample.
+    `token_ids` are the prompt and the output of all results so far, without tokens that steps in flight will sample.
     `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
     `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
-    If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps those to
-    be delivered. While it waits or is swapped, `cached_start` is what `BlockManager` found of it in the prefix cache.
-    `num_drafted` and `num_accepted` count its drafts that were verified, and those of them that it drew.
+    If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps the ones to
+    deliver. While it waits or is swapped, `cached_start` has its blocks that `BlockManager` found in the prefix cache.
+    `num_drafted` counts its verified drafts, and `num_accepted` the drafts that became tokens.
     """
 
     request: Request
@@ -83,9 +83,9 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """For how many of its tokens cached blocks may stand in. They have no logits: to continue, those of the last
-        token are needed; for the log probability of a prompt token, those of the token before it. A sequence that has
-        output has reported the latter."""
+        """The maximum number of its tokens that cached blocks can replace. Cached tokens have no logits: to continue,
+        the logits of the last token are needed; for the log probability of a prompt token, the logits of the token
+        before it. A sequence that has output has reported the latter."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs is None or self.num_output_tokens > 0:
             return self.num_tokens - 1
@@ -99,7 +99,7 @@ class Sequence:
         self.cached_start = None
 
     def end_reason(self) -> FinishReason | None:
-        """Whether the sequence ends with its newest token."""
+        """The reason why the sequence ends with its newest token; None if it does not end."""
         if self.token_ids[-1] in self.request.stop_token_ids:
             return FinishReason.STOP
         if self.num_tokens >= self.request.max_len:
@@ -109,11 +109,12 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
+    """A group's search, and the sequences of its live beams, best first; there are none if the search is over.
 
-    `candidates` are those that came since the last step of the search, by the sequence's index. The search advances
-    once all beams have theirs, which is within one step except after a preemption. `logprobs` has those of the best
-    finished hypotheses, if the request wants them. `num_generated` counts the tokens of all beams, dropped ones too.
+    `candidates` has the candidates that came since the last step of the search, by sequence index. The search advances
+    once all beams have theirs, which is within one step except after a preemption. `logprobs` has the log probabilities
+    of the best finished hypotheses, if the request wants them. `num_generated` counts the tokens of all beams,
+    including dropped ones.
     """
 
     search: BeamSearch
@@ -125,7 +126,7 @@ class BeamGroup:
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened to a request, in seconds of the caller's clock. `first_token` is the first one of this
+    """Times of a request's events, in seconds of the caller's clock. `first_token` is the first token of this
     scheduler. `milestones` are in order."""
 
     arrived: float
@@ -135,7 +136,7 @@ class Timeline:
     milestones: list[tuple[Milestone, float]] = field(default_factory=list[tuple[Milestone, float]])
 
     def run(self, now: float) -> None:
-        """The request is in the batch from now on."""
+        """Records that the request is in the batch from now on."""
         if self.started is None:
             self.started = now
         else:
@@ -150,9 +151,9 @@ class SequenceGroup:
     """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
 
     `order` is its place in queues: unique, the lowest goes first. `cached_tokens` are the prompt tokens that the prefix
-    cache had when the group first ran, None before. `source` is where blocks of it can be fetched, until that is tried
-    or the group runs. `has_been_passed` if others went before it while blocks came for it, until it runs. `beams` is
-    there if the sequences are the beams of a search.
+    cache had when the group first ran, None before. `source` is where its blocks can be fetched, until that is tried or
+    the group runs. `has_been_passed` if other groups went first while its blocks were fetched, until it runs. `beams`
+    is set if the sequences are the beams of a search.
     """
 
     request: Request
@@ -167,7 +168,7 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, request: Request, order: int, block_size: int, now: float) -> "SequenceGroup":
-        """A group that arrives at `now`, in seconds, with the tokens that it has already."""
+        """A group that arrives at `now`, in seconds, with its already emitted tokens."""
         emitted = request.emitted or [EmittedSequence(())] * request.num_sequences
         sequences = [
             Sequence(
@@ -192,8 +193,8 @@ class SequenceGroup:
 
     @property
     def computing(self) -> list[Sequence]:
-        """The sequences that need blocks of their own to continue. One without output computes the prompt, and all
-        others without output fork from it. It comes first, so that those with output can share its blocks."""
+        """The sequences that need blocks of their own to continue. One sequence without output computes the prompt, and
+        all others without output fork from it. It comes first, so that sequences with output can share its blocks."""
         unfinished = self.unfinished
         if len(unfinished) == 1:
             return unfinished
@@ -206,7 +207,7 @@ class SequenceGroup:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """For a group without blocks: the prompt, which one sequence computes, and each sequence's own tokens."""
+        """Tokens that a group without blocks computes: the prompt, once, and each sequence's own output."""
         return len(self.request.prompt) + sum(sequence.num_output_tokens for sequence in self.unfinished)
 
     @property
@@ -214,13 +215,13 @@ class SequenceGroup:
         return not self.unfinished
 
     def restart(self) -> None:
-        """The group left the batch, and its sequences wait. Candidates of a search that is interrupted come again."""
+        """The group left the batch, and its sequences wait. An interrupted search gets its candidates again."""
         for sequence in self.unfinished:
             sequence.status = SequenceStatus.WAITING
         if self.beams is not None:
             self.beams.candidates.clear()
 
     def move_to_blocks_of(self, block_size: int) -> None:
-        """The group continues in another pool: a block of another size has other tokens, and so another hash."""
+        """Moves the group to another pool: a block of another size has other tokens, and so another hash."""
         for sequence in self.unfinished:
             sequence.prefix_hashes = PrefixHashes(self.request.cache_root, block_size)

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """A sequence that enters a row: sent whole, once. Later steps send only what changed."""
+    """A sequence that enters a row: sent whole, once. Later steps send only changes."""
 
     row: int
     token_ids: SequenceOf[int]
@@ -40,14 +40,14 @@ class StepPlan:
     copies                   [c, 2]  source block, destination block: copy-on-write, after swap_in
     release                  [r]     rows that hold nothing any more, before `assign`
     forks                    [f, 2]  parent row, child row: the child gets all that the parent held before this step
-    reseed                           row and seed of each child that draws by a seed of its own
+    reseed                           row and seed of each child that draws with its own seed
     set_tokens               [t, 3]  row, position, token id that was chosen for it there (beam search)
     block_table_deltas       [d, 3]  row, logical index, block id
     rows, num_new_tokens, num_computed_tokens  [b]  the batch
-    samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
+    samples                  [s, 2]  row that samples, row of the batch whose last token's logits it samples from
     sealed                           blocks whose content is final, and their hashes
-    max_drafts               [s]     by how many tokens more than one each sample may extend its row; None: by none
-    max_passes                       how many times the model may run; `max_drafts` counts a token for each time but one
+    max_drafts               [s]     number of tokens beyond one by which each sample may extend its row; None for none
+    max_passes                       maximum runs of the model; `max_drafts` counts one token for each run but the first
 
     While steps in flight have drafts of a row, `num_computed_tokens` is the least that they may leave computed.
     """
@@ -77,13 +77,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """How much a step computes and moves, in numbers that its time follows from.
+    """Amounts of work that determine a step's duration.
 
     num_tokens       tokens that the step computes
     num_samples      tokens that it samples, one for each row of logits
-    num_chunk_tokens those of `num_tokens` that are in chunks of prompts: rows with more than one token
+    num_chunk_tokens the part of `num_tokens` in chunks of prompts: rows with more than one token
     num_chunks       rows with more than one token
-    context_tokens   tokens whose keys and values are read: of each row all up to its newest
+    context_tokens   tokens whose keys and values are read: for each row all tokens up to its newest
     attended_pairs   pairs of a new token and a token that it attends to
     copied_blocks    blocks copied inside the pool
     swapped_blocks   blocks moved between the pool and host memory, both ways
@@ -118,10 +118,10 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A planned step whose result is still to come: its sampling rows, which sequences sat in them, and by how many
-    tokens more than one each may grow, None where none may; the rows that compute a chunk and sample nothing, their
-    sequences, and how many of their tokens are computed then; when it was planned, in seconds; whether any row computes
-    a chunk; and the blocks that it copies from the host."""
+    """A planned step whose result is still to come: its sampling rows, the incarnations of these rows, and the number
+    of tokens beyond one that each may grow by (None for none); the rows that compute a chunk and sample nothing, their
+    incarnations, and their numbers of computed tokens after the step; the time of planning, in seconds; whether any row
+    computes a chunk; and the blocks that it copies from the host."""
 
     step_id: int
     rows: Array
@@ -144,7 +144,7 @@ class SampleLogprobs:
     columns: LogprobColumns
 
     def check(self, num_samples: int) -> None:
-        """Raises ValueError unless it is of some of so many samples, and its columns fit each other."""
+        """Raises ValueError unless it belongs to `num_samples` samples and its columns fit each other."""
         samples, columns = self.samples, self.columns
         num_positions, num_top = len(columns), int(columns.top_counts.sum(dtype=np.int64))
         of_positions = (samples, columns.chosen_ranks, columns.top_counts)
@@ -158,7 +158,7 @@ class SampleLogprobs:
             )
 
     def of(self, samples: Array) -> tuple[Array, LogprobColumns]:
-        """Which of these samples, int64[n] and rising, have log probabilities, as indices into them, and those."""
+        """Indices into `samples` (int64[n], rising) of the samples that have log probabilities, and those values."""
         _, places, positions = np.intersect1d(samples, self.samples, assume_unique=True, return_indices=True)
         return places, self.columns.take(positions)
 
@@ -172,14 +172,14 @@ class SampleLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The workers' answer to a step: the tokens of each of `StepPlan.samples`, in that order. Each has one, unless
-    `num_tokens` says how many, and `num_drafts` how many drafts of each were verified; int64[s] both. The model ran
-    `num_passes` times.
+    """The workers' answer to a step: the tokens of each of `StepPlan.samples`, in that order. Each sample has one
+    token, unless `num_tokens` has their numbers; then `num_drafts` has the numbers of verified drafts. int64[s] both.
+    The model ran `num_passes` times.
 
-    `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
-    nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
-    `logprobs` is None if no row requests them. `non_finite_chunks` are rows that computed a chunk, sampled nothing,
-    and got hidden states that hold NaN or infinity.
+    `candidates` and `failures` are keyed by row; the token of a row with failures or candidates means nothing.
+    `refused` are the failed rows that the worker could not sample with their sampling parameters.
+    `logprobs` is None if no row requests them. `non_finite_chunks` are rows that computed a chunk, sampled nothing, and
+    got hidden states with NaN or infinity.
     """
 
     step_id: int
@@ -195,7 +195,7 @@ class StepResult:
 
 
 class SequenceEnd(NamedTuple):
-    """A sequence ended; its tokens came before. A tuple, like all that each end makes: many may come at once."""
+    """A sequence ended; its tokens came before. A tuple for speed: many sequences may end at once."""
 
     handle: Handle
     sequence_index: int
@@ -220,7 +220,7 @@ class Usage(NamedTuple):
 
 
 class RequestEnd(NamedTuple):
-    """All sequences of a request ended."""
+    """The end of a request, after all of its sequences."""
 
     handle: Handle
     usage: Usage
@@ -228,7 +228,7 @@ class RequestEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """One request failed; others continue. `epoch` is the one that found another model, where that is the reason."""
+    """One request failed; others continue. `epoch` is the epoch that found another model, if that is the reason."""
 
     key: RequestKey
     reason: str
@@ -238,15 +238,14 @@ class RequestFailure:
 
 @dataclass(slots=True)
 class ClientEvents:
-    """All that happened in one step to the requests of one client. The first four lists describe tokens, one entry
-    each."""
+    """All events of one step for one client. The first four lists describe tokens, one entry each."""
 
     handles: list[Handle] = field(default_factory=list[Handle])
     sequence_indices: list[int] = field(default_factory=list[int])
     offsets: list[int] = field(default_factory=list[int])
     token_ids: list[int] = field(default_factory=list[int])
     with_logprobs: list[int] = field(default_factory=list[int])
-    """Which of the tokens have log probabilities, as rising indices into the lists above."""
+    """The tokens that have log probabilities, as rising indices into the lists above."""
     logprobs: LogprobLog = field(default_factory=LogprobLog)
     """One position for each of `with_logprobs`."""
     finished: list[SequenceEnd] = field(default_factory=list[SequenceEnd])

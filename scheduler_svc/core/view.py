@@ -1,9 +1,9 @@
-"""What memory and queues look like, for people who watch. Everything here reads the core and changes nothing.
+"""The state of memory and queues, for watchers. Everything here reads the core and changes nothing.
 
-A watcher wants to know what changed since it last looked. `View.look` compares block tables and names of blocks with
-those that it saw last, instead of having every operation of the core report to it: so nothing of the core knows whether
-anybody watches, and a frame cannot disagree with what is there. One who knows nothing yet gets a `Picture` instead, in
-parts, so that a large pool takes many short turns of the event loop and not a long one.
+A watcher needs the changes since its last look. `View.look` compares block tables and hashes of blocks with the state
+at the last look, so operations of the core report nothing to it: the core does not know whether there are watchers,
+and a frame cannot disagree with the real state. A new watcher gets a `Picture` instead, in parts, so that a large pool
+takes many short turns of the event loop and not a long one.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _NAMES_AT_ONCE = 256
-"""Names that are compared together: most of these groups are equal from look to look, which takes no Python."""
+"""Names that are compared at once: most such chunks are equal from look to look, and one C comparison shows that."""
 
 _MAX_ENTRIES = 8_192
-"""Of block tables, names and pins in one `Changes`: a few milliseconds to collect and to write."""
+"""Entries of block tables, names and pins in one `Changes`: a few milliseconds to collect and to write."""
 
 _Names = list[BlockHash | None]
 
 
 class SequenceNumber(NamedTuple):
-    """A sequence that holds blocks, or is about to, and the number by which changes name it."""
+    """A sequence that holds blocks, or is about to, and the number that identifies it in changes."""
 
     number: int
     sequence: Sequence
@@ -46,12 +46,12 @@ class Preempted(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """What changed. `is_whole` if nothing that was said before holds any more.
+    """Changes since the last look. If `is_whole`, they replace everything that was reported before.
 
     new       sequences that were not known
     gone      numbers of sequences that hold nothing any more
-    progress  number, status, tokens, computed tokens: of sequences where one of them changed, flat
-    lengths   number, length of the block table, where that changed, flat
+    progress  number, status, tokens, computed tokens of sequences for which one of them changed, flat
+    lengths   number, length of the block table, if that changed, flat
     tables    number, logical index, block id, for each entry that changed, flat; host blocks of swapped sequences
     names     blocks with another name now, and that name
     pins      block, number of pins that hold it now, flat
@@ -74,18 +74,18 @@ class Changes:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many entries of tables, names and pins as it may."""
+        """Whether it has the maximum number of entries of tables, names and pins."""
         return len(self.tables) // 3 + len(self.names) + len(self.pins) // 2 >= _MAX_ENTRIES
 
     def extend_table(self, number: int, first: int, blocks: SequenceOf[BlockId]) -> None:
-        """Entries of a table from the logical index `first` on."""
+        """Adds the entries of a table from the logical index `first` on."""
         rows = zip(itertools.repeat(number), itertools.count(first), blocks, strict=False)
         self.tables += itertools.chain.from_iterable(rows)
 
 
 class Look(NamedTuple):
-    """What one look saw: sequences that left the batch, and what changed. `changes` is None if a picture is to be told
-    instead: this is the first look, the pool is another one, or too much changed."""
+    """The result of one look: sequences that left the batch, and the changes. `changes` is None if a picture is to be
+    sent instead: this is the first look, the pool is another one, or too much changed."""
 
     preempted: list[Preempted]
     changes: Changes | None
@@ -108,14 +108,14 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All that one look saw. It stays as it is: later looks make other lists."""
+    """The whole state at one look. It is immutable: later looks make other lists."""
 
     _sequences: list[tuple[Sequence, _Seen]]
     _names: list[_Names]
     _pins: dict[BlockId, int]
 
     def parts(self) -> Iterator[Changes]:
-        """The picture as changes, of which the first is whole. Each has a bounded number of entries."""
+        """The picture as changes, each with a bounded number of entries. The first one `is_whole`."""
         part = Changes(is_whole=True)
         for sequence, seen in self._sequences:
             part.new.append(SequenceNumber(seen.number, sequence))
@@ -147,7 +147,7 @@ class View:
     """The memory of one replica as it was at the last look."""
 
     def __init__(self) -> None:
-        # The batch whose pool was seen: when a worker was lost, there is another one, and nothing seen holds any more.
+        # The batch whose pool was seen. After the loss of a worker there is another one, and earlier state is void.
         self._batch: Batch | None = None
         self._seen: dict[Sequence, _Seen] = {}
         # Each list has _NAMES_AT_ONCE names, and is replaced when one of them changed.
@@ -161,7 +161,7 @@ class View:
         return None if seen is None else seen.number
 
     def look(self, scheduler: Scheduler) -> Look:
-        """What changed since the last look. It takes no more than about 20 ms for a pool of 500,000 blocks."""
+        """The changes since the last look. Takes at most about 20 ms for a pool of 500,000 blocks."""
         changes: Changes | None = Changes()
         if self._batch is not scheduler.batch:
             self._batch = scheduler.batch
@@ -174,13 +174,13 @@ class View:
         return Look(preempted, changes)
 
     def picture(self) -> Picture:
-        """Everything as of the last look, for one who did not see what was before."""
+        """The whole state at the last look, for a new watcher."""
         return Picture(list(self._seen.items()), self._names.copy(), self._pins)
 
     def _look_at_sequences(
         self, scheduler: Scheduler, changes: Changes | None, preempted: list[Preempted]
     ) -> Changes | None:
-        """Returns the changes; None if there were none before, or are too many now."""
+        """Returns the changes; None if they were None before, or are too many now."""
         before, self._seen = self._seen, {}
         rows = scheduler.batch.rows
         computed = np.where(rows.active, rows.num_computed - rows.num_unsure, 0).tolist()
@@ -212,10 +212,10 @@ class View:
         return changes
 
     def _look_at_names(self, scheduler: Scheduler, changes: Changes | None) -> Changes | None:
-        """Likewise."""
+        """Returns the changes in the same way."""
         pool = scheduler.batch.blocks.pool
         if not self._names:
-            # Names of a pool that was never seen: of none.
+            # The names of a pool that was never seen are all missing.
             self._names = [[] for _ in range(0, pool.num_blocks, _NAMES_AT_ONCE)]
         for place, before in enumerate(self._names):
             first = place * _NAMES_AT_ONCE
@@ -243,14 +243,14 @@ class View:
 
 
 def _holders(scheduler: Scheduler) -> Iterator[Sequence]:
-    """Sequences that hold blocks, and those that wait in rows to be forked."""
+    """Sequences that hold blocks, and sequences that wait in rows to be forked."""
     for group in itertools.chain(scheduler.running, scheduler.swapped):
         yield from group.unfinished
     yield from scheduler.batch.blocks.retired
 
 
 def _compare(before: _Seen, now: _Seen, changes: Changes) -> None:
-    """Notes what is different of one sequence."""
+    """Adds the differences of one sequence to the changes."""
     if (now.num_computed, now.num_tokens, now.status) != (before.num_computed, before.num_tokens, before.status):
         changes.progress += (now.number, now.status.value, now.num_tokens, now.num_computed)
     table, known = now.table, before.table
@@ -259,7 +259,7 @@ def _compare(before: _Seen, now: _Seen, changes: Changes) -> None:
     num_known = len(known)
     if len(table) != num_known:
         changes.lengths += (now.number, len(table))
-    # Most tables only grow, and this comparison takes no Python.
+    # Most tables only grow, and this one comparison runs in C.
     if table[:num_known] != known:
         for index, (block, old) in enumerate(zip(table, known, strict=False)):
             if block != old:
@@ -278,7 +278,7 @@ class Waiting(NamedTuple):
 
 
 def waiting(scheduler: Scheduler, count: int) -> list[Waiting]:
-    """The first groups that are swapped or wait, in order: at most `count` of each queue, and as many that are held."""
+    """The first swapped and waiting groups, in order: at most `count` of each queue, and `count` held ones of each."""
     stop, rows = scheduler.stopped, scheduler.batch.rows
     found = [
         Waiting(group, _why_held(scheduler, group))
@@ -312,7 +312,7 @@ def _why_held(scheduler: Scheduler, group: SequenceGroup) -> Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A sequence that holds a block, at this place of its table, and the tokens of the slots that are computed."""
+    """A sequence that holds a block, the block's place in its table, and the tokens of its computed slots."""
 
     sequence: Sequence
     logical_index: int

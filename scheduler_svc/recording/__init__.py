@@ -1,1 +1,1 @@
-"""What the core was told, in a file: written by `quire scheduler --record`, run again by `quire replay`."""
+"""Recordings of the core's inputs in files: written by `quire scheduler --record`, run again by `quire replay`."""

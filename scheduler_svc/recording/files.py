@@ -1,11 +1,11 @@
 """The files of a recording.
 
 A file is a magic number and frames: length, checksum, content. The first frame is the header. A recording that grew too
-large for one file goes on in others:
+large for one file continues in others:
 
     FILE            the newest
-    FILE.3, FILE.4  the ones before it, whole
-    FILE.snapshot   the core before the oldest of these, where files before it were removed
+    FILE.3, FILE.4  the files before it, complete
+    FILE.snapshot   the core before the oldest of these, if earlier files were removed
 """
 
 import os
@@ -28,15 +28,15 @@ _FRAME = struct.Struct("<II")
 
 
 class RecordingError(Exception):
-    """A file that cannot be run again. The message is one line that names it."""
+    """A file that cannot be replayed. The message is one line that names it."""
 
 
 class DamagedError(RecordingError):
-    """A file is cut or changed; what comes before the damage is whole."""
+    """A file is cut or changed; the frames before the damage are whole."""
 
 
 def new_header(*, has_token_ids: bool) -> Header:
-    """Of the first file of a recording."""
+    """The header of the first file of a recording."""
     return Header(
         format_version=FORMAT_VERSION,
         recording_id=entropy.random_bytes(8),
@@ -47,7 +47,7 @@ def new_header(*, has_token_ids: bool) -> Header:
 
 
 def header_of(other: Header, segment: int) -> Header:
-    """The same recording's, of another file."""
+    """The header of another file of the same recording."""
     header = Header()
     header.CopyFrom(other)
     header.segment = segment
@@ -59,32 +59,32 @@ def frame(content: bytes) -> bytes:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """An empty file to write to. A simulation has its own."""
+    """Opens an empty file for writing. A simulation replaces this function."""
     return path.open("wb", buffering=0)
 
 
 def sync(file: BinaryIO) -> None:
-    """Returns when what was written outlives a loss of power. A simulation has its own."""
+    """Returns once the written data would survive a loss of power. A simulation replaces this function."""
     os.fsync(file.fileno())
 
 
 def append(file: BinaryIO, content: bytes | bytearray) -> None:
-    """Writes all of it: a disk that is almost full takes a part of a write, and says nothing. Raises OSError."""
+    """Writes all of the content: a disk that is almost full writes only a part, without an error. Raises OSError."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def create(path: Path, header: Header) -> BinaryIO:
-    """A file of a recording, to append frames to. OSError where it cannot be written; no file has a part of its
-    header then, or after a crash, which nothing could replay and `set_aside` would not overwrite."""
+    """Creates a file of a recording, to append frames to. Raises OSError if it cannot be written. Neither then nor
+    after a crash is there a file with a part of its header, which could not be replayed nor set aside."""
     file, new = _begin(path, header)
     new.replace(path)
     return file
 
 
 def go_on(path: Path, header: Header) -> BinaryIO:
-    """As `create`; the newest file before it becomes the segment before this one. After an OSError it is the newest."""
+    """As `create`; the newest file so far becomes the segment before this one. After an OSError it stays the newest."""
     file, new = _begin(path, header)
     _link(path, segment_path(path, header.segment - 1))
     new.replace(path)
@@ -100,7 +100,7 @@ def _begin(path: Path, header: Header) -> tuple[BinaryIO, Path]:
 
 
 def _link(path: Path, kept: Path) -> None:
-    """Gives a file another name, besides its own where the file system can do that: after a crash it has one."""
+    """Gives a file another name, in addition to its own if the file system can: after a crash it has one of them."""
     kept.unlink(missing_ok=True)
     try:
         kept.hardlink_to(path)
@@ -109,7 +109,7 @@ def _link(path: Path, kept: Path) -> None:
 
 
 def open_frames(path: Path) -> tuple[Header, Generator[bytes]]:
-    """The header, and the frames behind it, which may raise DamagedError. Raises RecordingError."""
+    """The header and the frames after it, which may raise DamagedError. Raises RecordingError."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -131,7 +131,7 @@ def open_frames(path: Path) -> tuple[Header, Generator[bytes]]:
 
 
 def read_header(path: Path) -> Header:
-    """Raises RecordingError where the file is no recording."""
+    """The header of a file. Raises RecordingError if it is no recording."""
     header, frames = open_frames(path)
     frames.close()
     return header
@@ -144,7 +144,7 @@ def _frames(path: Path, file: BinaryIO) -> Generator[bytes]:
             if len(prefix) < _FRAME.size:
                 raise DamagedError(f"{path} is cut at byte {at}")
             size, checksum = _FRAME.unpack(prefix)
-            # Before as much is allocated: a damaged size may be of gigabytes.
+            # Checked before the allocation: a damaged size may be gigabytes.
             if size > os.fstat(file.fileno()).st_size - file.tell():
                 raise DamagedError(f"{path} is cut or damaged at byte {at}")
             content = file.read(size)
@@ -162,8 +162,8 @@ def snapshot_path(path: Path) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Renames the files of an earlier recording to FILE.old and so on, in place of what had these names. Raises
-    ConfigurationError where the file is not a recording, or cannot be renamed."""
+    """Renames the files of an earlier recording to FILE.old and so on, replacing files with these names. Raises
+    ConfigurationError if the file is not a recording, or cannot be renamed."""
     if not path.exists():
         return
     try:

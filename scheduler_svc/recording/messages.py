@@ -1,8 +1,8 @@
-"""Between what the core is told and the messages of a recording.
+"""Conversions between the inputs of the core and the messages of a recording.
 
-Token ids are hidden unless they are to be recorded. A hidden id stands for a token at its position: it is equal where
-both are equal, so prompts that share a prefix still do, and the core plans as it did. It is at least 2**30, so it is
-never the id of a token that ends a sequence.
+Token ids are hidden unless they are to be recorded. A hidden id is a function of a token and its position. So prompts
+that share a prefix still do, and the core plans as it did. A hidden id is at least 2**30, so it is never the id of a
+token that ends a sequence.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _FACTORS = tuple(np.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 class TokenHider:
-    """Replaces token ids by hidden ones. Not encryption: who reads the file sees what repeats, and where."""
+    """Replaces token ids by hidden ones. No encryption: readers of the file see which tokens repeat, and where."""
 
     KEY_BYTES = 24
 
@@ -41,7 +41,7 @@ class TokenHider:
         self._keys = np.frombuffer(key, "<u8")
 
     def hide(self, token_ids: SequenceOf[int] | Array, positions: Array) -> Array:
-        """int64[n] for n tokens and their positions."""
+        """The hidden ids of n tokens at these positions, int64[n]."""
         mixed = np.asarray(token_ids, np.int64).astype(np.uint64) | positions.astype(np.uint64) << np.uint64(32)
         for key, factor in zip(self._keys, _FACTORS, strict=True):
             mixed = (mixed ^ key) * factor
@@ -49,12 +49,12 @@ class TokenHider:
         return (mixed >> np.uint64(34)).astype(np.int64) | _FIRST_HIDDEN
 
     def name_of(self, content: BlockHash) -> BlockHash:
-        """A name for a block whose tokens the core was not told yet."""
+        """A name for a block whose tokens the core does not know yet."""
         return BlockHash(blake2b(content, key=self.key, digest_size=HASH_BYTES).digest())
 
 
 def hidden(hider: TokenHider | None, token_ids: SequenceOf[int] | Array, start: int = 0) -> Array:
-    """Consecutive tokens from the position `start`, int64[n]; as they are without a hider."""
+    """Consecutive tokens from the position `start`, int64[n]; unchanged without a hider."""
     values = np.asarray(token_ids, np.int64)
     return values if hider is None else hider.hide(values, np.arange(start, start + len(values)))
 
@@ -262,14 +262,14 @@ def plan_message(plan: StepPlan | None, now: float) -> Operation:
 
 
 def _digest(plan: StepPlan) -> bytes:
-    """Of all that is the same with other token ids, seeds and parameters."""
+    """A digest of the parts of a plan that do not depend on token ids, seeds and sampling parameters."""
     parts: list[Array] = [
         plan.swap_out, plan.swap_in, plan.copies, plan.release, plan.forks, plan.set_tokens[:, :2],
         plan.block_table_deltas, plan.rows, plan.num_new_tokens, plan.num_computed_tokens, plan.samples,
     ]  # fmt: skip
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
-        # The shape, so that what stands at the end of one part is not at the start of the next.
+        # Includes the length, so that entries cannot move from the end of one part to the start of the next.
         digest.update(len(part).to_bytes(4, "little") + np.ascontiguousarray(part, "<i8").tobytes())
     for each in plan.assign:
         digest.update(np.array([each.row, len(each.token_ids), each.num_prompt_tokens, *each.block_table]).tobytes())
@@ -300,10 +300,10 @@ def apply_message(
 
     Args:
         step: The oldest step in flight, if there was one.
-        known: How many tokens its rows had before.
-        result: What the workers answered, whether it is the step's or not.
+        known: The number of known tokens of its rows before.
+        result: The workers' answer, whether it belongs to the step or not.
         now: Seconds.
-        hider: None records the token ids as they are.
+        hider: None records the token ids unchanged.
         stops: The tokens that end the sequence of a row, of all rows whose result may hold one.
     """
     hide = _ResultHider(step, known, result, hider, stops)
@@ -334,7 +334,7 @@ def apply_message(
 
 
 class _ResultHider:
-    """Hides the tokens of a step's result, but for those that end their sequence."""
+    """Hides the tokens of a step's result, except tokens that end their sequence."""
 
     def __init__(
         self,

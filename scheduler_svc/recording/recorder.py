@@ -1,6 +1,6 @@
-"""Writes what the core is told (`--record`). The core waits for nothing: a thread makes the messages and writes them.
+"""Records the inputs of the core (`--record`). The core waits for nothing: a thread makes and writes the messages.
 
-A recording never harms what it records: where it cannot go on, as on a full disk, it ends with one line in the log.
+A recording never harms the scheduler: if it cannot continue, as on a full disk, it ends with one line in the log.
 """
 
 import errno
@@ -36,16 +36,16 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 50_000
-"""Operations that may wait to be written; a disk that is that slow ends the recording."""
+"""Maximum operations that wait to be written; a slower disk ends the recording."""
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _SEGMENTS = 4
-"""A recording that may have so many bytes goes on in another file at this part of them. There are at most three files
-and the snapshot: the newest file, the one before, and one that is being replaced by the snapshot."""
+"""A recording continues in another file at this part of its maximum size. There are at most three files and the
+snapshot: the newest file, the one before, and one that is being replaced by the snapshot."""
 
 
 class Recorder:
-    """A recording that is being written. `open` begins it; the cores that `make_scheduler` makes are recorded."""
+    """A recording that is being written. `open` begins it; the cores from `make_scheduler` are recorded."""
 
     def __init__(self, path: Path, file: BinaryIO, header: Header, max_bytes: int) -> None:
         self._hider = None if header.has_token_ids else TokenHider(entropy.random_bytes(TokenHider.KEY_BYTES))
@@ -56,13 +56,13 @@ class Recorder:
         self._start()
 
     def _start(self) -> None:
-        """Begins to write what is put. A simulation does that itself."""
+        """Starts the thread that writes operations. A simulation writes them itself."""
         self._thread.start()
 
     @classmethod
     def open(cls, path: str, *, with_token_ids: bool, max_bytes: int) -> Self | None:
-        """Sets an earlier recording of this name aside. None where the disk is full or fails, which must not keep a
-        scheduler from starting again. Raises ConfigurationError where the file cannot be written otherwise."""
+        """Sets an earlier recording of this name aside and begins a new one. Returns None if the disk is full or fails,
+        which must not keep a scheduler from restarting. Raises ConfigurationError for other write errors."""
         header = files.new_header(has_token_ids=with_token_ids)
         files.set_aside(Path(path))
         try:
@@ -77,7 +77,7 @@ class Recorder:
         return _RecordedScheduler(config, self.put, self._hider)
 
     def put(self, make: Callable[[], Operation]) -> None:
-        """Writes what `make` returns, which must not read what may change."""
+        """Writes the operation that `make` returns. `make` must not read data that may change."""
         if not self._is_open:
             return
         if self._pending.qsize() >= _MAX_PENDING:
@@ -101,9 +101,9 @@ class Recorder:
             pass
 
     def _write_pending(self) -> bool:
-        """Writes what waits, or comes next. Returns whether more may come."""
+        """Writes pending operations, or waits for the next one. Returns whether more may come."""
         pending = [self._pending.get()]
-        # What came meanwhile, in one write.
+        # Operations that came meanwhile go into the same write.
         while not self._pending.empty():
             pending.append(self._pending.get())
         if self._is_open:
@@ -121,7 +121,7 @@ class Recorder:
 
 
 class _Writer:
-    """Appends operations to the newest file, and begins another where that is full."""
+    """Appends operations to the newest file, and begins another file when it is full."""
 
     def __init__(self, path: Path, file: BinaryIO, header: Header, max_bytes: int) -> None:
         self.path = path
@@ -132,11 +132,11 @@ class _Writer:
         self._compacting: subprocess.Popen[str] | None = None
 
     def write(self, operations: Iterable[bytes]) -> None:
-        """Raises OSError, or RecordingError where too much of the recording is still to be replaced by a snapshot."""
+        """Raises OSError, or RecordingError if too much of the recording is still to be replaced by a snapshot."""
         pending = bytearray()
         for operation in operations:
             pending += files.frame(operation)
-            # However many came at once, a file ends where it is full.
+            # A file ends when it is full, however many operations came at once.
             if self._num_bytes + len(pending) >= self._max_segment:
                 self._append(pending)
                 pending = bytearray()
@@ -170,7 +170,7 @@ class _Writer:
         self._file, self._header = file, header
         self._num_bytes = 0
         if segment:
-            # In a process of its own, since running the core takes the processor from this one.
+            # In a separate process, since running the core takes the processor from this one.
             self._compacting = subprocess.Popen(
                 [*command_of("scheduler_svc.recording.compact"), self.path, str(segment)],
                 stdin=subprocess.DEVNULL,
@@ -182,7 +182,7 @@ class _Writer:
 
 
 class _RecordedScheduler(Scheduler):
-    """A core that reports what it is told from outside; what it tells itself follows from that."""
+    """A core that reports calls from outside; its own calls of itself follow from them."""
 
     def __init__(
         self, config: SchedulerConfig, put: Callable[[Callable[[], Operation]], None], hider: TokenHider | None
@@ -196,7 +196,7 @@ class _RecordedScheduler(Scheduler):
         put(partial(messages.start_message, config))
 
     def _tell(self, call: Callable[[], T], describe: Callable[[T | None], Operation]) -> T:
-        """Calls, and reports. `describe` gets what the call returned, None where it raised, and runs later."""
+        """Calls, and reports. `describe` gets the call's result, None if it raised, and runs later."""
         if self._is_told:
             return call()
         self._is_told = True
@@ -360,7 +360,7 @@ class _RecordedScheduler(Scheduler):
         self._expect(hashes)
 
     def _expect(self, hashes: Iterable[BlockHash]) -> None:
-        """Blocks have these names that came from outside."""
+        """Remembers names of blocks that came from outside."""
         if self._restored is not None:
             self._restored.hashes.update(hashes)
             for group in self.groups():
@@ -375,7 +375,7 @@ class _RecordedScheduler(Scheduler):
         return content in self.tier or any(pool.hits([content]) for pool in pools)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
-        # Recordings have it as the start of another core, which takes over from this one.
+        # Recordings show it as the start of another core, which takes over from this one.
         self._put(partial(messages.start_message, config))
         failures = self._tell(
             lambda: super(_RecordedScheduler, self).refit(config, now), lambda _: messages.take_over_message(now)
@@ -397,7 +397,7 @@ class _RecordedScheduler(Scheduler):
                 )
 
     def _stops_of(self, step: StepInFlight, result: StepResult) -> dict[int, frozenset[int]]:
-        """What ends the sequences of the rows whose result may hold such a token."""
+        """The stop tokens of the rows whose result may hold one."""
         rows = list(result.candidates)
         token_rows = messages.token_rows(step, result)
         if token_rows is not None:
@@ -413,7 +413,7 @@ def _describe(describe: Callable[[T | None], Operation], outcome: T | None, rais
 
 
 class _StopTable:
-    """Which token ids end any sequence."""
+    """The token ids that end any sequence."""
 
     _MAX_ID = 1 << 22
 
@@ -427,7 +427,7 @@ class _StopTable:
             return
         self._known.update(new)
         if max(new) + 1 >= len(self._is_stop):
-            # One more, which stays False, stands for all beyond.
+            # One more entry, which stays False, stands for all larger ids.
             self._is_stop = np.resize(self._is_stop, max(new) + 2)
         self._is_stop[:] = False
         self._is_stop[list(self._known)] = True
@@ -437,13 +437,13 @@ class _StopTable:
 
 
 class _ObservedHashes(PrefixHashes):
-    """Hashes of a sequence's blocks that report those of blocks which were restored."""
+    """Hashes of a sequence's blocks that report the hashes of restored blocks."""
 
     def __init__(self, root: BlockHash, block_size: int, restored: "_Restored") -> None:
         super().__init__(root, block_size)
         self._root = root
         self._restored = restored
-        # Of the blocks up to the last one that was reported; forks share them.
+        # Hidden hashes of the blocks up to the last reported one; forks share them.
         self._hidden: messages.HiddenHashes | None = None
 
     def _compute(self, count: int, token_ids: Sequence[int]) -> None:
@@ -452,7 +452,7 @@ class _ObservedHashes(PrefixHashes):
         self.report(known, token_ids)
 
     def report(self, start: int, token_ids: Sequence[int]) -> None:
-        """Says of which restored blocks the tokens are known now, from the hash number `start` on."""
+        """Reports the restored blocks whose tokens are known now, from the hash number `start` on."""
         restored, size = self._restored.hashes, self._block_size
         found = [index for index in range(start, len(self._hashes)) if self._hashes[index] in restored]
         if not found:
@@ -472,10 +472,10 @@ class _ObservedHashes(PrefixHashes):
 
 
 class _Restored:
-    """Blocks that a worker still held when it was attached, whose tokens the core was not told yet.
+    """Blocks that a worker still held when it was attached, and whose tokens the core does not know yet.
 
-    They are recorded under names of their own. Once the core computes the hash of one, its tokens are known, and the
-    recording says which hidden tokens they are.
+    They are recorded under separate names. Once the core computes the hash of one, its tokens are known, and the
+    recording gives their hidden tokens.
     """
 
     def __init__(self, put: Callable[[Callable[[], Operation]], None], hider: TokenHider) -> None:
@@ -484,11 +484,11 @@ class _Restored:
         self._hider = hider
 
     def keep_some(self, has: Callable[[BlockHash], bool], max_blocks: int) -> None:
-        """Forgets blocks that are gone, where they may be as many as those that are there: at most `max_blocks`."""
+        """Forgets blocks that are gone, once they may outnumber the blocks that exist, at most `max_blocks`."""
         if len(self.hashes) > 2 * max_blocks + 64:
             self.hashes = set(filter(has, self.hashes))
 
     def found(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
-        """The block is the one with this index of a sequence with these hashes."""
+        """Reports that a restored block is number `index` of a sequence with these hashes."""
         self.hashes.discard(content)
         self._put(partial(messages.rename_message, content, hashes, index, self._hider))

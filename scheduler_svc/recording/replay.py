@@ -1,7 +1,7 @@
-"""Runs the core on what it was told, without workers and gateways, and compares what it plans.
+"""Runs the core on its recorded inputs, without workers and gateways, and compares its plans.
 
 The core is deterministic: time, ids and results are its arguments. So the same version plans the very same steps, and a
-changed one shows where it begins to plan others.
+changed version shows where its plans begin to differ.
 """
 
 import io
@@ -50,12 +50,12 @@ from scheduler_svc.recording.messages import (
 _MAX_DIFFERENCES = 20
 
 _HALVES = frozenset({"refuse_in_flight", "lose_in_flight"})
-"""Operations that `void_in_flight` must follow: in between, the state need not hold together."""
+"""Operations that `void_in_flight` must follow: in between, the state need not be consistent."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of a replay. `differences` are lines, the first ones of `num_differences`."""
+    """The result of a replay. `differences` are lines, the first ones of `num_differences`."""
 
     num_operations: int = 0
     num_requests: int = 0
@@ -63,7 +63,7 @@ class Report:
     num_differences: int = 0
     differences: list[str] = field(default_factory=list[str])
     ended_early: str | None = None
-    """Why the rest cannot be replayed: what the core was told does not fit its state any more."""
+    """Why the rest cannot be replayed: the recorded inputs do not fit the core's state any more."""
     damage: str | None = None
     is_interrupted: bool = False
 
@@ -82,11 +82,11 @@ class _CannotGoOnError(Exception):
 
 
 class Replayer:
-    """A core that is told one recorded operation after the other.
+    """A core that runs one recorded operation after the other.
 
     Attributes:
         scheduler: The core; None before its start.
-        before: The core that goes on next with the limits of `scheduler`; None where there is none.
+        before: The core that continues next with the limits of `scheduler`; None if there is none.
 
     Args:
         checks: Whether the core's invariants are checked after each operation.
@@ -102,7 +102,7 @@ class Replayer:
         self._start: float | None = None
 
     def run(self, operations: Iterator[Operation]) -> None:
-        """Runs as many as there are, or as fit; what differs is in `report`."""
+        """Runs the operations up to the first one that does not fit; differences are in `report`."""
         try:
             for operation in operations:
                 self._run(operation)
@@ -224,7 +224,7 @@ class Replayer:
             self._show(f"{self._place(operation)}: {_describe(here)}; {_queues(scheduler)}")
 
     def _place(self, operation: Operation) -> str:
-        """Where in the recording; seconds are since its first operation with a time."""
+        """The place in the recording; seconds are since its first operation with a time."""
         if self._start is None and operation.now:
             self._start = operation.now
         seconds = f" at {operation.now - (self._start or 0):.3f} s" if operation.now else ""
@@ -272,7 +272,7 @@ def _queues(scheduler: Scheduler) -> str:
 
 
 def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | None = None) -> Report:
-    """Runs the core on a recording, from its snapshot where it has one. Raises RecordingError."""
+    """Runs the core on a recording, from its snapshot if it has one. Raises RecordingError."""
     header = read_header(path)
     replayer = Replayer(checks=checks, show=show)
     first = 0
@@ -289,8 +289,7 @@ def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | Non
 
 
 def _replay_segment(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
-    """Tells `replayer` what one file of the recording holds. Raises RecordingError where it is missing, or is another
-    recording's."""
+    """Runs `replayer` on one file of the recording. Raises RecordingError if it is missing, or of another one."""
     part = path if segment == newest.segment else segment_path(path, segment)
     header, frames = open_frames(part)
     with closing(frames):
@@ -317,8 +316,8 @@ def _check_same(part: Path, header: Header, newest: Header) -> None:
 
 
 def compact(path: Path, newest: Header, end: int) -> None:
-    """Replaces the files before number `end` by a snapshot of the core after them. Raises RecordingError where the core
-    does not plan what was recorded, and changes nothing."""
+    """Replaces the files before number `end` by a snapshot of the core after them. If the core's plans differ from the
+    recording, raises RecordingError and changes nothing."""
     replayer = Replayer(checks=False)
     first = _load_snapshot(path, newest, replayer) if _has_snapshot(path, newest) else 0
     for segment in range(first, end):
@@ -327,7 +326,7 @@ def compact(path: Path, newest: Header, end: int) -> None:
     if not report.is_equal or report.damage is not None or replayer.scheduler is None:
         reason = report.damage or report.ended_early or next(iter(report.differences), "it holds no operation")
         raise RecordingError(f"{path}: its first files cannot be replaced by a snapshot: {reason}")
-    # Another scheduler may have begun meanwhile, whose files have these names.
+    # Another scheduler may have begun meanwhile, and its files have these names.
     _check_same(path, read_header(path), newest)
     _write_snapshot(path, newest, end, replayer)
     for segment in range(first, end):
@@ -335,14 +334,14 @@ def compact(path: Path, newest: Header, end: int) -> None:
 
 
 def _has_snapshot(path: Path, newest: Header) -> bool:
-    """Whether there is one of this recording. One of an earlier recording may have outlived its other files."""
+    """Whether this recording has a snapshot. A snapshot of an earlier recording may have outlived its other files."""
     snapshot = snapshot_path(path)
     return snapshot.exists() and read_header(snapshot).recording_id == newest.recording_id
 
 
 def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
-    """Writes the core as it is before the file `segment`, in place of an earlier snapshot; and the one before it, where
-    the file begins between the start of a core and its takeover."""
+    """Writes the core as it is before the file `segment`, in place of an earlier snapshot. If the file begins between
+    the start of a core and its takeover, writes the core before it too."""
     header = Header()
     header.CopyFrom(newest)
     header.segment = segment
@@ -356,7 +355,7 @@ def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer
 
 
 def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
-    """Returns which file goes on after it."""
+    """Loads the snapshot, and returns the number of the file that continues after it."""
     snapshot = snapshot_path(path)
     header, frames = open_frames(snapshot)
     try:
@@ -376,7 +375,7 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
 
 
 class _CoreUnpickler(pickle.Unpickler):
-    """Loads a core and nothing else, so that a file from elsewhere runs no code of its own."""
+    """Loads only the classes of a core, so that a file from elsewhere cannot run code."""
 
     _ALLOWED = frozenset(
         {
@@ -405,7 +404,7 @@ class _CoreUnpickler(pickle.Unpickler):
 
 
 def _method(owner: object, name: str) -> object:
-    """The methods that a core keeps: of its policy, what makes its pools, and what makes room in them."""
+    """A method that a core refers to: one of its policy, the one that makes its pools, or one that makes room."""
     is_own = isinstance(owner, Scheduler) and name in ("_make_room", "_give_way")
     if is_own or (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
         return getattr(owner, name)

@@ -30,7 +30,7 @@ _SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].fu
 
 async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] = lambda: None) -> None:
     """Runs until it is cancelled, then drains. `on_attached` is called whenever workers were attached and before they
-    compute anything. Raises ConfigurationError when it cannot start."""
+    compute anything. Raises ConfigurationError if it cannot start."""
     configure_logging("scheduler", settings.log_level, settings.log_format)
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics(settings.tenant_metrics)
@@ -66,7 +66,7 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
 
 @contextlib.asynccontextmanager
 async def _kv_events(settings: SchedulerSettings, cache: CacheFeed) -> AsyncIterator[None]:
-    """Publishes changes of the prefix cache, where that is asked for."""
+    """Publishes changes of the prefix cache, if `--kv-events` is given."""
     if settings.kv_events is None:
         yield
         return
@@ -108,8 +108,8 @@ async def _start_server(
 
 
 async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: float) -> None:
-    """Drives the steps until cancelled, and then on until the live requests are done, the time is over or the steps
-    have ended by themselves."""
+    """Drives the steps until cancelled, and then until the live requests are done, the time is over or the steps have
+    ended by themselves."""
     driver = asyncio.create_task(loop.run())
     try:
         await asyncio.shield(driver)

@@ -1,13 +1,13 @@
-"""What gateways are told about the prefix cache, so that they send a prompt where most of it is cached, and about disk
-and host memory below it, which are the next best and told as one place.
+"""Digests of the prefix cache for gateways, so that they send a prompt where most of it is cached. Disk and host memory
+below the pool are the next best places, and are reported as one place.
 
-A block is told by the end of its hash. Changes of a tenth of a second go out together, to every gateway alike; one that
-has not read those before gets the whole digest instead. Of a pool with many blocks only a part is told, which the
-blocks' hashes decide, so that a digest is bounded and its parts are the same ones for all replicas and gateways. Of
-many blocks below the pool these are the last ones that came.
+A block is reported by the end of its hash. Changes of a tenth of a second are sent together, the same to every gateway;
+a gateway that has not read the earlier ones gets the whole digest instead. A pool with many blocks reports only a part,
+chosen by the blocks' hashes, so that a digest is bounded and all replicas and gateways choose the same blocks. If many
+blocks are below the pool, the newest are reported.
 
-What is cached already when the first gateway comes is read in parts, each in a turn of the event loop of its own: a
-pool of half a million blocks takes some tenths of a second until all of it is told, and no turn takes long.
+The content that is cached when the first gateway connects is read in parts, each in a separate turn of the event loop:
+for half a million blocks this takes some tenths of a second in total, and no turn takes long.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.outbox import CacheUpdate, Outbox
 
 _MAX_TOLD = 1 << 16
-"""About how many blocks of the pool are told at most, and how many below it: half a mebibyte each, and some 5 MB in a
-gateway."""
+"""About the maximum number of reported blocks of the pool, and of blocks below it: half a mebibyte each, and some 5 MB
+in a gateway."""
 
 _MAX_SAMPLING_BITS = 8
 _INTERVAL_S = 0.1
@@ -39,15 +39,15 @@ def _call_later(seconds: float, call: Callable[[], None]) -> object:
 
 
 def sampling_bits_for(num_blocks: int) -> int:
-    """How many bits of a hash must be zero for its block to be told, in a pool of this size."""
+    """The number of bits of a hash that must be zero for its block to be reported, in a pool of this size."""
     return min(((num_blocks - 1) // _MAX_TOLD).bit_length(), _MAX_SAMPLING_BITS)
 
 
 class _Told:
-    """Which blocks of one place gateways were told, and what changed there since."""
+    """The blocks of one place that were reported to gateways, and the changes since."""
 
     def __init__(self) -> None:
-        # In the order in which they are told; those of a set have another one in every process.
+        # Dicts keep the order of reports; sets would have another order in every process.
         self._told: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self._stored: dict[bytes, None] = {}
@@ -72,8 +72,8 @@ class _Told:
         return b"".join(self._told)
 
     def take(self, limit: int | None = None) -> tuple[bytes, bytes]:
-        """The blocks that left and those that came, which are told from now on. Above the limit the first ones leave
-        that were told."""
+        """The blocks that left and the blocks that came, which count as reported from now on. Above `limit` the blocks
+        that were reported first leave."""
         for content in self._removed:
             self._told.pop(content, None)
         self._told |= self._stored
@@ -90,13 +90,12 @@ class _Told:
 
 
 class CacheDigest:
-    """The blocks that gateways have been told, and what has changed since. While no gateway wants it, nothing is
-    noted."""
+    """The blocks that were reported to gateways, and the changes since. Without gateways nothing is recorded."""
 
     def __init__(
         self, feed: CacheFeed, call_later: Callable[[float, Callable[[], None]], object] = _call_later
     ) -> None:
-        """`call_later` is that of the event loop."""
+        """`call_later` is the event loop's method."""
         self._feed = feed
         self._call_later = call_later
         self._gateways: dict[Outbox, None] = {}
@@ -105,12 +104,12 @@ class CacheDigest:
         self._pool, self._below = _Told(), _Told()
         self._is_cleared = False
         self._is_due = False
-        # The first block that is not read yet; None where there is none, or where changes will tell of all blocks.
+        # The first unread block; None if all are read, or if changes will report all blocks.
         self._unread: int | None = None
         self._is_read_due = False
 
     def add(self, gateway: Outbox) -> None:
-        """Tells a gateway what is cached, and from now on what changes."""
+        """Sends a gateway the present content of the cache, and from now on its changes."""
         if not self._is_watching:
             self._is_watching = True
             self._feed.watch(self.note)
@@ -121,7 +120,7 @@ class CacheDigest:
         gateway.put_cache(self._snapshot(), self._snapshot)
 
     def remove(self, gateway: Outbox) -> None:
-        """The gateway's stream is over, or it wanted nothing."""
+        """The gateway's stream ended, or it never wanted a digest."""
         self._gateways.pop(gateway, None)
         if self._is_watching and not self._gateways:
             self._is_watching = False
@@ -131,11 +130,11 @@ class CacheDigest:
             self._below.clear()
 
     def _snapshot(self) -> CacheUpdate:
-        """All that was told so far, for a gateway that knows nothing, or not all of it."""
+        """The whole digest so far, for a gateway that missed some of it."""
         return CacheUpdate(True, b"", self._pool.all(), b"", self._below.all(), self._sampling_bits)
 
     def note(self, changes: CacheChanges, config: SchedulerConfig) -> None:
-        """Watches the cache."""
+        """Records changes, as a watcher of the cache."""
         if changes.is_cleared:
             self._is_cleared = True
             self._pool.clear()
@@ -154,13 +153,13 @@ class CacheDigest:
             self._call_later(_INTERVAL_S, self._tell)
 
     def _read(self) -> None:
-        """Takes in some of the blocks that were cached before anything was noted."""
+        """Adds some of the blocks that were cached before changes were recorded."""
         self._is_read_due = False
         if self._unread is None:
             return
         first, end = self._unread, self._unread + _READ_AT_ONCE
         names, below = self._feed.names(first, end), self._feed.names_below(first, end)
-        # `names` may have told that the pool is another one, whose blocks are all told as changes.
+        # `names` may have reported another pool, whose blocks all come as changes.
         if self._unread is None:
             return
         self._unread = end if names or below else None

@@ -1,4 +1,4 @@
-"""The limits on what is kept of durable requests, and how much each takes of them."""
+"""The limits on kept durable requests, and the part of them that each request takes."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -9,17 +9,16 @@ from quire.rpc.errors import ResourceExhausted
 from scheduler_svc.core.request import Handle, QueueFullError, Request, check_shared_bound
 
 MAX_GROWTH = 1024
-"""Output tokens for which room is reserved, for each sequence of a running durable request, beyond those that it has.
-Tokens beyond the reserved ones are kept, too, and leave less room for new requests."""
+"""Output tokens for which room is reserved, for each sequence of a running durable request, beyond its present ones.
+Tokens beyond the reserved ones are kept too, and leave less room for new requests."""
 
 _RETRY_MS = 1000
-"""After this time a caller may retry that was refused for the limits on durable requests."""
+"""A caller that was refused for the limits on durable requests may retry after this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The submission of a durable request as it came, and how much of the limit on tokens the request takes. A log
-    probability counts as a token."""
+    """The original submission of a durable request, and its charge in tokens. A log probability counts as a token."""
 
     description: bytes
     prompt_charge: int
@@ -37,14 +36,14 @@ class Durable:
         return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
 
     def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
-        """The tokens that count for this many output tokens: those, and while it runs the ones that may soon follow."""
+        """The tokens that count: these output tokens, and while it runs the tokens that may soon follow."""
         growth = 0 if is_over else self.num_sequences * MAX_GROWTH
         num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
         return self.prompt_charge + num_tokens * self.charge_per_token
 
 
 class Charged(Protocol):
-    """A durable request, as far as the limits count it."""
+    """The part of a durable request that the limits count."""
 
     tenant: str
     is_over: bool
@@ -55,8 +54,8 @@ class Charged(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DurableLimits:
-    """How much is kept of durable requests: requests; tokens that they have and may soon have; and seconds without a
-    reader, or after the end. `tenant_overflow` is as in the core's config."""
+    """The limits on durable requests: their number; their tokens, including tokens that may come soon; and seconds
+    without a reader, or after the end. `tenant_overflow` is as in the core's config."""
 
     max_requests: int
     max_tokens: int
@@ -65,12 +64,12 @@ class DurableLimits:
 
 
 class DurableRoom:
-    """All durable requests, and what they take of the limits."""
+    """All durable requests, and their use of the limits."""
 
     def __init__(self, limits: DurableLimits) -> None:
         self.limits = limits
         self.requests: dict[Handle, Charged] = {}
-        # By tenant: running requests and their charges; those that are over, oldest first, with their charges.
+        # By tenant: running requests and their charges; ended requests, oldest first, with their charges.
         self._num_running: Counter[str] = Counter()
         self._charge_running: Counter[str] = Counter()
         self._over: dict[str, list[tuple[Handle, int]]] = {}
@@ -82,7 +81,7 @@ class DurableRoom:
         self._count(handle, request)
 
     def remove(self, handle: Handle) -> None:
-        """No effect where it is not durable."""
+        """Forgets a request. No effect if it is not durable."""
         if self.requests.pop(handle, None) is not None:
             self._is_summed = False
 
@@ -91,8 +90,8 @@ class DurableRoom:
         self._is_summed = False
 
     def make_room(self) -> list[Handle]:
-        """Returns the requests that are over and must be forgotten, since a new one was added: one after the other the
-        oldest of the tenant that holds most of what is short. So who floods loses its own."""
+        """The ended requests that must be forgotten, since a new one was added: repeatedly the oldest of the tenant
+        that holds most of the scarce resource. So a tenant that floods the scheduler loses its own requests."""
         self._sum_up()
         over = {each: deque(kept) for each, kept in self._over.items()}
         num_held = self._num_running + Counter({each: len(kept) for each, kept in over.items()})
@@ -116,8 +115,8 @@ class DurableRoom:
         return forgotten
 
     def check_room(self, tenant: str, charge: int) -> None:
-        """Raises ResourceExhausted where a new request has no room beside those that run. One that was accepted before,
-        here or by another scheduler, has grown since, and has room."""
+        """Raises ResourceExhausted if a new request has no room in addition to the running ones. Not called for a
+        request that was accepted before, here or by another scheduler: it has grown since, and has room."""
         self._sum_up()
         limits = self.limits
         num_tenants = len(self._num_running) + (tenant not in self._num_running)

@@ -1,4 +1,4 @@
-"""Between the messages of gateways and the values of the core. Arrays are checked before any use."""
+"""Conversions between the messages of gateways and the values of the core. Arrays are checked before any use."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +41,8 @@ _FAILURE_CODES = {
     "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT,
     "ADAPTER_NOT_LOADED": code_pb2.FAILED_PRECONDITION,
 }
-"""The statuses of failures that are not INTERNAL: after a change of the model a retry succeeds, sampling that the
-worker cannot do is a fault of the request, and an adapter's files may be gone or changed."""
+"""Statuses of failures that are not INTERNAL: after a change of the model a retry succeeds; invalid sampling is the
+caller's fault; and an adapter's files may be gone or changed."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -65,7 +65,7 @@ _STATUSES = {
 
 
 def handle_from(handle: int) -> Handle:
-    """Raises InvalidArgument for one that events, which carry handles as int32, could not name."""
+    """Raises InvalidArgument for a handle that events, which carry handles as int32, could not name."""
     if handle > _MAX_HANDLE:
         raise invalid_field("handle", f"is {handle}; it must be at most {_MAX_HANDLE}")
     return Handle(handle)
@@ -74,14 +74,14 @@ def handle_from(handle: int) -> Handle:
 def request_from_submit(
     submit: scheduler_pb2.Submit, *, vocab_size: int, max_num_seqs: int, kv_source: KvSource | None = None
 ) -> Request:
-    """A gateway's submission, under the gateway's own handle. Blocks of another replica count where they are like ours,
-    which `kv_source` says. Raises InvalidArgument."""
+    """A gateway's submission, under the gateway's own handle. Another replica's blocks are used only if they have the
+    format of ours, `kv_source`. Raises InvalidArgument."""
     output = submit.output
     num_returned = submit.sampling.n or 1
     beam = _beam_from(submit.sampling)
     num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
     if num_sequences > max_num_seqs:
-        # Before anything is made of that size.
+        # Checked before anything of that size is made.
         raise InvalidArgument(
             f"the request has {num_sequences} sequences; at most {max_num_seqs} run at once", reason="NEVER_FITS"
         )
@@ -121,8 +121,8 @@ def _salt_from(submit: scheduler_pb2.Submit) -> bytes:
 
 
 def _source_from(source: common_pb2.KvSource, ours: KvSource) -> KvSource | None:
-    """None where our workers could not use the blocks, or there are none. An address that is one of ours, as a socket
-    in another container, would lead back to our own workers."""
+    """The source of a request's blocks; None if there is none, or if our workers could not use the blocks. An address
+    equal to one of ours, such as a socket in another container, would lead back to our own workers."""
     is_like_ours = source.kv_namespace == ours.kv_namespace and len(source.endpoints) == len(ours.endpoints)
     is_elsewhere = set(source.endpoints).isdisjoint(ours.endpoints)
     if not (source.kv_namespace and source.lease and is_like_ours and is_elsewhere):
@@ -131,14 +131,14 @@ def _source_from(source: common_pb2.KvSource, ours: KvSource) -> KvSource | None
 
 
 def adapter_from(message: scheduler_pb2.Adapter) -> Adapter:
-    """Raises InvalidArgument."""
+    """An adapter from its message. Raises InvalidArgument."""
     if len(message.digest) != DIGEST_BYTES:
         raise invalid_field("adapter.digest", f"has {len(message.digest)} bytes; it must have {DIGEST_BYTES}")
     return Adapter(message.digest, message.directory, message.name)
 
 
 def _beam_from(sampling: common_pb2.SamplingParameters) -> BeamParameters | None:
-    """None where there is no beam search. Raises InvalidArgument."""
+    """The parameters of a beam search; None if it is none. Raises InvalidArgument."""
     if not sampling.HasField("beam_search"):
         return None
     beam = sampling.beam_search
@@ -164,7 +164,7 @@ def _emitted_from(submit: scheduler_pb2.Submit, num_sequences: int, vocab_size: 
 
 
 def trace_context_of(submit: scheduler_pb2.Submit) -> TraceContext | None:
-    """The gateway's span of a request; None where it does not trace the request."""
+    """The gateway's span of a request; None if it does not trace the request."""
     if not submit.HasField("trace_context"):
         return None
     trace = submit.trace_context
@@ -218,7 +218,7 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
             ready=readiness.is_ready,
             loading=loading,
             draining=readiness.is_draining,
-            # A drain may have any time.
+            # The time of a drain is unbounded.
             leave_after_ms=min(round(readiness.leave_after_s * 1e3), _MAX_UINT32),
             busy=readiness.is_busy,
         )
@@ -286,7 +286,7 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
 
 
 def _request_end_message(handle: int, usage: Usage | None) -> scheduler_pb2.RequestEnd:
-    """Without usage it answers an Abort of a request that is not known."""
+    """The end of a request; without usage, the answer to an Abort of an unknown request."""
     if usage is None:
         return scheduler_pb2.RequestEnd(handle=handle)
     return scheduler_pb2.RequestEnd(
@@ -325,8 +325,8 @@ def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFai
     )
 
 
-# What GetState and InspectBlocks answer: a snapshot between two operations of the core. Lists of blocks are copied at
-# once and become messages in pieces: a pool of 30,000 blocks would hold up the event loop, and with it the steps, for
+# Answers of GetState and InspectBlocks: a snapshot between two operations of the core. Lists of blocks are copied at
+# once and become messages in pieces: a pool of 30,000 blocks would block the event loop, and with it the steps, for
 # tens of milliseconds.
 
 
@@ -396,7 +396,7 @@ def _served_message(served: Served, scheduler: Scheduler) -> scheduler_pb2.Serve
 
 
 async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:
-    """Every block that a live sequence holds, of one request or of all, and those that can still be hit."""
+    """Every block that a live sequence holds, of one request or of all, and all blocks that can still be hit."""
     message = scheduler_pb2.InspectBlocksResponse()
     scheduler = loop.scheduler
     if scheduler is None:
@@ -420,7 +420,7 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
 
 
 def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
-    """In order of rank. All ranks are attached or none, and they share one generation."""
+    """The workers' states, in order of rank. All ranks are attached or none, and they share one generation."""
     generation = 0 if loop.replica is None else loop.replica.worker_generation
     loading = None if loop.loading is None else loop.loading.message()
     return [

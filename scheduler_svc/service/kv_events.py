@@ -1,10 +1,11 @@
-"""KV events (`--kv-events`): what is in the prefix cache, published by ZeroMQ in the message format of vLLM.
+"""KV events (`--kv-events`): changes of the prefix cache, published by ZeroMQ in the message format of vLLM.
 
-A batch is what changed in one step. Each has a number, from 0 on in each process. While nobody subscribes, batches wait
-in the buffer that replays are answered from, and the next subscriber gets them. ZeroMQ drops what a slow subscriber
-does not read; the subscriber sees a gap in the numbers and asks for a replay. Nothing here waits for a subscriber.
+A batch has the changes of one step. Batches are numbered from 0 in each process. Without subscribers, batches wait in
+the buffer that replays are answered from, and the next subscriber gets them. ZeroMQ drops messages that a slow
+subscriber does not read; the subscriber sees a gap in the numbers and requests a replay. Nothing here waits for a
+subscriber.
 
-Only `--kv-events` imports this module: pyzmq and msgspec are of the extra `quire-llm[events]`.
+Only `--kv-events` imports this module: pyzmq and msgspec come with the extra `quire-llm[events]`.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from scheduler_svc.settings import SchedulerSettings
 _logger = logging.getLogger(__name__)
 
 _POOL = "GPU"
-"""vLLM's name of where blocks are that the model reads, on whatever device."""
+"""vLLM's name of the place of blocks that the model reads, on whatever device."""
 
 _HOST = "CPU"
 """vLLM's name of host memory."""
@@ -48,7 +49,7 @@ _BATCHES_AT_ONCE = 100
 _MAX_LOGGED_REQUESTS = 10
 
 _MAX_BUFFER_BYTES = 256 << 20
-"""Of kept batches: a step of prompts has some 2 bytes a token, so this is more than the default number of steps."""
+"""Maximum size of kept batches. At some 2 bytes a token of prompts it holds more than the default number of steps."""
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
@@ -78,15 +79,15 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def payload_of(events: list[Event], *, at: float, as_maps: bool) -> bytes:
-    """One batch in MessagePack: the time in seconds since 1970, the events, and the data parallel rank, of which there
-    is one. An event is a map with its name under "type", or a list of its name and its fields."""
+    """One batch in MessagePack: the time in seconds since 1970, the events, and the data parallel rank, always 0. An
+    event is a map with its name under "type", or a list of its name and its fields."""
     written = events if as_maps else [(type(event).__name__, *msgspec.structs.astuple(event)) for event in events]
     return msgspec.msgpack.encode((at, written, 0))
 
 
 def events_of(changes: CacheChanges, block_size: int, *, with_tiers: bool) -> list[Event]:
-    """The same changes as events, in the order in which they are to be applied. A subscriber that forgets the tokens of
-    blocks that are nowhere any more still has those of blocks that moved between the pool and the tiers below it."""
+    """The same changes as events, in the order in which a subscriber applies them. It may forget the tokens of blocks
+    that are in no place any more, and still has the tokens of blocks that moved between the pool and lower tiers."""
     tiers = ((_HOST, changes.host_stored, changes.host_removed), (_DISK, changes.tier_stored, changes.tier_removed))
     events: list[Event] = []
     if changes.is_cleared:
@@ -104,7 +105,7 @@ def events_of(changes: CacheChanges, block_size: int, *, with_tiers: bool) -> li
 
 
 def _stored(changes: CacheChanges, block_size: int) -> Iterator[BlockStored]:
-    """One event for blocks that follow each other, and one for all blocks of unknown tokens."""
+    """One event for each chain of consecutive blocks, and one for all blocks of unknown tokens."""
     if unknown := [_number(content) for content, tokens in changes.stored.items() if tokens is None]:
         yield BlockStored(unknown, None, [], block_size)
     event: BlockStored | None = None
@@ -145,10 +146,10 @@ class KvEventPublisher:
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._max_batches = settings.kv_events_buffer
         self._num_bytes = 0
-        # How many of the newest batches were not sent yet.
+        # Number of the newest batches that were not sent yet.
         self._num_waiting = 0
         self._next_number = 0
-        # Those that match the topic.
+        # Subscriptions that match the topic.
         self._subscriptions: set[bytes] = set()
 
     @classmethod
@@ -157,14 +158,14 @@ class KvEventPublisher:
         """Publishes until the block ends. Raises ConfigurationError if an address cannot be used."""
         assert settings.kv_events is not None
         with zmq.asyncio.Context() as context, contextlib.ExitStack() as sockets:
-            # XPUB is PUB that says who subscribes.
+            # XPUB is PUB that reports subscriptions.
             pub = sockets.enter_context(context.socket(zmq.XPUB))
             pub.setsockopt(zmq.SNDHWM, settings.kv_events_buffer)
             _attach(sockets, pub, "--kv-events", settings.kv_events, binds=_is_local(settings.kv_events))
             replay = None
             if settings.kv_events_replay is not None:
                 replay = sockets.enter_context(context.socket(zmq.ROUTER))
-                # Room for a whole replay: a ROUTER drops what is too much.
+                # Room for a whole replay: a ROUTER drops messages above the limit.
                 replay.setsockopt(zmq.SNDHWM, settings.kv_events_buffer + 1)
                 _attach(sockets, replay, "--kv-events-replay", settings.kv_events_replay, binds=True)
             publisher = cls(pub, settings)
@@ -201,14 +202,14 @@ class KvEventPublisher:
     def _send_next(self) -> None:
         number, payload = self._buffer[-self._num_waiting]
         self._num_waiting -= 1
-        # Never waits: what a subscriber has no room for is dropped.
+        # Never waits: ZeroMQ drops the message for a subscriber without room.
         self._pub.send_multipart([self._topic, number, payload])
 
     async def _follow_subscriptions(self) -> None:
-        """Notes who subscribes. The first one gets what waits."""
+        """Tracks subscriptions. The first subscriber gets the waiting batches."""
         while True:
             message = await self._pub.recv()
-            # Others can never matter, and there is no end to them.
+            # Other subscriptions never matter, and their number is unbounded.
             if message.startswith(_SUBSCRIBED) and self._topic.startswith(message[1:]):
                 self._subscriptions.add(message[1:])
             elif message.startswith(_UNSUBSCRIBED):
@@ -221,8 +222,8 @@ class KvEventPublisher:
                     await asyncio.sleep(0)
 
     async def _answer_replays(self, socket: zmq.asyncio.Socket) -> None:
-        """Each request is the number of the first batch that is wanted, in 8 bytes; the answer is all batches from
-        there on that are still kept, and an end."""
+        """Answers replay requests: each is the number of the first wanted batch, in 8 bytes; the answer is all kept
+        batches from there on, and an end."""
         num_logged = 0
         while True:
             frames = await socket.recv_multipart()
@@ -230,7 +231,7 @@ class KvEventPublisher:
                 if num_logged < _MAX_LOGGED_REQUESTS:
                     num_logged += 1
                     sizes = ", ".join(str(len(frame)) for frame in frames)
-                    _logger.warning("a replay was asked for in frames of %s bytes; it takes an id, 0 and 8", sizes)
+                    _logger.warning("a replay was requested in frames of %s bytes; it takes an id, 0 and 8", sizes)
                 continue
             identity, _, first = frames
             for index, (number, payload) in enumerate([batch for batch in self._buffer if batch[0] >= first]):
@@ -241,25 +242,25 @@ class KvEventPublisher:
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Requests go on, but subscribers hear nothing new or get no replays: a defect that must not be silent."""
+    """Logs a task's failure. Requests continue, but subscribers get no new events, or no replays."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _logger.error("KV events are no longer complete: restart the scheduler", exc_info=error)
 
 
 def _is_local(address: str) -> bool:
-    """Whether an address is one to listen on, by vLLM's rule: all interfaces, or a path. Others are those of a
-    subscriber that listens. 0.0.0.0, to which vLLM would connect, can only mean all interfaces."""
+    """Whether an address is one to listen on, by vLLM's rule: all interfaces, or a path. At other addresses a
+    subscriber listens. 0.0.0.0, to which vLLM would connect, can only mean all interfaces."""
     return any(each in address for each in ("*", "::", "//0.0.0.0:")) or address.startswith(_IPC)
 
 
 def _attach(sockets: contextlib.ExitStack, socket: zmq.asyncio.Socket, flag: str, address: str, *, binds: bool) -> None:
-    """Listens or connects. The file of a socket that listens goes with `sockets`, before the socket is closed: from
-    then on another scheduler may have one there. Raises ConfigurationError."""
+    """Listens or connects. The file of a listening socket is removed with `sockets`, before the socket is closed: after
+    that another scheduler may have one there. Raises ConfigurationError."""
     socket.setsockopt(zmq.LINGER, 0)
     file = _file_of(address) if binds else None
     try:
         if file is not None:
-            # ZeroMQ replaces whatever socket is there, a live one too.
+            # ZeroMQ would replace any socket there, even a live one.
             check_bindable(UnixAddress(file))
         if binds:
             socket.bind(address)
@@ -271,17 +272,17 @@ def _attach(sockets: contextlib.ExitStack, socket: zmq.asyncio.Socket, flag: str
         sockets.callback(_remove, file)
     if binds and not address.startswith(_IPC):
         _logger.warning(
-            "%s %s: whoever can connect there reads the token ids of all prompts; nothing is encrypted", flag, address
+            "%s %s: any client that can connect reads the token ids of all prompts; nothing is encrypted", flag, address
         )
 
 
 def _file_of(address: str) -> Path | None:
-    """The file of a socket; None of TCP, of a name without a file (@), and of a file that ZeroMQ chooses (*)."""
+    """The file of a socket; None for TCP, for a name without a file (@), and for a file that ZeroMQ chooses (*)."""
     path = address.removeprefix(_IPC)
     return None if path == address or path.startswith(("@", "*")) else Path(path)
 
 
 def _remove(file: Path) -> None:
-    """ZeroMQ leaves the file of a socket behind."""
+    """Removes the file of a socket, which ZeroMQ leaves behind."""
     with contextlib.suppress(OSError):
         file.unlink()

@@ -1,7 +1,7 @@
 """Prometheus metrics of the scheduler.
 
 All of them count since this process began. A request that a gateway submits again, since an earlier scheduler was lost,
-is a new one here: its time in the queue begins with its submission, and its tokens from before are not generated here.
+is a new one here: its time in the queue begins with its submission, and its earlier tokens do not count as generated.
 """
 
 from collections import deque
@@ -22,16 +22,16 @@ from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, St
 from scheduler_svc.service.requests import Requests
 
 _PREFIX = "quire_scheduler_"
-# Each tenant has these series, so they are few.
+# Each tenant has these series, so there are few buckets.
 _TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
-# Of requests that ended: for how long, and of how many at most, their times to the first token are kept.
+# Time to the first token is kept of requests that ended within this time, and of at most this many.
 _RECENT_S, _MAX_RECENT = 60.0, 1000
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 
 
 class Served:
-    """What gateways were served, for samples of the load.
+    """Tokens and latencies that gateways were served, for samples of the load.
 
     Attributes:
         num_tokens: Tokens handed to gateways since this process began.
@@ -43,29 +43,29 @@ class Served:
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
 
     def add(self, events: ClientEvents) -> None:
-        """Counts what is handed to gateways."""
+        """Counts events that are handed to gateways."""
         self.num_tokens += len(events.token_ids)
         now = self._clock()
         self._first_tokens.extend((now, (end.usage.queue_s + end.usage.prefill_s) * 1e3) for end in events.completed)
 
     def first_token_ms(self) -> tuple[float, float] | None:
-        """The median and the 95th percentile of the requests that ended in the last minute; None where none did."""
+        """The median and the 95th percentile over the requests that ended in the last minute; None if none did."""
         since = self._clock() - _RECENT_S
         recent = sorted(ms for at, ms in self._first_tokens if at >= since)
         return (recent[len(recent) // 2], recent[len(recent) * 95 // 100]) if recent else None
 
 
 class SchedulerMetrics:
-    """Counters that the step loop increases, in a registry of their own.
+    """Counters that the step loop increases, in a separate registry.
 
     Attributes:
-        grpc_calls: gRPC calls that are over, those of health excepted.
+        grpc_calls: Ended gRPC calls, without health checks.
         step_tokens: Tokens that a step computes.
-        served: What gateways were served.
+        served: Tokens and latencies that gateways were served.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
-        """`max_tenants` is the number of tenants with metrics of their own."""
+        """`max_tenants` is the maximum number of tenants with separate metrics."""
         self.registry = CollectorRegistry()
         self.grpc_calls = CallCounts("scheduler", self.registry)
         make = {"registry": self.registry, "namespace": "quire", "subsystem": "scheduler"}
@@ -74,10 +74,10 @@ class SchedulerMetrics:
         self._generated = Counter("generated_tokens", "Tokens handed to gateways.", **make)
         self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
         self._losses = Counter("worker_losses", "Losses of a worker that was attached.", **make)
-        self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
-        help_text = "From telling the workers to fetch the blocks of a request to their answer."
+        self._at_fault = Counter("requests_at_fault", "Requests that caused worker losses.", ["reason"], **make)
+        help_text = "Seconds from sending the workers an order to fetch a request's blocks to their answer."
         self._move_time = Histogram("move_seconds", help_text, ["source"], buckets=_STEP, **make)
-        # There from the start: the first one is an increase, too.
+        # Created at the start, so that even the first event is an increase.
         for outcome in ("completed", "failed", "aborted"):
             self._ended.labels(outcome)
         for source in ("replica", "disk"):
@@ -89,9 +89,9 @@ class SchedulerMetrics:
         histograms = Histograms(_PREFIX, self.registry)
         self.step_tokens = histograms.add("step_tokens", "Tokens that a step computes.", COUNTS)
         self._step_rows = histograms.add("step_sequences", "Sequences that a step computes tokens of.", SMALL_COUNTS)
-        self._queue = histograms.add("queue_seconds", "From a request's arrival to the first step with it.", SECONDS)
-        self._prefill = histograms.add("prefill_seconds", "From there to its first token.", SECONDS)
-        self._decode = histograms.add("decode_seconds", "From there to its last token.", SECONDS)
+        self._queue = histograms.add("queue_seconds", "Seconds from a request's arrival to its first step.", SECONDS)
+        self._prefill = histograms.add("prefill_seconds", "Seconds from the first step to the first token.", SECONDS)
+        self._decode = histograms.add("decode_seconds", "Seconds from a request's first to its last token.", SECONDS)
         self._tenants = _TenantMetrics(self.registry, max_tenants) if max_tenants else None
         self.served = Served()
 
@@ -112,7 +112,7 @@ class SchedulerMetrics:
         self._ended.labels("completed").inc(len(events.completed))
         self._ended.labels("failed").inc(len(events.failed))
         if events.completed:
-            # Together: all rows may end in one step.
+            # All at once, since all rows may end in one step.
             phases = np.array(
                 [(end.usage.queue_s, end.usage.prefill_s, end.usage.decode_s) for end in events.completed]
             )
@@ -122,7 +122,7 @@ class SchedulerMetrics:
                 self._tenants.completed(events.completed)
 
     def aborted(self, group: SequenceGroup, now: float) -> None:
-        """A request was ended from outside: by its gateway, for a stop string too, or by its id."""
+        """A request was ended from outside: by its gateway, also for a stop string, or by its id."""
         self._ended.labels("aborted").inc()
         line = group.timeline
         if line.started is None:
@@ -146,7 +146,7 @@ class SchedulerMetrics:
         self._at_fault.labels(failure.reason).inc()
 
     def watch(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
-        """Scrapes read the state of the core and of the table of requests, too."""
+        """Adds the state of the core and of the table of requests to scrapes."""
         self.registry.register(_State(scheduler_of, requests))
         if self._tenants is not None:
             self._tenants.watch(scheduler_of, requests)
@@ -163,7 +163,7 @@ class _State(Collector):
         requests = self._requests
         yield _gauge("unread_requests", "Requests that wait for a reader.", requests.num_unread)
         yield _gauge("durable_requests", "Durable requests that are kept.", requests.num_durable)
-        help_text = "Tokens of durable requests, those that may still come included."
+        help_text = "Tokens of durable requests, including tokens that may still come."
         yield _gauge("durable_tokens", help_text, requests.num_durable_tokens)
         scheduler = self._scheduler_of()
         if scheduler is None:
@@ -184,17 +184,17 @@ class _State(Collector):
         )
         arrivals = [group.timeline.arrived for group in scheduler.waiting.all() if group.timeline.started is None]
         oldest_s = clock.monotonic() - min(arrivals) if arrivals else 0.0
-        yield _gauge("oldest_waiting_seconds", "How long the oldest request waits that no step had yet.", oldest_s)
+        yield _gauge("oldest_waiting_seconds", "Waiting time of the oldest request that no step had yet.", oldest_s)
         of_host = {"free": host.num_free - host.num_cached, "cached": host.num_cached, "used": host.num_used}
         yield _gauges("host_blocks", "Blocks of the host pool.", "state", of_host)
         yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
         yield _gauge("arriving_blocks", "Blocks that workers fetch now.", scheduler.num_arriving)
         yield _gauge("offered_blocks", "Blocks kept for other replicas to fetch.", scheduler.leases.num_blocks)
         moves = scheduler.move_counts
-        help_text = "Requests that went on at another replica, and those that came with blocks to fetch."
+        help_text = "Requests that moved to another replica, and requests that came with blocks to fetch."
         requests_moved = {("in",): moves.requests_in, ("out",): moves.requests_out}
         yield _counters("moved_requests", help_text, ("direction",), requests_moved)
-        help_text = "Blocks that came from another replica, disk or host memory, and that failed to and were computed."
+        help_text = "Blocks that came from another replica, disk or host memory, or failed to come and were computed."
         fetched = {
             ("replica", "fetched"): moves.from_replicas,
             ("replica", "failed"): moves.failed_from_replicas,
@@ -209,7 +209,7 @@ class _State(Collector):
         yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
         help_text = "Prompt tokens that were looked up in the prefix cache, once for each request."
         yield CounterMetricFamily(f"{_PREFIX}prefix_cache_queries", help_text, scheduler.num_prompt_tokens)
-        help_text = "Those of them that were found there."
+        help_text = "Prompt tokens that were found in the prefix cache."
         yield CounterMetricFamily(f"{_PREFIX}prefix_cache_hits", help_text, scheduler.num_cached_tokens)
         drafts = scheduler.draft_counts
         yield CounterMetricFamily(f"{_PREFIX}draft_samples", "Samples that had drafts.", drafts.num_samples)
@@ -219,22 +219,22 @@ class _State(Collector):
 
 
 class _TenantMetrics(Collector):
-    """Metrics of each tenant, of a bounded number of them."""
+    """Metrics by tenant, for a bounded number of tenants."""
 
     def __init__(self, registry: CollectorRegistry, max_tenants: int) -> None:
         self._labels = TenantLabels(max_tenants)
         self._scheduler_of: Callable[[], Scheduler | None] = lambda: None
         self._requests: Requests | None = None
         make = {"registry": registry, "namespace": "quire", "subsystem": "scheduler_tenant"}
-        help_text = "From the arrival of a tenant's request to the first step with it."
+        help_text = "Seconds from the arrival of a tenant's request to its first step."
         self._queue = Histogram("queue_seconds", help_text, ["tenant"], buckets=_TENANT_SECONDS, **make)
-        help_text = "Prompt tokens of a tenant's requests that are over."
+        help_text = "Prompt tokens of a tenant's requests that have ended."
         self._queries = Counter("prefix_cache_queries", help_text, ["tenant"], **make)
-        self._hits = Counter("prefix_cache_hits", "Those of them that were cached.", ["tenant"], **make)
+        self._hits = Counter("prefix_cache_hits", "Cached prompt tokens of these requests.", ["tenant"], **make)
         registry.register(self)
 
     def watch(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
-        """What scrapes read, and whose a request is."""
+        """Sets the objects that scrapes read and that map requests to tenants."""
         self._scheduler_of, self._requests = scheduler_of, requests
 
     def completed(self, ends: Sequence[RequestEnd]) -> None:
@@ -244,7 +244,7 @@ class _TenantMetrics(Collector):
                 self.ended(owned.tenant, end.usage.queue_s, end.usage.prompt_tokens, end.usage.cached_tokens)
 
     def ended(self, tenant: str, queue_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request is over that was in a step."""
+        """A request that was in a step has ended."""
         label = self._labels.of(tenant)
         self._queue.labels(label).observe(queue_s)
         self._queries.labels(label).inc(num_prompt_tokens)
@@ -254,7 +254,7 @@ class _TenantMetrics(Collector):
         live = GaugeMetricFamily(f"{_PREFIX}tenant_live_requests", "Live requests.", labels=["tenant", "queue"])
         blocks = GaugeMetricFamily(
             f"{_PREFIX}tenant_blocks",
-            "Blocks in the tables of a tenant's running sequences; one that several share counts for each.",
+            "Blocks in the tables of a tenant's running sequences; a shared block counts for each.",
             labels=["tenant"],
         )
         scheduler = self._scheduler_of()

@@ -1,5 +1,5 @@
-"""Events on their way to readers: what a gateway's stream has not sent yet (`Outbox`), and what is kept of one request
-(`History`), so that a reader that has some of its events gets the rest."""
+"""Events on their way to readers: events that a gateway's stream has not sent yet (`Outbox`), and the kept events of
+one request (`History`), so that a reader that has some of them gets the rest."""
 
 import asyncio
 from bisect import bisect_left
@@ -19,14 +19,14 @@ from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 
 MAX_SIZE = 50_000
-"""How much goes out together at most: tokens, entries of log probabilities and ends, each about 16 bytes of a message.
+"""Maximum size of one message: tokens, entries of log probabilities and ends, each about 16 bytes.
 
 A gateway takes messages of up to 64 MiB, and neither side does anything else while it makes or reads one.
 """
 
 _REPLAYED_AT_ONCE = 4096
-"""How much of a replay goes out together, counted as in MAX_SIZE. It takes a millisecond to make, and a gateway some
-tens of them to detokenize, in which it gets nothing else."""
+"""Maximum size of one part of a replay, counted as in MAX_SIZE. It takes a millisecond to make. A gateway takes some
+tens of milliseconds to detokenize it, and handles nothing else meanwhile."""
 
 End = SequenceEnd | RequestEnd | RequestFailure
 
@@ -42,7 +42,7 @@ class PromptLogprobs:
 
     @property
     def end(self) -> int:
-        """The position behind the last of them."""
+        """The position after the last of them."""
         return self.first_position + len(self.columns)
 
     def since(self, position: int) -> "PromptLogprobs | None":
@@ -87,7 +87,7 @@ def by_request(events: ClientEvents) -> dict[Handle, ClientEvents]:
 
 
 def select(events: ClientEvents, places: Sequence[int], handles: list[Handle]) -> ClientEvents:
-    """The tokens at `places`, in rising order, with `handles` in place of their own. The ends are left out."""
+    """The tokens at `places`, in rising order, with `handles` in place of their own. Ends are left out."""
     part = ClientEvents(
         handles,
         [events.sequence_indices[place] for place in places],
@@ -126,8 +126,8 @@ def add_end(events: ClientEvents, end: End, handle: Handle) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a reader has of a request already: tokens of each sequence, the sequences that have ended for it, and log
-    probabilities of the prompt before a position."""
+    """The part of a request that a reader has already: tokens of each sequence, the sequences that have ended for it,
+    and log probabilities of the prompt before a position."""
 
     num_tokens: Mapping[int, int] = field(default_factory=dict)
     ended: frozenset[int] = frozenset()
@@ -145,7 +145,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """How many tokens a sequence has, and whether it has ended."""
+    """A sequence's number of tokens, and whether it has ended."""
 
     index: int
     num_tokens: int
@@ -154,7 +154,7 @@ class SequenceProgress:
 
 @dataclass(slots=True)
 class _Output:
-    """Consecutive tokens of one sequence, from offset `first` on; `logprobs` has one entry a token, or none."""
+    """Consecutive tokens of one sequence, from offset `first` on; `logprobs` has one entry per token, or none."""
 
     first: int
     token_ids: list[int] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Output:
 
 
 class History:
-    """Events of one request in order. They may begin anywhere in the output, and have no gap after that."""
+    """Events of one request in order. They may begin anywhere in the output, but have no gaps after that."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, _Output] = {}
@@ -177,7 +177,7 @@ class History:
 
     @property
     def size(self) -> int:
-        """Tokens and log probabilities."""
+        """Number of tokens and log probabilities."""
         logprobs = sum(output.logprobs.size for output in self._outputs.values())
         return self.num_tokens + logprobs + sum(entry.columns.size for entry in self._prompt_logprobs)
 
@@ -189,7 +189,7 @@ class History:
         output.token_ids.append(token_id)
 
     def add(self, events: ClientEvents) -> None:
-        """Adds the next events, which are all of this request."""
+        """Adds the next events, all of this request."""
         for index, offset, token_id in zip(events.sequence_indices, events.offsets, events.token_ids, strict=True):
             self.add_token(index, offset, token_id)
         if events.with_logprobs:
@@ -214,8 +214,8 @@ class History:
         self._prompt_logprobs.append(entry)
 
     def add_emitted(self, request: Request) -> None:
-        """Adds what an earlier scheduler sent. The last token says how a sequence ended, unless a stop string ended it,
-        which gateways find themselves."""
+        """Adds the events that an earlier scheduler sent. The last token shows how a sequence ended, unless a stop
+        string ended it, which gateways find themselves."""
         for index, emitted in enumerate(request.emitted):
             self._outputs[index] = _Output(0, list(map(int, emitted.token_ids)))
             if emitted.has_ended:
@@ -230,10 +230,10 @@ class History:
             kept.clear()
 
     def completes(self, held: Held, progress: Sequence[SequenceProgress] | None, end_of_prompt_logprobs: int) -> bool:
-        """Whether whatever a reader that has `held` is missing is kept here.
+        """Whether this history has everything that a reader with `held` lacks.
 
         Args:
-            progress: How far each sequence is, as readers were told; None where the request is over.
+            progress: How far readers were sent each sequence; None if the request is over.
             end_of_prompt_logprobs: The first position of the prompt whose log probability has yet to come.
         """
         if self._failed:
@@ -254,7 +254,7 @@ class History:
         return held.num_tokens.get(progress.index, 0) < (progress.num_tokens if output is None else output.first)
 
     def since(self, held: Held, handle: Handle) -> tuple[ClientEvents, list[PromptLogprobs]]:
-        """Copies what a reader does not have, under the handle that it knows the request by."""
+        """Copies the events that a reader lacks, under the handle that it knows the request by."""
         events = ClientEvents()
         for index in self.indices():
             if index not in held.ended:
@@ -269,7 +269,7 @@ class History:
     def add_tokens(
         self, events: ClientEvents, handle: Handle, index: int, begin: int, max_tokens: int | None = None
     ) -> int:
-        """Adds the tokens of a sequence from offset `begin` on, or from its first one here; returns how many."""
+        """Adds the tokens of a sequence from offset `begin` on, or from its first one here; returns their number."""
         output = self._outputs[index]
         skipped = max(begin - output.first, 0)
         end = len(output.token_ids) if max_tokens is None else min(skipped + max_tokens, len(output.token_ids))
@@ -285,7 +285,7 @@ class History:
         return len(token_ids)
 
     def add_ends(self, events: ClientEvents, handle: Handle, ended: frozenset[int]) -> None:
-        """Adds all ends but those of the sequences that have ended for the reader."""
+        """Adds all ends except ends of sequences that have ended for the reader."""
         ends = [end for index, end in sorted(self._ends.items()) if index not in ended]
         for end in (*ends, *self._completed, *self._failed):
             add_end(events, end, handle)
@@ -296,13 +296,13 @@ class History:
 
 
 class Replay:
-    """The events that a reader lacks of a history from the first token on, in parts. The history may grow meanwhile:
-    its events are to be put into the outbox themselves once `on_done` was called, with the last part."""
+    """The events of a history that a reader lacks, in parts. The history may grow meanwhile: its new events go into the
+    outbox directly only after `on_done` was called, with the last part."""
 
     def __init__(
         self, history: History, held: Held, handle: Handle, charge_per_token: int, on_done: Callable[[], object]
     ) -> None:
-        """`charge_per_token` counts a token with its log probabilities."""
+        """`charge_per_token` is the size of a token with its log probabilities."""
         self._history = history
         self._num_tokens = dict(held.num_tokens)
         self._ended = held.ended
@@ -312,7 +312,7 @@ class Replay:
         self.is_done = False
 
     def next_part(self) -> ClientEvents:
-        """The next tokens. The ends come with the last ones."""
+        """The next tokens. The ends come with the last part."""
         events, room = ClientEvents(), self._max_tokens
         for index in self._history.indices():
             if index not in self._ended:
@@ -331,9 +331,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a replica is one to send requests to, and how far its workers are with loading their model. One that
-    drains never is again, and its requests leave after a time even where they have to wait for room; it is busy as long
-    as it has some."""
+    """Whether gateways should send requests to a replica, and its workers' progress in loading their model. A replica
+    that drains never becomes ready again. Its requests move away after `leave_after_s`, even if they have to wait for
+    room elsewhere; it is busy while it has some."""
 
     is_ready: bool
     loading: LoadProgress | None
@@ -344,8 +344,8 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """Changes of the prefix cache and of what is on disk, to be applied in the order of the fields. Blocks are the ends
-    of their hashes, joined; those whose hash does not end in `sampling_bits` zero bits are never told."""
+    """Changes of the prefix cache and of the blocks on disk, in the order in which a reader applies them. Blocks are
+    the joined ends of their hashes; only blocks whose hash ends in `sampling_bits` zero bits are reported."""
 
     is_cleared: bool
     removed: bytes
@@ -357,9 +357,9 @@ class CacheUpdate:
 
 @dataclass(slots=True)
 class Outgoing:
-    """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
-    submissions, what aborted requests have cost, which requests went on elsewhere, which offers there is room for, and
-    whether the replica is ready and what it has cached, where that has changed. `size` is counted as in MAX_SIZE."""
+    """One batch of data for a gateway: the events of one or more steps, oldest first, log probabilities of prompts,
+    refused submissions, usage of aborted requests, requests that moved elsewhere, offers that there is room for, and
+    changes of readiness and of the cache. `size` is counted as in MAX_SIZE."""
 
     step_id: int = 0
     batches: list[ClientEvents] = field(default_factory=list)
@@ -379,28 +379,28 @@ class Outgoing:
 
     @property
     def ended(self) -> Iterator[Handle]:
-        """The requests whose ends are in it."""
+        """The requests whose ends it has."""
         for batch in self.batches:
             yield from (end.handle for end in batch.completed)
             yield from (failure.key.handle for failure in batch.failed)
 
 
 class Outbox:
-    """Holds events until the gateway's stream sends them. Putting never waits: what piles up behind a slow stream goes
-    out together, in order, MAX_SIZE at a time. It holds no more than the tokens that the gateway's live requests may
+    """Holds events until the gateway's stream sends them. Putting never waits: events that pile up behind a slow stream
+    go out together, in order, MAX_SIZE at a time. It holds no more than the tokens that the gateway's live requests may
     still generate.
 
-    What one call puts for one request goes out together, however much it is: a gateway that loses its scheduler
-    half-way through a selection of sequences would submit it to the next one with the tokens that it has.
+    The events that one call puts for one request go out together, whatever their size: a gateway that loses its
+    scheduler half-way through a selection of sequences would resubmit the request with the tokens that it has.
 
-    A gateway that gives credit gets no more messages of events than it has given credit for. Each is kept until the
-    gateway has taken it in; on a stream without credit that is as soon as it is written.
+    A gateway that gives credit gets no more messages of events than its credit. Each message is kept until the gateway
+    has acknowledged it; on a stream without credit, until it is written.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Outgoing] = deque()
         self._sent: deque[Outgoing] = deque()
-        # Replays take turns with each other, and together with what happens now.
+        # Replays take turns with each other, and all together with new events.
         self._replays: dict[Handle, Replay] = {}
         self._is_replays_turn = False
         self._num_taken = 0
@@ -418,29 +418,29 @@ class Outbox:
             outgoing.batches.append(part)
 
     def put_prompt_logprobs(self, entries: Sequence[PromptLogprobs]) -> None:
-        """Must come before the events of the same step, so that they never go out after the tokens that follow them."""
+        """Called before the events of the same step, so that they never go out after the tokens that follow them."""
         for entry in entries:
             self._make_room(entry.columns.size).prompt_logprobs.append(entry)
 
     def put_replay(self, replay: Replay) -> None:
-        """Sends what a reader lacks, part by part. Nothing else of its request must be put before the replay is done or
-        dropped."""
+        """Sends the events that a reader lacks, part by part. No other events of its request may be put until the
+        replay is done or dropped."""
         self._replays[replay.handle] = replay
         self._wake.set()
 
     def drop_replay(self, handle: Handle) -> None:
-        """No effect where there is none."""
+        """Drops the replay of a request. No effect if there is none."""
         self._replays.pop(handle, None)
 
     def put_refusal(self, handle: Handle, error: QuireError) -> None:
         self._make_room(1).refusals.append((handle, error))
 
     def put_aborted(self, handle: Handle, usage: Usage | None) -> None:
-        """Answers an Abort with what the request has cost; None where the request is not known."""
+        """Answers an Abort with the usage of the request; None if the request is not known."""
         self._make_room(1).aborted.append((handle, usage))
 
     def put_moved(self, handle: Handle, source: KvSource) -> None:
-        """A request goes on elsewhere, and its blocks can be fetched there. To be put after all of its events."""
+        """A request continues elsewhere, and its blocks can be fetched there. Called after all of its events."""
         self._make_room(1).moved.append((handle, source))
 
     def put_has_room(self, handle: Handle) -> None:
@@ -448,18 +448,18 @@ class Outbox:
         self._make_room(1).has_room.append(handle)
 
     def put_readiness(self, readiness: Readiness) -> None:
-        """Says whether this replica is one to send requests to, and how far its workers are loaded."""
+        """Reports whether this replica is ready, and its workers' progress in loading."""
         self._readiness = readiness
         self._wake.set()
 
     def put_cache(self, update: CacheUpdate, snapshot: Callable[[], CacheUpdate]) -> None:
-        """Says what changed in the prefix cache. Where the update before has not gone out yet, `snapshot` makes one
-        with all that is cached, which stands for both."""
+        """Reports changes of the prefix cache. If the update before has not gone out yet, `snapshot` makes an update
+        with the whole cache, which replaces both."""
         self._cache = (lambda: update) if self._cache is None else snapshot
         self._wake.set()
 
     def add_credit(self, num_messages: int) -> None:
-        """The gateway is ready for so many more messages."""
+        """The gateway is ready for `num_messages` more messages."""
         self._credit = (self._credit or 0) + num_messages
         self._wake.set()
 
@@ -470,17 +470,17 @@ class Outbox:
 
     @property
     def num_sent(self) -> int:
-        """How many messages of events went out."""
+        """The number of messages of events that were sent."""
         return self._num_taken + len(self._sent)
 
     def close(self) -> None:
-        """The stream is over."""
+        """The stream ended."""
         self.is_closed = True
         self._wake.set()
 
     def taken(self, num_messages: int) -> list[Outgoing]:
-        """The gateway has taken in so many messages of events since the stream began. Returns those that are new.
-        Raises ValueError where fewer were sent."""
+        """The gateway has acknowledged `num_messages` messages of events since the stream began. Returns the newly
+        acknowledged ones. Raises ValueError if fewer were sent."""
         if num_messages > self.num_sent:
             raise ValueError(f"{num_messages} messages were taken in, {self.num_sent} were sent")
         new = [self._sent.popleft() for _ in range(num_messages - self._num_taken)]
@@ -492,7 +492,7 @@ class Outbox:
         return [*self._sent, *self._waiting]
 
     async def take(self) -> Outgoing | None:
-        """Waits until `poll` returns something, and returns that; None once the outbox is closed."""
+        """Waits until `poll` returns a message, and returns it; None once the outbox is closed."""
         while not self.is_closed:
             self._wake.clear()
             if (outgoing := self.poll()) is not None:
@@ -501,7 +501,7 @@ class Outbox:
         return None
 
     def poll(self) -> Outgoing | None:
-        """The message that may be sent now, or None. Events need credit, readiness and the cache do not."""
+        """The message that may be sent now, or None. Events need credit; readiness and the cache do not."""
         may_send_events = bool(self._waiting or self._replays) and self._credit != 0
         if self.is_closed or not (may_send_events or self._readiness is not None or self._cache is not None):
             return None
@@ -527,7 +527,7 @@ class Outbox:
         return Outgoing(batches=[events])
 
     def _make_room(self, size: int) -> Outgoing:
-        """The message with room for an item of this size."""
+        """The message that has room for an item of this size."""
         if not self._waiting or self._waiting[-1].size + size > MAX_SIZE:
             self._waiting.append(Outgoing())
         self._waiting[-1].size += size

@@ -1,4 +1,4 @@
-"""Calls that pin prefixes: they return once the blocks are computed, and pins end in time though no step is planned."""
+"""Calls that pin prefixes and return once the blocks are computed. Pins end in time even if no step is planned."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,16 +13,16 @@ _MIN_TIMER_S = 0.001
 
 
 class PinFailedError(Exception):
-    """The pin is gone before its blocks were computed."""
+    """The pin ended before its blocks were computed."""
 
 
 class PinCalls:
-    """The callers that wait for pins of whichever core there is, and the timer for the next pin that ends."""
+    """The callers that wait for pins of the current core, and the timer for the next pin that ends."""
 
     def __init__(
         self, scheduler_of: Callable[[], Scheduler | None], retry: RetryAdvisor, on_change: Callable[[], None]
     ) -> None:
-        """`on_change` is called when pins came or went: there may be something to compute now, or nothing any more."""
+        """`on_change` is called when pins came or went: the scheduler may have become busy or idle."""
         self._scheduler_of = scheduler_of
         self._retry = retry
         self._on_change = on_change
@@ -32,7 +32,7 @@ class PinCalls:
     async def pin(
         self, tenant: str, token_ids: list[int], time_to_live_s: float, adapter: Adapter | None = None
     ) -> Pin:
-        """Pins a prefix and returns once its blocks are computed. Raises QuireError where the core refuses it, or
+        """Pins a prefix and returns once its blocks are computed. Raises QuireError if the core refuses it, or
         PinFailedError."""
         scheduler = self._scheduler_of()
         assert scheduler is not None, "no worker was attached yet"
@@ -54,7 +54,7 @@ class PinCalls:
         return True
 
     def wake_waiters(self) -> None:
-        """Wakes the callers whose pins hold their blocks now, or are gone."""
+        """Wakes the callers whose pins hold their blocks now, or have ended."""
         scheduler, waiters = self._scheduler_of(), self._waiters
         assert scheduler is not None
         pins = scheduler.pins
@@ -64,7 +64,7 @@ class PinCalls:
                 waiter.set_result(None)
             else:
                 waiter.set_exception(PinFailedError(f"pin {pin.pin_id} ended before its blocks were computed"))
-                # All callers may have left, and an exception that nobody retrieves is logged.
+                # All callers may have left, and asyncio logs an exception that is never retrieved.
                 waiter.exception()
 
     def _expire(self) -> None:
@@ -74,8 +74,8 @@ class PinCalls:
         self._changed(scheduler)
 
     def _changed(self, scheduler: Scheduler) -> None:
-        """Sets the timer for the next pin that ends or decays, since an idle scheduler plans no steps. A timer
-        may fire a little early, so it is set again for as long as there are pins."""
+        """Sets the timer for the next pin that ends or decays, since an idle scheduler plans no steps. A timer may fire
+        a little early, so it is set again while there are pins."""
         self.wake_waiters()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""What callers are told whose requests the core refuses, and when they should come back."""
+"""Errors for callers whose requests the core refuses, with the time after which they should retry."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from scheduler_svc.core.request import (
 
 
 class RetryAdvisor:
-    """Says when a refused caller should come back: when about one place in the queue comes free, by the pace at which
+    """Computes when a refused caller should retry: when about one place in the queue becomes free, by the rate at which
     requests ended in the last seconds."""
 
     _MIN_MS, _UNKNOWN_MS = 50, 1_000
@@ -29,11 +29,11 @@ class RetryAdvisor:
         self._ends: deque[float] = deque(maxlen=self._MAX_ENDS)
 
     def ended(self, count: int, now: float) -> None:
-        """`count` requests ended at `now`, in seconds, for whatever reason."""
+        """`count` requests ended at `now`, in seconds, for any reason."""
         self._ends.extend([now] * count)
 
     def retry_after_ms(self, now: float) -> int:
-        """Milliseconds to wait, from 50 to 5,000; 1,000 where the pace is not known."""
+        """Milliseconds to wait, from 50 to 5,000; 1,000 if the rate is not known."""
         while self._ends and now - self._ends[0] > self._WINDOW_S:
             self._ends.popleft()
         if len(self._ends) < 2:

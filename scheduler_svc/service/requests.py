@@ -1,10 +1,10 @@
-"""Every request has an owner, the table here, and a reader, a gateway's stream.
+"""Requests of gateways: the table here owns every request, and a gateway's stream reads it.
 
-To the core all requests are one client's, so the reader of a request may change while it runs and the core knows
-nothing of it: its place, its blocks and its tokens stay. A request whose reader leaves runs on for a while, and its
-events are kept. A reader that comes back, or another one, says what it has and gets the rest. Durable requests differ
-in that all of their output is kept from the first token on, that any gateway of the tenant may read them, and in how
-long they wait.
+The core sees all requests as one client's. So the reader of a request may change while it runs without the core's
+knowledge, and its place, blocks and tokens stay. A request whose reader leaves runs on for a while, and its events are
+kept. A reader that comes back, or a new one, reports what it has and gets the rest. Durable requests differ in three
+ways: all of their output is kept from the first token on, any gateway of the tenant may read them, and they wait for
+another time.
 """
 
 import asyncio
@@ -38,22 +38,22 @@ from scheduler_svc.service.outbox import (
 _logger = logging.getLogger(__name__)
 
 GATEWAYS = ClientId(0)
-"""To the core, all requests of gateways are this client's."""
+"""The client of all gateways' requests in the core."""
 
 MAX_CANCELLED = 1024
-"""How many cancelled requests are remembered."""
+"""Maximum number of cancelled requests that are remembered."""
 
 KEPT_ROOM_S = 5.0
-"""How long room is kept for a request that still runs at another replica."""
+"""Seconds for which room is kept for a request that still runs at another replica."""
 
 COME_BACK_S = 1.0
-"""How long gateways whose streams broke may take to come back to a scheduler that drains."""
+"""Seconds in which gateways whose streams broke may come back to a scheduler that drains."""
 
 MOVED_S = 1.0
-"""How long one that has left is known by its id: its gateway is about to submit it to another scheduler."""
+"""Seconds for which the id of a request that left is known: its gateway is about to submit it to another scheduler."""
 
 MAX_UNDELIVERED = 2_000_000
-"""How many tokens and log probabilities are kept of plain requests that ended without a reader."""
+"""Maximum tokens and log probabilities that are kept of plain requests that ended without a reader."""
 
 
 _MOVED_RETRY_MS = 100
@@ -74,8 +74,8 @@ def _call_later(seconds: float, call: Callable[[], object]) -> Timer:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One stream of a gateway, and the requests that it reads, by its handles for them. Handles in `reused` stood for
-    other requests in messages that may still be on their way."""
+    """One stream of a gateway, and the requests that it reads, by its handles for them. Handles in `reused` were used
+    for other requests before, in messages that may still be on their way."""
 
     gateway_id: str
     grace_period_s: float
@@ -93,14 +93,15 @@ class Reader:
 
     @property
     def request(self) -> "OwnedRequest | None":
-        """The request that the stream knows by the handle."""
+        """The request that has this handle on the stream."""
         return self.connection.reads.get(self.handle)
 
 
 @dataclass(slots=True, eq=False)
 class OwnedRequest:
-    """One request. `nonce` tells it from others of its id; `gateway_id` is who submitted it; `retention_s` is how long
-    it waits for a reader. `history` has all events of a durable request, and of another those that no reader has."""
+    """One request. `nonce` distinguishes requests with the same id; `gateway_id` is the gateway that submitted it;
+    `retention_s` is how long it waits for a reader. `history` has all events of a durable request, and the unread
+    events of another."""
 
     key: RequestKey
     tenant: str
@@ -112,10 +113,10 @@ class OwnedRequest:
     end_of_prompt_logprobs: int
     """The first position of the prompt whose log probability has yet to come."""
     is_offer: bool = False
-    """Whether it only waits for room here, and goes on by another submission."""
+    """Whether it only waits for room here, and continues as another submission."""
     comes_in_parts: bool = False
-    """Whether a reader that comes later may get the output in parts. It needs all at once of a request that selects
-    among its sequences at the end, and log probabilities of the prompt before all else."""
+    """Whether a later reader may get the output in parts. It needs the output as a whole if sequences are selected at
+    the end, and log probabilities of the prompt before everything else."""
     history: History = field(default_factory=History)
     reader: Reader | None = None
     is_over: bool = False
@@ -127,7 +128,7 @@ class OwnedRequest:
 
     @property
     def charge(self) -> int:
-        """The tokens with which a durable request counts towards the limit."""
+        """The tokens that a durable request counts towards the limit."""
         assert self.durable is not None
         return self.durable.charge(self.history.num_tokens, is_over=self.is_over)
 
@@ -138,11 +139,11 @@ class OwnedRequest:
 
 
 class Requests:
-    """All requests that are live, and those that are over and may still be read; and the open streams of gateways.
+    """All live requests, ended requests that may still be read, and the open streams of gateways.
 
-    Invariants: a request has at most one reader, and a handle stands for one request of its connection; a timer runs
-    for each request that has no reader, and for each durable one that is over; a plain request that is over and has a
-    reader is kept until that has taken in the end.
+    Invariants: a request has at most one reader, and a handle belongs to one request of its connection; a timer runs
+    for each request without a reader, and for each durable one that has ended; a plain request that has ended and has a
+    reader is kept until the reader has acknowledged the end.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class Requests:
         limits: DurableLimits,
         call_later: CallLater = _call_later,
     ) -> None:
-        """`abort` ends a request in the core, and says whether it still ran; `progress` says how far its sequences are,
-        as far as readers were told, and None for one that is over."""
+        """`abort` ends a request in the core, and returns whether it still ran; `progress` returns how far readers were
+        sent its sequences, and None for an ended request."""
         self._abort = abort
         self._progress = progress
         self._call_later = call_later
@@ -161,16 +162,16 @@ class Requests:
         self._none_connected = asyncio.Event()
         self._none_connected.set()
         self._by_handle: dict[Handle, OwnedRequest] = {}
-        # Several of an id: of several gateways, or one after another.
+        # Several may have one id: from several gateways, or one after another.
         self._by_id: dict[tuple[str, str], list[OwnedRequest]] = {}
         # The requests whose events are kept.
         self._kept: dict[Handle, OwnedRequest] = {}
         self._readers: dict[Handle, Reader] = {}
-        # Tenant, id and nonce of the newest that were cancelled: their gateways may submit them again.
+        # Tenant, id and nonce of the newest cancelled requests: their gateways may submit them again.
         self._cancelled: dict[tuple[str, str, int], None] = {}
-        # Tenant and id of those that have just left for another scheduler.
+        # Tenant and id of requests that have just left for another scheduler.
         self._moved: dict[tuple[str, str], Timer] = {}
-        # Plain ones that ended without a reader, oldest first, with their sizes.
+        # Plain requests that ended without a reader, oldest first, with their sizes.
         self._undelivered: dict[Handle, int] = {}
         self._undelivered_size = 0
         self._durable = DurableRoom(limits)
@@ -181,7 +182,7 @@ class Requests:
 
     @property
     def durable_grace_s(self) -> float:
-        """How long a durable request is kept without a reader, and after its end."""
+        """Seconds for which a durable request is kept without a reader, and after its end."""
         return self._durable.limits.grace_s
 
     @property
@@ -190,7 +191,7 @@ class Requests:
 
     @property
     def num_unread(self) -> int:
-        """Requests that have no reader."""
+        """Number of requests without a reader."""
         return sum(owned.reader is None for owned in list(self._by_handle.values()))
 
     @property
@@ -199,16 +200,16 @@ class Requests:
 
     @property
     def num_durable_tokens(self) -> int:
-        """What all durable requests take of the limit. Metrics are read in another thread, so this uses no running
-        sums, and copies what may change meanwhile."""
+        """All durable requests' part of the limit. Metrics are read in another thread, so this uses no running sums,
+        and copies the table, which may change meanwhile."""
         return sum(each.charge for each in list(self._durable.requests.values()))
 
     def of_handle(self, handle: Handle) -> OwnedRequest | None:
-        """The request that the core knows by this handle; None where it is forgotten."""
+        """The request that has this handle in the core; None if it is forgotten."""
         return self._by_handle.get(handle)
 
     def are_read_by(self, gateway_id: str) -> Callable[[RequestKey], bool]:
-        """Whether the stream of this gateway gets the events of a request."""
+        """A predicate: whether the stream of this gateway gets the events of a request."""
         reads = set[Handle]()
         if (connection := self._connections.get(gateway_id)) is not None:
             reads = {owned.key.handle for owned in connection.reads.values()}
@@ -217,7 +218,7 @@ class Requests:
     # Streams of gateways
 
     def connect(self, gateway_id: str, grace_period_s: float) -> Connection:
-        """Opens a stream. An earlier one of the gateway ends now, if it has not: its link may be broken."""
+        """Opens a stream. Closes the gateway's earlier stream if it is still open: its link may be broken."""
         if (earlier := self._connections.get(gateway_id)) is not None:
             self.close(earlier)
         connection = self._connections[gateway_id] = Connection(gateway_id, grace_period_s)
@@ -226,7 +227,7 @@ class Requests:
         return connection
 
     def close(self, connection: Connection) -> None:
-        """A stream is over. What it read waits for another reader, with all that was not taken in. Idempotent."""
+        """Ends a stream. Its requests wait for another reader, with all unacknowledged events. Idempotent."""
         if self._connections.get(connection.gateway_id) is not connection:
             return
         _logger.info("gateway %s left; it read %d requests", connection.gateway_id, len(connection.reads))
@@ -255,7 +256,7 @@ class Requests:
             self._update(owned)
 
     def taken(self, connection: Connection, num_messages: int) -> None:
-        """A gateway has taken in so many messages of events of its stream. Raises ValueError where fewer were sent."""
+        """A gateway has acknowledged `num_messages` messages of its stream. Raises ValueError if fewer were sent."""
         for outgoing in connection.outbox.taken(num_messages):
             for handle in outgoing.ended:
                 owned = connection.reads.get(handle)
@@ -263,17 +264,17 @@ class Requests:
                     self.forget(owned)
 
     def report_readiness(self, readiness: Readiness) -> None:
-        """Says to every gateway whether this replica is one to send requests to, and how far its workers are loaded."""
+        """Reports to every gateway whether this replica is ready, and its workers' progress in loading."""
         for connection in self._connections.values():
             connection.outbox.put_readiness(readiness)
 
     def has_of(self, gateway_id: str) -> bool:
-        """Whether there are requests that the gateway submitted."""
+        """Whether there are requests from this gateway."""
         return any(owned.gateway_id == gateway_id for owned in self._by_handle.values())
 
     async def end_once_unread(self) -> None:
-        """For a scheduler that drains, where only a gateway can connect whose stream broke: once none is connected and
-        none comes back, nobody will ever read what is live, and it ends."""
+        """Ends all live requests of a draining scheduler once no gateway is connected and none comes back: only a
+        gateway whose stream broke can connect then, so no reader would ever get them."""
         while True:
             await self._none_connected.wait()
             await asyncio.sleep(COME_BACK_S)
@@ -283,7 +284,7 @@ class Requests:
             if owned.reader is None:
                 self.forget(owned)
 
-    # Requests come
+    # Requests arrive
 
     def admit(
         self,
@@ -293,10 +294,10 @@ class Requests:
         submit: Callable[[Request], object],
         description: bytes | None = None,
     ) -> None:
-        """Enters a request, which `reader` reads, and has it submitted to the core. With a description it is durable.
+        """Enters a request that `reader` reads, and submits it to the core. With a description it is durable.
 
-        Raises what `submit` raises, and:
-            AlreadyExists: the reader's handle stands for a live request, or a durable one has the id and still runs.
+        Raises any error of `submit`, and:
+            AlreadyExists: the reader's handle belongs to a live request, or a running durable one has the id.
             ResourceExhausted: too much would be kept.
         """
         self._free_handle(reader)
@@ -329,16 +330,16 @@ class Requests:
             self.forget(owned)
             raise
         if durable is not None:
-            # Not before: one that is refused costs nobody what is kept.
+            # Only now, so that a refused request displaces no kept output.
             self._make_room(owned)
 
     def resubmit(self, request: Request, nonce: int, reader: Reader, held: Held) -> bool:
-        """Hands a request that a gateway submits again to its reader. Returns False where the request is unknown, or
-        where more is missing than is kept: that one ends.
+        """Attaches the reader of a request that a gateway submits again. Returns False if the request is unknown, or if
+        needed events are not kept any more; then the request ends.
 
         Raises:
             Aborted: another gateway reads it by now.
-            AlreadyExists: the reader's handle stands for another live request.
+            AlreadyExists: the reader's handle belongs to another live request.
             Cancelled: it was cancelled.
         """
         if (request.tenant, request.request_id, nonce) in self._cancelled:
@@ -358,7 +359,7 @@ class Requests:
         return True
 
     def keep_room(self, key: RequestKey) -> None:
-        """There is room for an offer: its reader is told, and has `KEPT_ROOM_S` to send the request."""
+        """There is room for an offer: notifies its reader, which has `KEPT_ROOM_S` to send the request."""
         if (offer := self._by_handle.get(key.handle)) is not None and offer.reader is not None:
             offer.reader.connection.outbox.put_has_room(offer.reader.handle)
             offer.stop_timer()
@@ -366,7 +367,7 @@ class Requests:
 
     def replace_offer(self, reader: Reader) -> OwnedRequest | None:
         """The reader sends the request that it offered. Forgets the offer, which the core still has, and returns it;
-        None where there is none."""
+        None if there is none."""
         offer = reader.request
         if offer is None or not offer.is_offer:
             return None
@@ -375,7 +376,7 @@ class Requests:
         return offer
 
     def find(self, tenant: str, request_id: str) -> OwnedRequest:
-        """A durable request.
+        """The durable request with this id.
 
         Raises:
             NotFound: there is none, or it is another tenant's.
@@ -389,15 +390,15 @@ class Requests:
     # Readers come and go
 
     def attach(self, owned: OwnedRequest, reader: Reader, held: Held) -> None:
-        """Hands a request to a reader, which gets what it does not hold. Another one that read it until now gets an
+        """Attaches a reader to a request, and sends it the events that it does not hold. An earlier reader gets an
         error.
 
-        Raises AlreadyExists where the reader's handle stands for another live request, and changes nothing.
+        Raises AlreadyExists and changes nothing if the reader's handle belongs to another live request.
         """
         self._free_handle(reader, but=owned)
         outbox = reader.connection.outbox
         if owned.durable is not None and owned.comes_in_parts:
-            # All of its output is kept, so it goes out in parts, as far as the reader takes it and no other one comes.
+            # All of its output is kept, so it goes out in parts, at the reader's pace, until another reader comes.
             self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
             self._update(owned)
             failpoint("scheduler.reader.changed")
@@ -417,15 +418,15 @@ class Requests:
             outbox.put(0, events)
 
     def detach(self, owned: OwnedRequest) -> None:
-        """Nobody reads a request any more; its retention begins."""
+        """Removes the reader of a request; its retention begins."""
         self._set_reader(owned, None)
         self._update(owned)
 
     # Requests end
 
     def end(self, owned: OwnedRequest, usage: Usage | None, *, is_read_on: bool = False) -> bool:
-        """The reader of a durable request needs no more of it; what came is kept, with what it has cost so far. Who
-        reads on is sent what it lacks, where that is on its way, and then the end; returns whether that is so."""
+        """The reader needs no more of a durable request; its output so far is kept, with its usage so far. A reader
+        that `is_read_on` and is being sent a replay still gets the rest and the end; returns whether that is so."""
         if not owned.is_over:
             self._abort(owned.key)
             if usage is not None:
@@ -445,8 +446,8 @@ class Requests:
                 self.forget(owned)
 
     def forget_outputs(self) -> None:
-        """Drops what is kept of durable requests that are over: gateways have another tokenizer now. Who is being sent
-        one gets an error."""
+        """Drops the output of ended durable requests: gateways have another tokenizer now. A reader in the middle of
+        such an output gets an error."""
         error = Unavailable("the worker has another tokenizer now", reason="MODEL_CHANGED")
         for owned in list(self._by_handle.values()):
             if owned.durable is not None and owned.is_over:
@@ -454,9 +455,9 @@ class Requests:
                 self.forget(owned)
 
     def cancel(self, tenant: str, request_id: str) -> bool:
-        """Ends and forgets what the tenant runs under an id, and durable requests that are over; the readers get an
-        error. Returns whether there was anything. Gateways know nothing of each other's ids, so there may be
-        several. Raises Unavailable where it is on its way to another scheduler."""
+        """Ends and forgets the tenant's requests with an id, including ended durable ones; their readers get an error.
+        Returns whether there were any. There may be several, since gateways do not know each other's ids. Raises
+        Unavailable if the request is on its way to another scheduler."""
         named = [
             owned
             for owned in self._by_id.get((tenant, request_id), ())
@@ -473,8 +474,8 @@ class Requests:
         return bool(named)
 
     def move(self, reader: Reader, hand_over: Callable[[RequestKey], KvSource | None]) -> bool:
-        """The reader is about to submit its request to another replica. `hand_over` ends it in the core and says where
-        its blocks are; with None it goes on here. Returns whether it moved."""
+        """The reader is about to submit its request to another replica. `hand_over` ends it in the core and returns
+        the place of its blocks; with None it continues here. Returns whether it moved."""
         owned = reader.request
         if owned is None or owned.is_over or self._is_replayed(owned):
             return False
@@ -493,14 +494,14 @@ class Requests:
         self._moved[name] = self._call_later(MOVED_S, lambda: self._moved.pop(name, None))
 
     def _check_not_moved(self, tenant: str, request_id: str) -> None:
-        """Raises Unavailable: to who asks all schedulers, it would be nowhere until the other one has it."""
+        """Raises Unavailable if so: a caller that asks all schedulers would not find it until the other one has it."""
         if (tenant, request_id) in self._moved:
             text = f'request "{request_id[:128]}" is on its way to another scheduler'
             raise Unavailable(text, retry_after_ms=_MOVED_RETRY_MS)
 
     def forget(self, owned: OwnedRequest) -> None:
-        """Drops what is kept of a request, and ends it where it still runs. What is over and being sent to a reader is
-        sent to its end. Idempotent."""
+        """Drops a request, and ends it if it still runs. If it has ended and a replay of it is being sent, the replay
+        continues to its end. Idempotent."""
         handle = owned.key.handle
         if self._by_handle.pop(handle, None) is None:
             return
@@ -520,7 +521,7 @@ class Requests:
     # Events
 
     def deliver(self, step_id: int, events: ClientEvents) -> None:
-        """Hands out what happened in a step, and keeps what is to be kept. Never waits."""
+        """Hands out the events of a step, and keeps them if needed. Never waits."""
         if self._kept:
             self._keep(events)
             self._durable.changed()
@@ -531,19 +532,20 @@ class Requests:
         ):
             if (owned := self._by_handle.get(handle)) is not None:
                 owned.is_over = True
-                # A durable one is kept for the whole time from its end on, also where nobody has read it for a while.
+                # A durable request is kept for the whole time after its end, even if it had no reader for a while.
                 if owned.durable is not None:
                     owned.stop_timer()
                 self._update(owned)
 
     def deliver_prompt_logprobs(self, entries: Iterable[PromptLogprobs]) -> None:
-        """Must come before `deliver` for the same step. What is computed again is handed out once. Never waits."""
+        """Hands out log probabilities of prompts, once even if they are computed again. Called before `deliver` for
+        the same step. Never waits."""
         for entry in entries:
             owned = self._by_handle.get(entry.handle)
             if owned is None or (new := entry.since(owned.end_of_prompt_logprobs)) is None:
                 continue
             if new.first_position > owned.end_of_prompt_logprobs:
-                # Those between were not finite: the request fails, or its prompt is computed again.
+                # Positions between them were not finite: the request fails, or its prompt is computed again.
                 continue
             owned.end_of_prompt_logprobs = new.end
             if owned.keeps_events:
@@ -552,7 +554,7 @@ class Requests:
                 owned.reader.connection.outbox.put_prompt_logprobs([replace(new, handle=owned.reader.handle)])
 
     def _keep(self, events: ClientEvents) -> None:
-        """Adds to the histories of requests whose events are kept."""
+        """Adds events to the histories of requests whose events are kept."""
         kept = self._kept
         if events.with_logprobs:
             places = [place for place, handle in enumerate(events.handles) if handle in kept]
@@ -574,7 +576,7 @@ class Requests:
         if len(connections := {reader and reader.connection for reader in readers}) == 1:
             (connection,) = connections
             if connection is not None:
-                # Most steps are of one gateway: its part is made of whole columns.
+                # Most steps belong to one gateway: its part is made of whole columns.
                 handles = [reader.handle for reader in readers if reader is not None]
                 parts[connection] = replace(events, handles=handles, finished=[], completed=[], failed=[])
         else:
@@ -590,24 +592,24 @@ class Requests:
                 add_end(parts.setdefault(reader.connection, ClientEvents()), end, reader.handle)
         return parts
 
-    # What follows from who reads a request, and whether it is over
+    # Consequences of a change of a request's reader or of its end
 
     def _is_replayed(self, owned: OwnedRequest) -> bool:
-        """Whether its reader is being sent what it lacks."""
+        """Whether the request's reader is being sent a replay."""
         return owned.reader is not None and owned.key.handle not in self._readers
 
     def _go_on(self, owned: OwnedRequest, reader: Reader) -> None:
-        """The reader has been sent what it lacked. It may be one of a request that is forgotten."""
+        """The replay for the reader is done; new events go to it directly. The request may be forgotten by now."""
         if owned.reader == reader:
             self._readers[owned.key.handle] = reader
 
     def _set_reader(
         self, owned: OwnedRequest, reader: Reader | None, error: QuireError | None = None, *, ends_replay: bool = True
     ) -> None:
-        """Gives a request another reader, or none; the one before gets the error. `_update` must follow."""
+        """Gives a request another reader, or none; the earlier one gets the error. `_update` must follow."""
         before, owned.reader = owned.reader, reader
         if before is not None:
-            # It has none while the reader is sent what it lacks.
+            # Absent while the reader is being sent a replay.
             self._readers.pop(owned.key.handle, None)
             if ends_replay:
                 before.connection.outbox.drop_replay(before.handle)
@@ -621,7 +623,7 @@ class Requests:
                 owned.retention_s = reader.connection.grace_period_s
 
     def _update(self, owned: OwnedRequest) -> None:
-        """Keeps the events of a request or not, starts or stops its timer, and bounds what is kept of ended ones."""
+        """Starts or stops keeping a request's events, and its timer, and bounds the output kept of ended requests."""
         handle = owned.key.handle
         if owned.keeps_events:
             self._kept[handle] = owned
@@ -640,8 +642,8 @@ class Requests:
                 self.forget(self._by_handle[next(iter(self._undelivered))])
 
     def _free_handle(self, reader: Reader, but: OwnedRequest | None = None) -> None:
-        """A gateway that uses a handle again has taken in the end of the request that it stood for. Raises
-        AlreadyExists where that one still runs."""
+        """Frees a handle: a gateway that reuses one has acknowledged the end of its earlier request. Raises
+        AlreadyExists if that request still runs."""
         other = reader.request
         if other is None or other is but:
             return
@@ -654,7 +656,7 @@ class Requests:
             self.detach(other)
 
     def _check_durable(self, request: Request, description: bytes) -> Durable:
-        """Raises AlreadyExists, or ResourceExhausted where there is no room for a request that was not accepted
+        """Raises AlreadyExists, or ResourceExhausted if there is no room for a request that was not accepted
         before."""
         if not all(each.is_over for each in self._durable_of(request.tenant, request.request_id)):
             raise AlreadyExists(
@@ -667,7 +669,7 @@ class Requests:
         return durable
 
     def _make_room(self, owned: OwnedRequest) -> None:
-        """A new durable request takes the place of those of its id and of others, all of which are over."""
+        """Forgets ended durable requests with the same id, and others to make room for a new one."""
         for each in self._durable_of(owned.tenant, owned.request_id):
             if each is not owned:
                 self.forget(each)

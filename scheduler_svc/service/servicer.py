@@ -1,4 +1,4 @@
-"""SchedulerService over gRPC. It checks what gateways say and turns refusals into errors; decisions are elsewhere."""
+"""SchedulerService over gRPC. It checks gateways' messages and turns refusals into errors; decisions are elsewhere."""
 
 import asyncio
 import logging
@@ -95,7 +95,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             return list(gateway_messages(outgoing))
         except Exception:
-            # Kept for the gateway's next stream, it would end that one, too. Instead its content is computed again.
+            # If the content were kept for the gateway's next stream, it would end that one too. It is computed again.
             self._requests.taken(connection, connection.outbox.num_sent)
             raise
 
@@ -199,7 +199,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return block_message(self._loop.scheduler, request)
 
     async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
-        # A refusal before the message is read could meet the gateway's write, which grpc then reports as INTERNAL.
+        # A refusal before the message is read could collide with the gateway's write, and grpc would report INTERNAL.
         first = await anext(messages, None)
         is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
         if not is_back:
@@ -217,7 +217,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return first.hello
 
     def _check_fits(self, hello: scheduler_pb2.Hello) -> None:
-        """Raises FailedPrecondition where a gateway speaks other versions, or has another model than the workers."""
+        """Raises FailedPrecondition if a gateway has other protocol versions, or another model than the workers."""
         replica = self._loop.replica
         assert replica is not None
         us, them = "the scheduler", f"gateway {hello.gateway_id[:128]}"
@@ -247,8 +247,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
 
     def _is_outdated(self, version: int) -> bool:
-        """Whether a stream whose Welcome was of this version ends, so that its gateway connects again and learns what
-        the replica is now. While the scheduler drains, it could not connect."""
+        """Whether a stream whose Welcome had this version ends, so that its gateway connects again and gets the new
+        properties of the replica. While the scheduler drains, it could not connect."""
         return self._loop.version != version and not self._loop.is_draining
 
     def _welcome(self) -> scheduler_pb2.ConnectResponse:
@@ -308,7 +308,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             reader.connection.outbox.put_refusal(reader.handle, refusal)
 
     def _accept(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
-        """Queues a request, or hands one that is known to its reader. Raises the error that the gateway gets."""
+        """Queues a request, or attaches its reader if it is known. Raises the error that the gateway gets."""
         replica, scheduler = self._loop.replica, self._loop.scheduler
         assert replica is not None
         assert scheduler is not None
@@ -331,12 +331,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._loop.abort(offer.key)
 
     def _resubmit(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> bool:
-        """Hands a request that is known to its reader. Returns whether it is."""
+        """Attaches the reader of a known request. Returns whether it is known."""
         if submit.resubmitted and not submit.offer:
             held = Held.of(request, submit.num_prompt_logprobs)
             if self._requests.resubmit(request, submit.nonce, reader, held):
                 for index in held.ended:
-                    # A stop string ended it, and the Abort that said so may be lost.
+                    # A stop string ended it, and the gateway's Abort may be lost.
                     abort = scheduler_pb2.Abort(handle=reader.handle, sequence_index=index, wants_usage=True)
                     self._abort(abort, reader)
                 return True
@@ -371,7 +371,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         usage = None if owned is None else self._loop.usage_so_far(owned.key)
         is_of_sequence = abort.HasField("sequence_index")
         if owned is None and not is_of_sequence:
-            # Of what is forgotten, the rest may be on its way.
+            # The request is forgotten, but the rest of its replay may be on its way.
             reader.connection.outbox.drop_replay(reader.handle)
         if is_of_sequence:
             if owned is None or usage is None:
@@ -380,7 +380,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if self._loop.usage_so_far(owned.key) is not None:
                 return
         if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
-            # Of the other sequences the reader may lack something yet; the usage comes with the end.
+            # The reader may lack events of the other sequences; the usage comes with the end.
             if self._requests.end(owned, usage, is_read_on=is_of_sequence):
                 return
         elif owned is not None:

@@ -1,6 +1,6 @@
 """Drives the core: attaches the workers, keeps their pipeline of steps full, and distributes the results.
 
-The story of a step: `_send_steps` plans it (`Scheduler.schedule`) and sends it to the workers. While they run it, the
+The course of a step: `_send_steps` plans it (`Scheduler.schedule`) and sends it to the workers. While they run it, the
 next one is planned. `_receive_results` receives the result, applies it (`Scheduler.apply`) and emits the events, which
 `Requests.deliver` puts into the outboxes of the gateways that read the requests.
 """
@@ -66,7 +66,7 @@ from scheduler_svc.service.worker_messages import (
 from scheduler_svc.settings import SchedulerSettings
 
 MODEL_CHANGED = "MODEL_CHANGED"
-"""Reason of the failure of requests that began with another model than the one that is attached now."""
+"""Failure reason of requests that began with another model than the one that is attached now."""
 
 _logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
@@ -78,16 +78,16 @@ _RELEASE_TIMEOUT_S = 30.0
 _WAKE_TIMEOUT_S, _LOAD_TIMEOUT_S = 30.0, 600.0
 _LEASE_BYTES = 16
 _AFTER_LEASE_S = 0.01
-# Of the time of a drain, the part in which requests leave only where there is room for them.
+# Share of a drain's time in which requests leave only if there is room for them elsewhere.
 _LEAVING, _MIN_LEAVING_S = 0.75, 0.001
-# How long requests that never ran wait in a drain, so that other replicas take them.
+# Seconds that requests that never ran wait in a drain, so that other replicas take them.
 _HOLD_NEW_S = 0.5
-# How long a drain waits for a request that has left: where it went it may be refused, and come back.
+# Seconds that a drain waits for a request that has left: the other replica may refuse it, and it comes back.
 _RETURN_S = 1.0
 
 
 class Sleep:
-    """Whether the workers are to stay detached, and whether they have no weights meanwhile."""
+    """Whether the workers are to stay detached, and whether they have dropped their weights."""
 
     def __init__(self) -> None:
         self.has_no_weights = False
@@ -97,7 +97,7 @@ class Sleep:
         self.is_attached = asyncio.Event()
         self._is_awake = asyncio.Event()
         self._is_awake.set()
-        # Whether no worker is about to give its memory back, which would end what attaches it meanwhile.
+        # Not set while a worker is about to release its memory: that would end an attachment in the meantime.
         self._is_released = asyncio.Event()
         self._is_released.set()
 
@@ -112,11 +112,11 @@ class Sleep:
         self._is_awake.set()
 
     def released(self) -> None:
-        """The workers have given their memory back, or will not."""
+        """The workers have released their memory, or will not."""
         self._is_released.set()
 
     async def pass_by(self) -> None:
-        """Waits, detached, until nothing sleeps."""
+        """Waits, detached, until the sleep ends."""
         self.is_detached.set()
         await self._is_awake.wait()
         await self._is_released.wait()
@@ -133,20 +133,20 @@ class StepLoop:
     """Owns the core and the workers. Everything here runs on one event loop, so the core needs no lock.
 
     Attributes:
-        scheduler, replica: The core, and what the workers are; None until workers were attached once.
+        scheduler, replica: The core, and the workers' properties; None until workers were attached once.
         is_attached: Whether workers are attached now.
-        loading: How far the workers are with loading their model; None while they do not say.
+        loading: The workers' progress in loading their model; None if they report none.
         is_draining: Whether new requests are refused for good.
-        role: Which work gateways send here by preference.
+        role: Kind of requests that gateways prefer to send here.
         kv_source: Where other replicas find blocks of the attached workers, without a lease.
         epoch: Rises with every attempt to attach; see `epoch_of_start`.
-        version: Rises where other workers are attached than before, by their pool, model or limits.
-        retry: When a request that is refused for a full queue may come back.
+        version: Rises if other workers are attached than before, by their pool, model or limits.
+        retry: Computes when a request that is refused for a full queue should come back.
         pins: Pins prefixes for callers.
         trace: The parts of each step (`--trace-steps`).
-        recorder: What writes all that the core is told (`--record`); None where nothing does.
-        cache: Tells what changes in the prefix cache.
-        watchers: People who watch memory, queues and steps.
+        recorder: Records the inputs of the core (`--record`); None without a recording.
+        cache: Notifies watchers of changes in the prefix cache.
+        watchers: Clients that watch memory, queues and steps.
     """
 
     def __init__(
@@ -192,32 +192,32 @@ class StepLoop:
         self._sleep = Sleep()
         self._idle = asyncio.Event()
         self._idle.set()
-        # Requests that have just gone on elsewhere, and may come back.
+        # Number of requests that have just moved elsewhere, and may come back.
         self._num_leaving = 0
-        # Steps in flight, and the constraints and adapters that workers prepare beside them.
+        # Steps in flight, and the constraints and adapters that workers prepare meanwhile.
         self._steps, self._preparations = Awaited(settings.step_timeout), Awaited(settings.step_timeout)
-        # Blocks that workers fetch; they give up by themselves.
+        # Block fetches; workers give them up by themselves.
         self._moves = Awaited(MOVE_TIMEOUT_S + settings.step_timeout)
-        # Messages about blocks that other replicas may fetch, to be sent.
+        # Unsent messages about blocks that other replicas may fetch.
         self._offers: list[bytes] = []
         # Whether the attached workers have answered a step or sent a heartbeat.
         self._has_heard = False
-        # Whether the workers that were lost last were alive, and hung or answered nonsense.
+        # Whether the last lost workers were alive, and hung or sent invalid answers.
         self._was_faulty = False
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:
-        """In order of rank."""
+        """The workers' addresses, in order of rank."""
         return self._settings.workers
 
     @property
     def is_ready(self) -> bool:
-        """Whether this replica is one to send requests to."""
+        """Whether gateways should send requests to this replica."""
         return self.is_attached and not self.is_draining
 
     @property
     def readiness(self) -> Readiness:
-        """What gateways are told."""
+        """The readiness that gateways get."""
         is_busy = self.is_draining and not self._idle.is_set()
         return Readiness(self.is_ready, self.loading, self.is_draining, self._leave_after_s, is_busy)
 
@@ -228,12 +228,12 @@ class StepLoop:
 
     @property
     def step_tokens(self) -> Distribution:
-        """How many tokens the steps computed."""
+        """The distribution of the number of tokens that steps computed."""
         return self._metrics.step_tokens
 
     @property
     def served(self) -> Served:
-        """What gateways were served."""
+        """Tokens and latencies that gateways were served."""
         return self._metrics.served
 
     @property
@@ -243,10 +243,10 @@ class StepLoop:
     # Requests
 
     def submit(self, request: Request, trace: TraceContext | None = None) -> None:
-        """Queues a request. Raises QuireError where the core refuses it.
+        """Queues a request. Raises QuireError if the core refuses it.
 
         Args:
-            trace: The gateway's span of the request; None where it does not trace the request.
+            trace: The gateway's span of the request; None if it does not trace the request.
         """
         self._spans.submit(request, trace, self._submit)
         self._set_busy()
@@ -259,7 +259,7 @@ class StepLoop:
         return self.scheduler.waiting.get(request.key)
 
     def abort(self, key: RequestKey) -> bool:
-        """Ends a request; its blocks are free at once. Returns whether there was one."""
+        """Ends a request and frees its blocks at once. Returns whether there was one."""
         group = self._group(key)
         had_one = self.scheduler is not None and self.scheduler.abort(key)
         if had_one:
@@ -275,8 +275,8 @@ class StepLoop:
         self._spans.sequence_aborted(key)
 
     def hand_over(self, key: RequestKey) -> KvSource | None:
-        """Ends a request here that goes on at another replica from the tokens that were delivered. Returns where its
-        blocks can be fetched, which may be nowhere; None, and nothing changes, where it cannot go on elsewhere."""
+        """Ends a request here that continues at another replica after its delivered tokens. Returns where its blocks
+        can be fetched, which may be nowhere. Returns None and changes nothing if it cannot continue elsewhere."""
         if self.scheduler is None:
             return None
         lease = Lease(entropy.random_bytes(_LEASE_BYTES))
@@ -303,14 +303,14 @@ class StepLoop:
         self._note_idle()
 
     def _wake_after_lease(self) -> None:
-        """The core looks for leases that are over when it plans a step."""
+        """Wakes the loop after a lease: the core checks for expired leases when it plans a step."""
         asyncio.get_running_loop().call_later(LEASE_S + _AFTER_LEASE_S, self._wake.set)
 
     def _group(self, key: RequestKey) -> SequenceGroup | None:
         return None if self.scheduler is None else self.scheduler.group(key)
 
     def progress(self, key: RequestKey) -> list[SequenceProgress] | None:
-        """How much of each sequence of a live request its reader was sent; None where the request is over."""
+        """The part of each sequence of a live request that its reader was sent; None if the request is over."""
         group = self._group(key)
         if group is None:
             return None
@@ -323,7 +323,7 @@ class StepLoop:
         ]
 
     def usage_so_far(self, key: RequestKey) -> Usage | None:
-        """The usage of a live request, with its current phase counted up to now; None where the request is over."""
+        """The usage of a live request, including its current phase up to now; None if the request is over."""
         group = self._group(key)
         if group is None:
             return None
@@ -335,11 +335,11 @@ class StepLoop:
         return usage._replace(decode_s=now - line.first_token)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuses new requests from now on, reports that, and waits until no request is live or has just gone on
-        elsewhere, all blocks are sealed and none is kept for another replica. Requests that were accepted before come
-        all the same, where no other replica takes them.
+        """Refuses new requests from now on, reports that, and waits until no request is live or has just moved
+        elsewhere, all blocks are sealed and none is kept for another replica. Requests that were accepted before still
+        arrive, if no other replica takes them.
 
-        Returns how many are live at the timeout; None waits without limit.
+        Returns the number of live requests at the timeout; None waits without limit.
         """
         self._sleep.end()
         self._leave_after_s = 0.0 if timeout_s is None else max(_LEAVING * timeout_s, _MIN_LEAVING_S)
@@ -356,26 +356,26 @@ class StepLoop:
         return self.num_live
 
     def check_not_draining(self) -> None:
-        """Raises Unavailable where this scheduler takes nothing new."""
+        """Raises Unavailable if this scheduler takes no new requests."""
         if self.is_draining:
             raise Unavailable("the scheduler drains", reason="DRAINING")
 
     def forget_cached(self) -> int:
-        """Forgets what is cached in blocks that nobody holds, and tells who watches the cache. Returns the number of
-        these blocks."""
+        """Forgets the content of cached blocks without a holder, and notifies watchers of the cache. Returns the number
+        of these blocks."""
         assert self.scheduler is not None, "no worker was attached yet"
         num_forgotten = self.scheduler.forget_cached()
         self.cache.tell()
         return num_forgotten
 
     async def sleep(self, *, discard_weights: bool) -> None:
-        """Has the workers give the memory of their pools back, also that of the weights where those are to be
-        discarded, and attaches none until `wake_up`. All requests wait meanwhile, as after the loss of a worker.
-        Idempotent; a second call may discard what the first one kept.
+        """Makes the workers release the memory of their pools, and of their weights with `discard_weights`, and
+        attaches none until `wake_up`. All requests wait meanwhile, as after the loss of a worker. Idempotent; a second
+        call may discard weights that the first one kept.
 
         Raises:
-            QuireError: no worker is attached, one cannot do it, or this scheduler drains; then requests go on, unless
-                an earlier call had them wait.
+            QuireError: no worker is attached, one cannot release memory, or this scheduler drains. Then requests
+                continue, unless an earlier call made them wait.
         """
         async with self._sleep.lock:
             self.check_not_draining()
@@ -405,7 +405,7 @@ class StepLoop:
                 raise
             finally:
                 self._sleep.released()
-            # A drain has ended the sleep meanwhile.
+            # A drain may have ended the sleep meanwhile.
             self.check_not_draining()
             self._sleep.has_no_weights = discard_weights
             self.forget_cached()
@@ -414,8 +414,8 @@ class StepLoop:
             _logger.info("asleep: the workers gave the memory of their %s back; %d requests wait", what, self.num_live)
 
     async def wake_up(self) -> None:
-        """Ends a `sleep`, and waits until the workers are attached. Idempotent. Raises Unavailable where they do not
-        come back in time."""
+        """Ends a `sleep`, and waits until the workers are attached. Idempotent. Raises Unavailable if they do not come
+        back in time."""
         async with self._sleep.lock:
             timeout_s = _LOAD_TIMEOUT_S if self._sleep.has_no_weights else _WAKE_TIMEOUT_S
             self._sleep.end()
@@ -429,9 +429,8 @@ class StepLoop:
     # Steps
 
     async def run(self) -> None:
-        """Attaches the workers, drives them, and starts again whenever they are lost. Runs until it is cancelled, or
-        raises ConfigurationError once a newer scheduler has the workers: if both went on, neither would finish a
-        step."""
+        """Attaches the workers, drives them, and starts again after each loss. Runs until it is cancelled, or raises
+        ConfigurationError once a newer scheduler has the workers: if both continued, neither would finish a step."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             await self._sleep.pass_by()
@@ -449,7 +448,7 @@ class StepLoop:
                     # Pins that held blocks are computed again.
                     self._idle.clear()
                 self._note_idle()
-            # A worker that is lost before it answers anything may be lost again by the same step.
+            # A worker that is lost before its first answer may be lost again by the same step.
             if self._has_heard:
                 backoff_s = _FIRST_BACKOFF_S
             if self._was_faulty or not self._has_heard:
@@ -464,7 +463,7 @@ class StepLoop:
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
             if not sleeping.done():
-                # A write to a stream that broke does not say why it broke; the next read does.
+                # A write to a broken stream does not say why it broke; the next read does.
                 await asyncio.wait([receiving], timeout=_LAST_READ_S)
         finally:
             self._set_ready(is_attached=False)
@@ -477,7 +476,7 @@ class StepLoop:
                 raise outcome
 
     async def _send_steps(self, link: WorkerLink | WorkerGroup) -> None:
-        """Plans steps and sends them, as many ahead as the workers take."""
+        """Plans steps and sends them, up to the number of steps in flight that the workers take."""
         scheduler = self.scheduler
         assert scheduler is not None
         depth = min(self._settings.max_steps_in_flight, link.info.max_steps_in_flight)
@@ -507,12 +506,12 @@ class StepLoop:
                 awaited.sent(preparation.number, clock.monotonic())
                 await link.prepare(preparation)
             await self._send_offers(link)
-            # A lease may be over.
+            # A lease may have expired.
             self._note_idle()
 
     async def _send_offers(self, link: WorkerLink | WorkerGroup) -> None:
-        """Before a step is planned, which may take the room of a lease: a worker leaves out what is written behind an
-        offer, and cannot know what was written before it."""
+        """Sends offers before a step is planned that may reuse a lease's blocks: a worker leaves out blocks that are
+        overwritten after an offer, but does not know about writes before it."""
         while self._offers:
             await link.write(self._offers.pop(0))
 
@@ -577,12 +576,12 @@ class StepLoop:
         self._wake.set()
 
     def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
-        """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError."""
+        """Handles a heartbeat: the process is alive, but its device may hang. Raises WorkerHangsError."""
         if (late := self._steps.late(now)) is not None:
             raise WorkerHangsError(f"worker {link.address} has not answered a step for {late[1]:.1f} s")
 
     def _check_preparations(self, scheduler: Scheduler, now: float) -> None:
-        """Fails the requests whose constraint or adapter takes too long; steps and other preparations go on."""
+        """Fails requests whose constraint or adapter takes too long; steps and other preparations continue."""
         if (late := self._moves.late(now)) is not None:
             self._moves.answered(late[0], now)
             scheduler.give_up_preparation(*late)
@@ -599,7 +598,7 @@ class StepLoop:
         self._wake.set()
 
     def _emit(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
-        """Hands out what happened to requests and pins."""
+        """Hands out events of requests and pins."""
         assert self.scheduler is not None
         if PIN_CLIENT in events:
             self.pins.wake_waiters()
@@ -631,18 +630,18 @@ class StepLoop:
                 ) from error
             except WorkerLostError as error:
                 self._set_loading(error.loading)
-                # Not each byte that was read.
+                # One log line per phase, not per read byte.
                 kind = str(error) if error.loading is None else error.loading.phase
                 if kind != logged:
                     logged = kind
                     level = logging.WARNING if isinstance(error, WorkerRefusedError) else logging.INFO
                     _logger.log(level, "%s; trying again", error)
-                # A worker that loads answers after a while.
+                # A worker that loads its model answers late.
                 await asyncio.sleep(max(backoff_s - (clock.monotonic() - tried_at), 0))
                 backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
 
     def _take_over(self, link: WorkerLink | WorkerGroup) -> None:
-        """Fits the core to the workers that were attached, before anything runs."""
+        """Adapts the core to workers that were attached, before anything runs."""
         info, before = link.info, self.replica
         config = self._config(info)
         if self.scheduler is None:
@@ -652,7 +651,7 @@ class StepLoop:
                 self._end_all(self.scheduler, ", ".join(changes))
                 if not info.has_tokenizer_of(before):
                     self._requests.forget_outputs()
-            # What a step costs is measured at each start, and differs a little: that is no other pool.
+            # The cost of a step is measured at each start and differs a little: that makes no other pool.
             before_start = self.scheduler.config
             if replace(config, fixed_tokens=before_start.fixed_tokens) != before_start:
                 self._refit(self.scheduler, config)
@@ -697,7 +696,7 @@ class StepLoop:
             tenant_overflow=settings.tenant_overflow,
             watermark=settings.watermark,
             num_host_blocks=info.num_host_blocks,
-            # Beside a pool in the same memory it would be copies, and no more room.
+            # On a CPU the pool is in the same memory: host blocks would be copies, and no additional room.
             caches_on_host=info.device != "cpu",
             policy=PolicyKind(settings.policy),
             preemption_mode=PreemptionMode(settings.preemption_mode),
@@ -718,7 +717,7 @@ class StepLoop:
 
     def _end_all(self, scheduler: Scheduler, changes: str) -> None:
         """The worker came back with another model: all requests fail, and all pins end. Gateways whose tokenizer still
-        fits learn what the model is now when they connect again."""
+        fits learn the new model when they connect again."""
         message = (
             f"the worker came back with another model (before and now: {changes}); this request began with the one "
             "before and cannot go on: send it again"
@@ -738,14 +737,14 @@ class StepLoop:
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
     def _refit(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
-        """The worker came back with another pool."""
+        """The worker came back with a pool of another size."""
         _logger.warning("the worker came back with another geometry: %s", config)
         failures = scheduler.refit(config, clock.monotonic())
         self.pins.wake_waiters()
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
     def _take_loss(self, error: WorkerLostError) -> None:
-        """The worker refused a step, or was lost and did not say why: the request at fault fails once it is known."""
+        """The worker refused a step, or was lost for an unknown reason: the request at fault fails once it is known."""
         assert self.scheduler is not None
         self._metrics.lost_worker()
         self._was_faulty = isinstance(error, WorkerFaultyError)
@@ -760,7 +759,7 @@ class StepLoop:
         self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
         if scheduler.trials.are_on and not trials_were_on:
             _logger.warning(
-                "the worker is lost again and again; the requests that ran then are tried alone or in cohorts"
+                "the worker is lost again and again; the requests that ran then are tried one by one or in cohorts"
             )
 
     def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
@@ -771,7 +770,7 @@ class StepLoop:
             self._metrics.found_at_fault(failure)
         self._emit(0, events)
 
-    # What changes is reported
+    # Reports of changes
 
     def _set_loading(self, loading: LoadProgress | None) -> None:
         if loading != self.loading:
@@ -801,7 +800,7 @@ class StepLoop:
             self._report_readiness(self.is_ready)
 
     def _note_aborted(self, group: SequenceGroup | None) -> None:
-        """A request was ended from outside; None where it still has other sequences. What it held is free."""
+        """A request was ended from outside; its rows and blocks are free. None if it still has other sequences."""
         ended = None if group is None or group.request.is_offer else group
         if ended is not None:
             self._metrics.aborted(ended, clock.monotonic())

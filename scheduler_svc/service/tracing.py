@@ -39,8 +39,8 @@ _TRACKS |= dict.fromkeys(_WORKER_PARTS, _WORKER)
 class RequestSpans:
     """The spans of all live requests that are traced, from submission to end; none without a tracer.
 
-    The core keeps a request's times anyway (`Timeline`). They are read once, when the request is over, so tracing costs
-    nothing while it runs. Names are vLLM's where they have the same meaning. `clock` is the core's, in seconds;
+    The core keeps a request's times anyway (`Timeline`). They are read once, at the end of the request, so tracing
+    costs nothing while it runs. Names are vLLM's if they have the same meaning. `clock` is the core's, in seconds;
     `now_ns` returns nanoseconds since 1970.
     """
 
@@ -84,7 +84,7 @@ class RequestSpans:
             self._end(failure.key, "failed", failure)
 
     def aborted(self, key: RequestKey) -> None:
-        """The request was ended from outside. No effect where it is over."""
+        """The request was ended from outside. No effect if it has ended already."""
         self._end(key, "aborted")
 
     def sequence_aborted(self, key: RequestKey) -> None:
@@ -94,7 +94,7 @@ class RequestSpans:
             self._end(key, "aborted")
 
     def close(self) -> None:
-        """The scheduler stops. Live requests go on in another one, in a span of its own."""
+        """The scheduler stops. Live requests continue in another one, in a separate span."""
         for key in list(self._live):
             self._end(key, "left")
         if self._tracer is not None:
@@ -162,7 +162,7 @@ def _results_of(group: SequenceGroup, now: float) -> dict[str, AttributeValue]:
 
 
 def _first_token_of(group: SequenceGroup) -> float | None:
-    """None also where an earlier scheduler generated it."""
+    """The time of the first token; None if it is not known, because an earlier scheduler generated it."""
     return None if group.request.emitted else group.timeline.first_token
 
 
@@ -170,14 +170,14 @@ class StepTrace:
     """Records the parts of each step and their times, in a file that Chrome's tracing page and Perfetto open.
 
     Tracks are the scheduler (plan, send, apply), the gateways' streams (emit) and the worker (queue, cache operations,
-    model, sample). The worker reports durations only: its events are drawn to end when the result was received, so they
-    are late by the time that the result was on its way. Each line holds one event. The format allows the end of the
-    list to be missing, so a file that was cut off (kill -9) opens all the same. Times are seconds of one monotonic
-    clock. Where the trace cannot go on, as on a full disk, it ends with one line in the log.
+    model, sample). The worker reports only durations: its events are drawn to end when the result was received, so they
+    are late by the transmission time of the result. Each line holds one event. The format allows the end of the list to
+    be missing, so even a truncated file (kill -9) opens. Times are seconds of one monotonic clock. If the trace cannot
+    continue, as on a full disk, it ends with one line in the log.
     """
 
     def __init__(self, file: TextIO | None) -> None:
-        """None traces nothing."""
+        """`file` is None to trace nothing."""
         self._file = file
         self._append("[\n")
         for track, name in _TRACK_NAMES.items():
@@ -185,7 +185,7 @@ class StepTrace:
 
     @classmethod
     def open(cls, path: str | None) -> "StepTrace":
-        """Raises ConfigurationError when the file cannot be written."""
+        """Opens the trace's file. Raises ConfigurationError if it cannot be written."""
         if path is None:
             return cls(None)
         try:
@@ -194,24 +194,24 @@ class StepTrace:
             raise ConfigurationError(f"--trace-steps {path}: {error.strerror}") from error
 
     def attached(self, config: SchedulerConfig, vocab_size: int) -> None:
-        """Workers were attached: what the core works with, for who models this replica (`quire simulate`)."""
+        """Workers were attached: records the core's limits, for models of this replica (`quire simulate`)."""
         sizes = {name: getattr(config, name) for name in _SIZES}
         self._write({"name": "replica", "ph": "M", "pid": 1, "args": {**sizes, "vocab_size": vocab_size}})
 
     def planned(self, plan: StepPlan, start: float, end: float) -> None:
-        """A step was planned; the trace has how much it computes and moves."""
+        """A step was planned; the trace gets its amounts of work."""
         if self._file is not None:
             self.part("plan", plan.step_id, start, end, **asdict(StepWork.of(plan)))
 
     def part(self, name: str, step_id: int, start: float, end: float, **details: int) -> None:
-        """A part of a step; `name` is one of those above."""
+        """Records a part of a step; `name` is a key of `_TRACKS`."""
         if self._file is not None:
             times = {"ts": round(start * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
             place = {"name": name, "ph": "X", "pid": 1, "tid": _TRACKS[name]}
             self._write({**place, **times, "args": {"step": step_id, **details}})
 
     def answered(self, step_id: int, worker_us: tuple[int, int, int, int], received: float) -> None:
-        """The parts of the worker. `worker_us` are the microseconds of queue, cache operations, model and sample."""
+        """Records the worker's parts. `worker_us` are the microseconds of queue, cache operations, model and sample."""
         start = received - sum(worker_us) / 1e6
         for name, duration_us in zip(_WORKER_PARTS, worker_us, strict=True):
             end = start + duration_us / 1e6
@@ -239,6 +239,6 @@ class StepTrace:
         except OSError as error:
             _logger.warning("the trace of steps %s ends here: %s", file.name, error.strerror)
             self._file = None
-            # It tries to write what it holds.
+            # Closing tries to write the buffered rest.
             with suppress(OSError):
                 file.close()

@@ -1,4 +1,4 @@
-"""What watchers are sent: the core's view as messages of quire.scheduler.v1."""
+"""Messages to watchers: the core's view as messages of quire.scheduler.v1."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -52,14 +52,14 @@ class ReplicaNow:
     is_draining: bool
     num_gateways: int
     block_bytes: int = 0
-    """Of one block, in all ranks together."""
+    """Bytes of one block, in all ranks together."""
     first_token_ms: tuple[float, float] | None = None
-    """The median and the 95th percentile of the requests that ended in the last minute."""
+    """The median and the 95th percentile over the requests that ended in the last minute."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since somebody began to watch while nobody else did."""
+    """Sums since the first of the present watchers came."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -69,7 +69,7 @@ class Counts:
 
 
 class StepRecord(NamedTuple):
-    """A step that was planned: from when to when, in seconds, and how many preemptions there were then. A tuple, since
+    """A planned step: the start and end of planning, in seconds, and the number of preemptions so far. A tuple, since
     each step makes one."""
 
     plan: StepPlan
@@ -79,7 +79,7 @@ class StepRecord(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A step that was answered, and the seconds from its plan to its result."""
+    """An answered step, and the seconds from its plan to its result."""
 
     step_id: int
     seconds: float
@@ -95,7 +95,7 @@ class Event(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What happened to blocks, and how much more did that was left out, the oldest of it."""
+    """The latest events of blocks, and the number of older ones that were left out."""
 
     kept: SequenceOf[Event]
     num_lost: int
@@ -113,12 +113,12 @@ class Fork(NamedTuple):
 
 
 def num_moves(plan: StepPlan) -> int:
-    """How many blocks a step copies or moves."""
+    """The number of blocks that a step copies or moves."""
     return len(plan.swap_out) + len(plan.swap_in) + len(plan.copies)
 
 
 def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
-    """The blocks that a step copies or moves; of each kind the last `count`."""
+    """The blocks that a step copies or moves: the last `count` of each kind."""
     moves = (
         (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
         (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
@@ -130,7 +130,7 @@ def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
 
 
 def pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
-    """The blocks of a pool by what they are."""
+    """The number of blocks of a pool in each state."""
     return scheduler_pb2.PoolState(
         total_blocks=pool.num_blocks,
         free_blocks=pool.num_free - pool.num_cached,
@@ -141,12 +141,12 @@ def pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolStat
 
 
 def fork_event(step_id: int, parent: int, child: int) -> Event:
-    """The numbers of two sequences."""
+    """A fork, by the numbers of the two sequences."""
     return Event(scheduler_pb2.MEMORY_EVENT_FORK, step_id, parent, child)
 
 
 def preempt_event(preempted: Preempted) -> Event:
-    """It happened between two steps, or while one was planned."""
+    """A preemption, between two steps or while one was planned."""
     return Event(scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, preempted.number, int(preempted.is_swapped))
 
 
@@ -201,7 +201,7 @@ def frame(
     ended: Iterable[Usage],
     now: float,
 ) -> scheduler_pb2.WatchResponse:
-    """All of a frame but memory. `now` is of the clock of the core's timelines."""
+    """All of a frame except memory. `now` is in the clock of the core's timelines."""
     message = scheduler_pb2.WatchResponse(unix_seconds=clock.unix_s(), numbers=its_numbers)
     message.steps.extend(notes)
     message.answers.extend(StepAnswer(step_id=each.step_id, total_us=round(each.seconds * 1e6)) for each in answers)
@@ -222,7 +222,7 @@ def frame(
 
 
 def step_note(record: StepRecord, num_preempted: int, now: float) -> StepNote:
-    """What one step decided; `now` is of the clock of the record."""
+    """The decisions of one step. `now` is in the clock of the record."""
     plan = record.plan
     chunk_tokens = plan.num_new_tokens[plan.num_new_tokens > 1]
     return StepNote(
@@ -256,12 +256,12 @@ def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) ->
 
 
 def present_of(frame: Frame) -> Frame:
-    """What a frame says of the present: not the steps and requests of the time before it."""
+    """The part of a frame about the present, without the steps and requests before it."""
     return Frame(unix_seconds=frame.unix_seconds, numbers=frame.numbers, waiting=frame.waiting)
 
 
 def memory(changes: Changes, events: Events) -> scheduler_pb2.MemoryChanges:
-    """Changes of block tables and names, and what happened to blocks."""
+    """Changes of block tables and names, and events of blocks."""
     return scheduler_pb2.MemoryChanges(
         sequences=map(_sequence_message, changes.new),
         gone=encode_int32(changes.gone),
@@ -293,7 +293,7 @@ def _sequence_message(numbered: SequenceNumber) -> scheduler_pb2.WatchedSequence
 def block_message(
     scheduler: Scheduler | None, request: scheduler_pb2.ReadBlockRequest
 ) -> scheduler_pb2.ReadBlockResponse:
-    """One block with the tokens that its owners have there. Raises QuireError."""
+    """One block with its owners and the tokens that they have there. Raises QuireError."""
     if scheduler is None:
         raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
     pool = scheduler.swap_space.pool if request.is_host else scheduler.batch.blocks.pool
@@ -301,7 +301,7 @@ def block_message(
         raise invalid_field("block_id", f"is {request.block_id}; the pool has {pool.num_blocks} blocks")
     block = BlockId(request.block_id)
     message = scheduler_pb2.ReadBlockResponse(block_hash=pool.hash_of(block), ref_count=pool.ref_count(block))
-    # Most blocks of a pool have no owner, and to look for them takes a look at all tables.
+    # Most blocks of a pool have no owner, and a search for owners reads all tables.
     for owner in owners(scheduler, block, is_host=request.is_host) if message.ref_count else ():
         message.owners.add(
             request_id=owner.sequence.request.request_id,

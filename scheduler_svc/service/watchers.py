@@ -1,13 +1,13 @@
-"""People who watch: frames of what memory, queues and steps look like, for all of them together.
+"""Watchers of a replica, such as the /ui page: frames of the state of memory, queues and steps, shared by all watchers.
 
-While nobody watches, nothing here runs and nothing is kept. While somebody does, a task makes a frame at most ten times
-a second: it compares what the core looks like with the frame before (`scheduler_svc.core.view`). A frame that takes
-long makes the next one wait, so that all frames together take at most `_MAX_SHARE` of the time. A step only notes its
-plan, which is looked at with the next frame.
+Without watchers, nothing here runs and nothing is kept. With watchers, a task makes a frame at most ten times a second:
+it compares the state of the core with the frame before (`scheduler_svc.core.view`). A frame that takes long delays the
+next one, so that all frames together take at most `_MAX_SHARE` of the time. A step only records its plan, which the
+next frame processes.
 
-Each watcher has an outbox of a few frames. One that does not read them misses frames and then gets everything again;
-neither the steps nor other watchers wait for it. Everything that a large pool holds takes several frames, each of which
-is made when the watcher has read the one before.
+Each watcher has an outbox of a few frames. A watcher that does not read them misses frames and then gets the whole
+state again; neither the steps nor other watchers wait for it. The whole state of a large pool takes several frames.
+Each of them is made when the watcher has read the one before.
 """
 
 import asyncio
@@ -40,25 +40,25 @@ _logger = logging.getLogger(__name__)
 _MIN_INTERVAL_S = 0.1
 _MAX_SILENCE_S = 1.0
 _MAX_SHARE = 0.01
-"""Of the time of this process for frames: processor time of a frame by the time to the next one."""
+"""Maximum share of this process's time for frames: processor time of a frame by the time to the next one."""
 
 _MAX_WATCHERS = 32
 _MAX_OUTBOX = 4
 _MAX_NOTES = 64
 _MAX_STEPS, _MAX_EVENTS, _MAX_FORKS, _MAX_ENDED = 1024, 512, 256, 1024
-"""Kept from one frame to the next; older ones are dropped."""
+"""Maximum number that is kept between two frames; older ones are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
     wants_memory: bool
     needs_all: bool = True
-    # Each entry is one frame, or everything in several, of which each is made when it is read.
+    # Each entry is one frame, or the whole state in several frames that are made as they are read.
     outbox: deque[Iterable[Frame]] = field(default_factory=deque)
     has_mail: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, frames: Iterable[Frame]) -> None:
-        """Adds an entry; one too many drops all of them, and the next one is everything."""
+        """Adds an entry. If the outbox is full, drops all entries, and the next one is the whole state."""
         if len(self.outbox) >= _MAX_OUTBOX:
             self.outbox.clear()
             self.needs_all = True
@@ -68,12 +68,12 @@ class _Watcher:
 
 
 def interval_after(cost_s: float) -> float:
-    """Seconds to the next frame, after one that took so many seconds of processor time."""
+    """Seconds to the next frame, after one that took `cost_s` seconds of processor time."""
     return max(_MIN_INTERVAL_S, cost_s / _MAX_SHARE)
 
 
 class Watchers:
-    """All who watch one replica."""
+    """All watchers of one replica."""
 
     def __init__(self, now: Callable[[], ReplicaNow], clock: Callable[[], float] = clock.monotonic) -> None:
         self._now = now
@@ -83,7 +83,7 @@ class Watchers:
         self._forget()
 
     def _forget(self) -> None:
-        """Nobody watches: nothing is kept."""
+        """Drops all state: there are no watchers."""
         self._view = View()
         self._counts = Counts()
         self._plans: deque[StepRecord] = deque(maxlen=_MAX_STEPS)
@@ -98,14 +98,14 @@ class Watchers:
 
     @property
     def are_any(self) -> bool:
-        """Whether somebody watches. The methods below are to be called only then."""
+        """Whether there are watchers. The methods below are called only then."""
         return bool(self._watchers)
 
-    # What steps tell
+    # Reports of steps
 
     def planned(self, scheduler: Scheduler, plan: StepPlan, started: float, planned: float) -> None:
         """A step was planned, between these times."""
-        # Looked at with the next frame: a step may take less than a millisecond.
+        # The next frame processes it: a step may take less than a millisecond.
         if len(self._plans) == _MAX_STEPS:
             self._counts.computed_tokens += self._plans[0].plan.num_tokens
         self._plans.append(StepRecord(plan, started, planned, scheduler.num_preemptions))
@@ -116,7 +116,7 @@ class Watchers:
                 self._forks.append(Fork(plan.step_id, batch.sequence(parent), batch.sequence(child)))
 
     def answered(self, step_id: int, seconds: float) -> None:
-        """The workers answered a step, so many seconds after it was planned."""
+        """The workers answered a step, `seconds` after it was planned."""
         self._answers.append(Answer(step_id, seconds))
 
     def delivered(self, events: ClientEvents) -> None:
@@ -126,10 +126,10 @@ class Watchers:
         self._counts.failed += len(events.failed)
         self._ended.extend(end.usage for end in events.completed)
 
-    # Who watches
+    # Watchers
 
     async def frames(self, *, wants_memory: bool) -> AsyncGenerator[Frame, None]:
-        """Frames for one watcher, until it stops reading. Raises ResourceExhausted where too many watch."""
+        """Frames for one watcher, until it stops reading. Raises ResourceExhausted if there are too many watchers."""
         if len(self._watchers) >= _MAX_WATCHERS:
             raise ResourceExhausted(
                 f"{_MAX_WATCHERS} clients watch this scheduler already, which is the maximum; close a page of /ui or a "
@@ -163,7 +163,7 @@ class Watchers:
                 self.look()
                 has_failed = False
             except Exception:
-                # A defect of the view must not end all views; what it saw may be half of a look.
+                # A defect of the view must not end all views; its state may be inconsistent now.
                 if not has_failed:
                     _logger.exception("a frame could not be made; the next one that can be has everything")
                 has_failed = True
@@ -175,8 +175,8 @@ class Watchers:
             await asyncio.sleep(interval_after(cost_s))
 
     def look(self) -> None:
-        """Makes a frame, and puts it into the outboxes; none where nothing happened, unless the last one was long ago
-        or somebody waits for the first one."""
+        """Makes a frame, and puts it into the outboxes. Makes none if nothing happened, unless the last one was long
+        ago or a watcher waits for its first one."""
         now, replica = self._clock(), self._now()
         wants_memory = any(each.wants_memory for each in self._watchers)
         seen: Look | None = None
@@ -197,7 +197,7 @@ class Watchers:
         self._clear()
 
     def _put(self, frame: Frame, seen: Look | None) -> None:
-        """Puts the frame into the outboxes, with what each watcher wants of memory. Watchers share what is made."""
+        """Puts the frame into the outboxes, with the memory that each watcher wants. Watchers share the messages."""
         whole = Frame(is_whole=True)
         whole.MergeFrom(frame)
         changed: Frame | None = None
@@ -214,7 +214,7 @@ class Watchers:
                 watcher.put((changed,))
 
     def _parts(self, picture: Picture, frame: Frame, events: Events) -> Iterator[Frame]:
-        """Everything, as frames that are made one by one. What happened is in the first one."""
+        """The whole state, as frames that are made one by one. Events are in the first one."""
         started = clock.thread_time()
         parts = picture.parts()
         part = next(parts)
@@ -230,17 +230,17 @@ class Watchers:
             frame, part, events = watch_messages.present_of(frame), following, NO_EVENTS
 
     def _notes(self, now: float) -> list[StepNote]:
-        """What the new plans decided."""
+        """The decisions of the new plans."""
         notes: list[StepNote] = []
         for record in list(self._plans)[-_MAX_NOTES:]:
             before = record.num_preemptions if self._num_preempted is None else self._num_preempted
-            # Negative where another core began to count.
+            # Negative if another core began to count.
             notes.append(watch_messages.step_note(record, max(0, record.num_preemptions - before), now))
             self._num_preempted = record.num_preemptions
         return notes
 
     def _events(self, seen: Look) -> Events:
-        """What happened to blocks in the new steps and since the last frame."""
+        """Events of blocks in the new steps and since the last frame."""
         kept: deque[Event] = deque(maxlen=_MAX_EVENTS)
         count = len(self._forks) + len(seen.preempted)
         for record in self._plans:
@@ -249,7 +249,7 @@ class Watchers:
         for fork in self._forks:
             parent, child = self._view.number_of(fork.parent), self._view.number_of(fork.child)
             if parent is None or child is None:
-                # A child that is gone already held nothing that was seen.
+                # A child that has ended already held nothing that the view saw.
                 count -= 1
             else:
                 kept.append(watch_messages.fork_event(fork.step_id, parent, child))

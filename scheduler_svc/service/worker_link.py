@@ -40,10 +40,10 @@ _CHECK_INTERVAL_S = 1.0
 _MAX_SILENT_CHECKS = 10
 """A live worker sends a heartbeat every half second."""
 _OTHER_SCHEDULER = frozenset({"NEWER_SCHEDULER", "EPOCH_ATTACHED"})
-"""Reasons with which a worker says that it has another scheduler. An epoch is attached once, so EPOCH_ATTACHED is about
-one that started in the same millisecond."""
+"""Reasons with which a worker reports that it has another scheduler. An epoch is attached only once, so EPOCH_ATTACHED
+is about a scheduler that started in the same millisecond."""
 _STEP_FAILURES = frozenset({"STEP_FAILED", "UNEXPECTED"})
-"""Reasons with which a worker says that it could not run or take a step."""
+"""Reasons with which a worker reports that it could not run or accept a step."""
 _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 """The exceptions of an operation on a broken call."""
 
@@ -53,9 +53,9 @@ class WorkerLostError(Exception):
 
     @property
     def refusal(self) -> str | None:
-        """What the worker said against the oldest step in flight: it answers all steps before the one that it refuses.
+        """The worker's error about the oldest step in flight: it answers all steps before the one that it refuses.
 
-        None where the worker was lost for another reason (it died, hangs, or belongs to another scheduler), which says
+        None if the worker was lost for another reason (it died, hangs, or belongs to another scheduler), which says
         nothing about the step.
         """
         status = self._status
@@ -65,7 +65,8 @@ class WorkerLostError(Exception):
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether nobody said why the worker was lost. It may have died or hung because of a step, or the link broke.
+        """Whether the reason of the loss is unknown. The worker may have died or hung because of a step, or the link
+        broke.
 
         A reason other than the status's own can only come from a live worker.
         """
@@ -78,17 +79,17 @@ class WorkerLostError(Exception):
 
     @property
     def loading(self) -> LoadProgress | None:
-        """How far the worker is with loading its model; None where it does not say that it loads one."""
+        """The worker's progress in loading its model; None if it reports none."""
         return None if self._status is None else LoadProgress.of_metadata(self._status.metadata)
 
     @property
     def _status(self) -> QuireError | None:
-        """The status that the worker ended the stream with; None where the scheduler gave it up."""
+        """The status that the worker ended the stream with; None if the scheduler gave the stream up."""
         return from_rpc_error(self.__cause__) if isinstance(self.__cause__, grpc.aio.AioRpcError) else None
 
 
 class WorkerRefusedError(WorkerLostError):
-    """The worker is of a release that does not fit: attaching fails until one of the two is replaced."""
+    """The worker's release does not fit: attaching fails until one of the two is replaced."""
 
 
 class WorkerTakenError(WorkerLostError):
@@ -96,7 +97,7 @@ class WorkerTakenError(WorkerLostError):
 
 
 class WorkerFaultyError(WorkerLostError):
-    """The worker is alive, and hangs or answers nonsense."""
+    """The worker is alive, and hangs or sends invalid answers."""
 
 
 class WorkerHangsError(WorkerFaultyError):
@@ -104,7 +105,7 @@ class WorkerHangsError(WorkerFaultyError):
 
 
 class InvalidAnswerError(WorkerFaultyError):
-    """The worker's answer makes no sense; `__cause__` says why."""
+    """The worker's answer is invalid; `__cause__` says why."""
 
     @property
     def detail(self) -> str | None:
@@ -112,7 +113,7 @@ class InvalidAnswerError(WorkerFaultyError):
 
 
 class RanksDisagreeError(WorkerFaultyError):
-    """A rank sampled other tokens than rank 0, so its rows no longer hold what the scheduler and other ranks hold."""
+    """A rank sampled other tokens than rank 0, so its rows now differ from the scheduler's and from other ranks'."""
 
     @property
     def detail(self) -> str | None:
@@ -123,8 +124,8 @@ class WorkerLink:
     """An attached worker, made by `attach`. Steps go out in order, results come back in the same order.
 
     Attributes:
-        info: What the worker is.
-        place: Which rank of how many it is.
+        info: The worker's properties.
+        place: Its rank, and the number of ranks.
         sealed: The blocks that the worker held as final when it was attached.
         kv_source: Where other replicas find its blocks, without a lease.
     """
@@ -151,12 +152,12 @@ class WorkerLink:
 
     @classmethod
     async def attach(cls, address: str, epoch: int, timeout_s: float, tls: TlsIdentity | None = None) -> "WorkerLink":
-        """Attaches a worker under a new epoch. Raises WorkerLostError where that fails or takes longer than the
-        time, WorkerTakenError where a newer scheduler has it."""
+        """Attaches a worker under a new epoch. Raises WorkerLostError if that fails or takes longer than the timeout,
+        WorkerTakenError if a newer scheduler has it."""
         channel = _open(address, tls)
         # Requests are serialized here, once for all ranks, so the call takes bytes.
         call = channel.stream_stream(_RUN, response_deserializer=worker_pb2.RunResponse.FromString)()
-        # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
+        # In a separate task: a gRPC call that is cancelled while it starts swallows its caller's cancellation.
         handshake = asyncio.create_task(_handshake(call, epoch))
         try:
             await asyncio.wait([handshake], timeout=timeout_s)
@@ -178,11 +179,11 @@ class WorkerLink:
         await self.write(step_message(plan, self.epoch, self.info.worker_generation))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Tells the worker to compile a constraint, to load an adapter, or to fetch blocks. Raises WorkerLostError."""
+        """Orders the worker to compile a constraint, load an adapter, or fetch blocks. Raises WorkerLostError."""
         await self.write(prepare_message(preparation))
 
     async def write(self, message: bytes) -> None:
-        """Sends what is serialized already. Raises WorkerLostError."""
+        """Sends a serialized message. Raises WorkerLostError."""
         try:
             await self._call.write(message)
         except _CALL_ERRORS as error:
@@ -227,8 +228,8 @@ class WorkerLink:
         await self._channel.close()
 
     async def _watch(self) -> None:
-        """Ends the call to a worker that is silent. Silence is counted in checks, not in time, so that a pause of this
-        process is not taken for silence of the worker."""
+        """Ends the call to a silent worker. Silence is counted in checks, not in time, so that a pause of this process
+        does not count as silence of the worker."""
         silent = 0
         while silent < _MAX_SILENT_CHECKS:
             received = self._num_received
@@ -247,7 +248,7 @@ class WorkerGroup:
         first, *others = self._links = tuple(links)
         self.info = first.info
         self.address = ", ".join(link.address for link in links)
-        # Each rank holds a part of every block, so a block that one of them has lost is of no use.
+        # Each rank holds a part of every block, so a block that one rank has lost is useless.
         everywhere = set(first.sealed).intersection(*(link.sealed for link in others))
         self.sealed = [entry for entry in first.sealed if entry in everywhere]
         sources = [link.kv_source for link in links]
@@ -260,11 +261,11 @@ class WorkerGroup:
         self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Fetched | TierChanged | Exception | None]] = (
             asyncio.Queue()
         )
-        # Of each rank, the answers to steps that not all ranks have answered.
+        # For each rank, its answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
-        # Ranks that have sent a heartbeat since the last one of all.
+        # Ranks that have sent a heartbeat since the group's last one.
         self._alive: set[int] = set()
-        # What ranks answered that have prepared something, by its number.
+        # The answers of ranks to each preparation, by its number.
         self._prepared: defaultdict[int, list[Prepared]] = defaultdict(list)
         self._tier = CommonTier(len(links))
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
@@ -274,16 +275,16 @@ class WorkerGroup:
         await self._write(step_message(plan, self._epoch, self.info.worker_generation))
 
     async def prepare(self, preparation: Preparation) -> None:
-        """Tells all ranks to compile a constraint, to load an adapter, or to fetch blocks. Raises WorkerLostError."""
+        """Orders all ranks to compile a constraint, load an adapter, or fetch blocks. Raises WorkerLostError."""
         await self._write(prepare_message(preparation))
 
     async def write(self, message: bytes) -> None:
-        """Sends what is serialized already to all ranks. Raises WorkerLostError."""
+        """Sends a serialized message to all ranks. Raises WorkerLostError."""
         await self._write(message)
 
     async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
-        """The next answer of rank 0, once all ranks have answered that, or None for a heartbeat of each rank: nothing
-        takes too long while one is silent. What others fetched is told for each rank.
+        """The next answer of rank 0, once all ranks have answered the step, or None once each rank has sent a heartbeat
+        (so no step counts as late while one rank is silent). Fetches by other replicas are returned for each rank.
 
         Raises:
             WorkerLostError: a rank was lost, or sampled other tokens than rank 0.
@@ -383,11 +384,11 @@ async def attach_workers(
 async def release_memory(
     addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None, *, discard_weights: bool
 ) -> None:
-    """Has all ranks of a replica, to none of which a link is open, give the memory of their KV pools back, or also that
-    of the weights. Where one of them fails, those that wait for it are told.
+    """Makes all ranks of a replica release the memory of their KV pools, and of their weights with `discard_weights`.
+    No link to them may be open. If one rank fails, the calls to the others are cancelled.
 
     Raises:
-        QuireError: one of them cannot, or did not answer.
+        QuireError: a rank cannot release memory, or did not answer.
     """
 
     async def of(address: str) -> None:
@@ -443,8 +444,8 @@ def _describe(error: Exception) -> str:
 
 
 def _check_places(links: Sequence[WorkerLink]) -> None:
-    """Raises WorkerLostError unless the links are the ranks of one group, in order, and alike in all that a plan
-    needs."""
+    """Raises WorkerLostError unless the links are the ranks of one group, in order, and equal in all properties that a
+    plan needs."""
     first = links[0]
     for rank, link in enumerate(links):
         if link.place != RankPlace(rank, len(links)):
@@ -462,7 +463,7 @@ def _check_places(links: Sequence[WorkerLink]) -> None:
 
 
 def _check_tokenizers(first: WorkerLink, other: WorkerLink) -> None:
-    """Each rank compiles constraints by its own tokenizer, so either all ranks have the same one or none has one."""
+    """Each rank compiles constraints with its own tokenizer, so all ranks must have the same tokenizer, or none."""
     for lacking, having in ((first, other), (other, first)):
         if having.info.fingerprint.tokenizer and not lacking.info.fingerprint.tokenizer:
             raise WorkerLostError(

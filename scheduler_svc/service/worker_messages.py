@@ -1,4 +1,4 @@
-"""Between the core's plans and results and the messages of workers."""
+"""Conversions between the core's plans and results and the messages of workers."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ def _move_message(number: int, arriving: Arriving) -> worker_pb2.MoveBlocks:
 
 
 def offer_message(lease: Lease, sealed: Iterable[tuple[BlockId, BlockHash]]) -> bytes:
-    """Lets workers of other replicas fetch these blocks."""
+    """An offer of these blocks to workers of other replicas."""
     pairs = list(sealed)
     offer = worker_pb2.OfferBlocks(
         lease=lease,
@@ -128,19 +128,19 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         draft_scope=assigned.draft_scope,
     )
     if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
-        # They are delivered before the first output token, so a sequence that has output needs none.
+        # They are delivered before the first output token, so a sequence with output needs none.
         message.prompt_logprobs = sampling.prompt_logprobs
     return message
 
 
 MOVE_TIMEOUT_S = 5.0
-"""What has not come from another replica by then is computed."""
+"""Seconds after which blocks that have not come from another replica are computed."""
 LEASE_S = 10.0
-"""How long blocks are kept for another replica after they were offered, or some of them were fetched last."""
+"""Seconds that blocks are kept for another replica after they were offered, or after the last fetch."""
 
 
 class RankPlace(NamedTuple):
-    """Which rank a worker is."""
+    """A worker's rank, and the number of ranks."""
 
     rank: int
     world_size: int
@@ -173,11 +173,11 @@ class ReplicaInfo:
     block_bytes: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
-        """Whether the other one is the same start of the same workers."""
+        """Whether `other` is the same start of the same workers."""
         return other is not None and other.worker_generation == self.worker_generation
 
     def model_changes(self, before: "ReplicaInfo") -> list[str]:
-        """In what this model differs from the one before, each with both values; empty where it may be the same."""
+        """The properties in which this model differs, each with both values; empty if it may be the same model."""
         changes = [
             f"{name} {old} and {new}"
             for name, old, new in (
@@ -189,12 +189,12 @@ class ReplicaInfo:
         return changes + differing_parts(before.fingerprint, self.fingerprint)
 
     def has_tokenizer_of(self, before: "ReplicaInfo") -> bool:
-        """Whether token ids mean the same, as far as both say which tokenizer they have."""
+        """Whether token ids mean the same, unless one of the two has an unknown tokenizer."""
         ours, theirs = self.fingerprint.tokenizer, before.fingerprint.tokenizer
         return self.vocab_size == before.vocab_size and not (ours and theirs and ours != theirs)
 
     def is_like(self, other: "ReplicaInfo | None") -> bool:
-        """Whether the other one is alike in all but the start of its workers, and what they measured then."""
+        """Whether `other` is equal except for the start of its workers, and values that are measured at a start."""
         if other is None:
             return False
         return replace(other, worker_generation=self.worker_generation, fixed_tokens=self.fixed_tokens) == self
@@ -217,7 +217,7 @@ _BOUNDS = {
     "limits.fixed_tokens": (0, 1 << 16),
     "limits.max_passes": (0, 64),
 }
-"""The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
+"""Bounds of workers' reports. They size tables, and token ids and positions travel as int32."""
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
@@ -261,7 +261,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
 
 
 def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHash]]:
-    """The worker's inventory of final blocks. Raises InvalidArgument when the arrays of the message make no sense."""
+    """The worker's inventory of final blocks. Raises InvalidArgument if the arrays of the message are malformed."""
     blocks = decode_int32(attached.sealed_block_ids, "sealed_block_ids", minimum=0).tolist()
     contents = _hashes(attached.sealed_hashes, "sealed_hashes")
     if len(contents) != len(blocks):
@@ -296,8 +296,8 @@ class RowPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A worker has compiled the constraint of this number, or has loaded the adapter, or says why it cannot; or it has
-    fetched blocks, but for those with the indices `failed`."""
+    """A worker has compiled the constraint of this number, has loaded the adapter, or reports why it cannot; or it has
+    fetched blocks, except the ones with the indices `failed`."""
 
     number: int
     failure: str | None = None
@@ -306,7 +306,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Another replica has fetched a rank's part of the blocks of a lease, and no more of it if that `is_done`."""
+    """Another replica has fetched a part of a rank's blocks under a lease; `is_done` with the last part."""
 
     lease: Lease
     is_done: bool
@@ -314,26 +314,26 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The first of these slots of the worker's tier hold these blocks now, and the others none."""
+    """The first of these slots of the worker's tier hold these blocks now, and the other slots are empty."""
 
     slots: list[int]
     hashes: list[BlockHash]
 
     @classmethod
     def of(cls, message: worker_pb2.TierChanged) -> Self:
-        """Raises InvalidArgument when the arrays of the message make no sense."""
+        """A change from its message. Raises InvalidArgument if the arrays of the message are malformed."""
         slots = decode_int32(message.slots, "slots", minimum=0).tolist()
         return cls(slots, _hashes(message.hashes, "hashes")[: len(slots)])
 
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """All that a worker says of a step.
+    """A worker's complete answer to a step.
 
-    `result` is what the core applies. `rows`, int64[n], are those that sampled, in the order of the result's tokens.
+    `result` is the part for the core. `rows`, int64[n], are the rows that sampled, in the order of the result's tokens.
     `worker_us` are the microseconds of the step in the worker's queue, cache operations, model and sampler.
-    `token_ids_crc32`, of tokens and counts, is the same for all ranks, the tokens themselves come from rank 0; None
-    from a rank of a release that does not send it.
+    `token_ids_crc32`, of tokens and counts, is the same for all ranks, while the tokens come from rank 0; None from a
+    rank whose release does not send it.
     """
 
     result: StepResult
@@ -343,7 +343,7 @@ class StepAnswer:
     token_ids_crc32: int | None = None
 
     def check_rows(self, step: StepInFlight) -> None:
-        """Raises ValueError unless `rows` are those that sample in this step, in their order."""
+        """Raises ValueError unless `rows` are the rows that sample in this step, in their order."""
         if not np.array_equal(self.rows, step.rows):
             raise ValueError(
                 f"the result of step {self.result.step_id} has rows {self.rows.tolist()}; "
@@ -352,8 +352,8 @@ class StepAnswer:
 
 
 def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
-    """Raises InvalidArgument where an array is malformed or a token id is not in the vocabulary. The core checks
-    whether the arrays fit each other and the step."""
+    """A step's answer from its message. Raises InvalidArgument if an array is malformed or a token id is not in the
+    vocabulary. The core checks whether the arrays fit each other and the step."""
     result = StepResult(
         step_id=message.step_id,
         token_ids=decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size).astype(np.int64),
@@ -406,9 +406,9 @@ def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> 
 
 
 class PromptLogprobsRouter:
-    """Knows, for each step in flight, whose prompt is in the rows that report log probabilities of it.
+    """Maps rows that report log probabilities of their prompt to requests, for each step in flight.
 
-    They pass the core by, as nothing is decided by them, and reach a gateway before the first generated token of their
+    The reports bypass the core, which does not need them, and reach a gateway before the first generated token of their
     request. A prompt that is computed again before that is reported again; readers get each position once.
     """
 
@@ -417,7 +417,7 @@ class PromptLogprobsRouter:
         self._by_step: dict[int, Mapping[int, Request]] = {}
 
     def planned(self, plan: StepPlan, rows: RowTable) -> None:
-        """A step is sent. To be called before anything else changes the rows."""
+        """A step is sent. Called before the rows change again."""
         for row in plan.release.tolist():
             self._reporting.pop(row, None)
         for assigned in plan.assign:
@@ -430,8 +430,8 @@ class PromptLogprobsRouter:
     def answered(self, answer: StepAnswer) -> list[PromptLogprobs]:
         """The step's reports, by request. Raises ValueError for a report that was not requested.
 
-        Those of a chunk that is not finite are left out: readers would keep them where the worker is lost before the
-        request fails, and computes the prompt again.
+        Reports of a chunk that is not finite are left out: if the worker is lost before the request fails, its prompt
+        is computed again, and readers would keep the wrong values.
         """
         step_id, non_finite = answer.result.step_id, answer.result.non_finite_chunks
         reporting = self._by_step.pop(step_id, {})

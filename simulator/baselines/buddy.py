@@ -1,11 +1,11 @@
-"""The buddy allocator, as a system that keeps each request's memory in one piece needs one."""
+"""The buddy allocator, which a system needs that keeps each request's memory contiguous."""
 
 
 class BuddyAllocator:
     """Pieces of power-of-two sizes out of `num_slots` slots.
 
-    A pool whose size is no power of two starts as one piece for each bit of it. A freed piece joins its buddy, the
-    other half of the piece that both were cut from, as long as that one is free too.
+    A pool whose size is no power of two starts as one piece for each bit of its size. A freed piece joins its buddy,
+    the other half of the piece that both were cut from, if that one is free too.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -13,7 +13,7 @@ class BuddyAllocator:
             raise ValueError(f"a pool needs at least 1 slot, got {num_slots}")
         self.num_slots = num_slots
         self._roots: dict[int, int] = {}
-        """First slot -> size, of the pieces that the pool starts as."""
+        """First slot -> size, of the pieces in the empty pool."""
         self._free: dict[int, set[int]] = {}
         """Size -> first slots of the free pieces."""
         start = 0
@@ -26,12 +26,12 @@ class BuddyAllocator:
                 start += size
 
     def allocate(self, num_slots: int) -> tuple[int, int] | None:
-        """First slot and size of a piece that has room for `num_slots`, or None where no free piece has."""
+        """First slot and size of a piece that has room for `num_slots`, or None if no free piece has."""
         wanted = next_power_of_two(num_slots)
         size = min((each for each, starts in self._free.items() if each >= wanted and starts), default=None)
         if size is None:
             return None
-        # The lowest piece, so that the same requests always lie at the same place.
+        # The lowest piece, so that placement is deterministic.
         start = min(self._free[size])
         self._free[size].remove(start)
         while size > wanted:
@@ -40,7 +40,7 @@ class BuddyAllocator:
         return start, size
 
     def free(self, start: int, size: int) -> None:
-        """Takes a piece back as `allocate` gave it."""
+        """Takes a piece back that `allocate` returned."""
         root = max(each for each in self._roots if each <= start)
         while size < self._roots[root]:
             buddy = root + ((start - root) ^ size)

@@ -1,10 +1,10 @@
-"""A block manager that keeps each sequence in one piece of memory, reserved when its request is admitted: Orca as the
-paper's section 6.1 has it.
+"""A block manager that keeps each sequence in one contiguous region, reserved when its request is admitted: Orca as in
+the paper's section 6.1.
 
-The scheduler above it is the real one and batches by iteration, as Orca does. What differs is what this module answers:
-how much memory a request takes, and that nothing is shared. A request is never preempted, since all that it may need is
-reserved. It runs under the policy "first come, first served" only: victims of other policies are counted in blocks that
-several tables may hold, which do not exist here.
+The scheduler above it is the real one and batches by iteration, as Orca does. Only this module's answers differ: the
+memory that a request takes, and that nothing is shared. A request is never preempted, since its maximum memory is
+reserved. Only the policy "first come, first served" is supported: other policies count victims in blocks that several
+tables may hold, which do not exist here.
 """
 
 import enum
@@ -24,17 +24,17 @@ from simulator.memory import MemoryUse
 
 
 class Reservation(enum.Enum):
-    """How many slots a sequence is given (the paper's section 6.1)."""
+    """The number of slots that a sequence gets (the paper's section 6.1)."""
 
     MAX = "max"
-    """As many as the model takes tokens: nothing is known of the output."""
+    """The model's maximum number of tokens: nothing is known of the output."""
     POW2 = "pow2"
-    """For the output, the next power of two of its true length: at most twice what it needs."""
+    """For the output, the next power of two of its true length: at most twice its need."""
     ORACLE = "oracle"
-    """Exactly what it needs: the true length is known."""
+    """Exactly the need: the true length is known."""
 
     def slots(self, prompt: int, output: int, longest: int) -> int:
-        """Slots for a sequence with these lengths in tokens, where the model takes `longest`."""
+        """Slots for a sequence with these lengths in tokens, if the model takes `longest` tokens."""
         if self is Reservation.MAX:
             return longest
         if self is Reservation.POW2:
@@ -43,7 +43,7 @@ class Reservation(enum.Enum):
 
 
 class RegionPool(BlockPool):
-    """Blocks that are handed out in contiguous regions of power-of-two sizes. None is ever shared or cached."""
+    """Blocks that are allocated in contiguous regions of power-of-two sizes. No block is ever shared or cached."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -63,19 +63,19 @@ class RegionPool(BlockPool):
 
 @dataclass(slots=True)
 class _Regions:
-    """The regions that a request holds, and the first blocks of those that none of its sequences uses now."""
+    """A request's number of regions, and the first blocks of the regions that none of its sequences uses now."""
 
     num: int
     spare: list[BlockId]
 
 
 class ContiguousBlocks(BlockManager):
-    """Gives each sequence a region for all the tokens that it may ever have, and takes the region back at its end.
+    """Gives each sequence a region for its maximum number of tokens, and takes the region back at its end.
 
     The unit of the allocator is a block, so no region is smaller than one; a block table names the blocks of a region
     in order. `max_model_len` is what Reservation.MAX reserves. A request of several sequences reserves a region for
     each, and a sequence that forks copies its parent: `num_copied_blocks` counts the blocks that were copied since the
-    start, for the cost of it.
+    start, to compute their cost.
     """
 
     reservation: Reservation
@@ -85,12 +85,12 @@ class ContiguousBlocks(BlockManager):
         self.pool: RegionPool = RegionPool(num_blocks)
         self.num_copied_blocks = 0
         self.num_reserved_slots = 0
-        """Slots that were asked for; a region may be larger."""
+        """Slots that were requested; a region may be larger."""
         self.num_needed_slots = 0
         """Slots of all sequences that hold a region, once each has its last token."""
         self._max_model_len = max_model_len
         self._pieces: dict[BlockId, int] = {}
-        """First block -> size, of the regions that are held."""
+        """First block -> size, of the regions in use."""
         self._of_request: dict[RequestKey, _Regions] = {}
 
     @classmethod
@@ -103,12 +103,12 @@ class ContiguousBlocks(BlockManager):
         """Slots that each sequence of the request reserves."""
         return self.reservation.slots(len(request.prompt), request.max_tokens, self._max_model_len)
 
-    # What admission asks
+    # Queries of admission
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
-        """Blocks of the regions that the sequences' request takes; more than there are where no such regions are free.
+        """Blocks of the regions that the sequences' request takes; more than the pool has if no such regions are free.
 
-        Raises ValueError where they do not fit into the whole pool.
+        Raises ValueError if they do not fit into the whole pool.
         """
         request = sequences[0].request
         if request.key in self._of_request:
@@ -126,15 +126,15 @@ class ContiguousBlocks(BlockManager):
         return sum(size for _, size in pieces)
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Never the same: which regions are free may have changed."""
+        """Always new: the free regions may have changed."""
         return [self._next_version()]
 
     def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
-        """Whether so many blocks are free. None need be left: those that run never grow beyond their regions."""
+        """Whether `num_blocks` blocks are free. None need be left: running sequences never outgrow their regions."""
         return num_blocks <= self.pool.num_free
 
     def _reserve(self, request: Request) -> list[tuple[int, int]] | None:
-        """A region for each sequence, or None and no change."""
+        """A region for each sequence; None, and no change, if there is no room."""
         pieces: list[tuple[int, int]] = []
         for _ in range(request.num_sequences):
             piece = self.pool.buddy.allocate(self.blocks_for(self.slots_for(request)))
@@ -160,7 +160,7 @@ class ContiguousBlocks(BlockManager):
         return [0] * len(sequences)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child moves into a region of its own, with a copy of all that the parent has computed."""
+        """The child moves into a separate region, with a copy of all that the parent has computed."""
         self._place(child)
         self.num_copied_blocks += self.blocks_for(parent.num_tokens)
 
@@ -172,7 +172,7 @@ class ContiguousBlocks(BlockManager):
                 sequence.block_table = []
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
-        """The sequences are over. Each gives back a region: its own, or, where it has none, one that is spare."""
+        """Ends sequences. Each gives back a region: its own, or a spare one if it has none."""
         for sequence in sequences:
             self.free(sequence)
             key = sequence.request.key
@@ -230,8 +230,8 @@ class OrcaOracle(ContiguousBlocks):
 
 
 def contiguous_memory(scheduler: Scheduler) -> MemoryUse:
-    """What the regions hold. `wasted` is what was asked for and is never used (internal fragmentation); free are the
-    free regions and what the allocator rounds up (external fragmentation)."""
+    """The use of the regions. `wasted` are requested slots that are never used (internal fragmentation). Free regions,
+    and slots that the allocator adds by rounding up (external fragmentation), count as free."""
     blocks, rows = scheduler.batch.blocks, scheduler.batch.rows
     assert isinstance(blocks, ContiguousBlocks)
     tokens = int(rows.num_computed[rows.active].sum())

@@ -1,4 +1,4 @@
-"""Latency against rate, and how much higher a rate one system stands than another at the same latency."""
+"""Latency against rate, and ratios of the rates of two systems at the same latency."""
 
 import math
 import os
@@ -16,23 +16,23 @@ import numpy as np
 from simulator.paper.systems import QUIRE, Job, Load, Point, Setup, run
 
 _FRACTIONS = (0.5, 0.85, 1.0, 1.2, 1.6)
-"""The rates of a curve by what the system serves where requests always wait."""
+"""The rates of a curve, as multiples of the rate that the system serves if requests always wait."""
 
 _STEP_DOWN, _STEP_UP, _MAX_STEPS = 0.6, 1.35, 2
-"""A curve that does not span the levels goes on by these factors, so often at each end."""
+"""A curve that does not span the levels is extended by these factors, at most this number of times at each end."""
 
 LEVELS = (1.5, 2.5, 4.0)
 """Where curves are compared: multiples of the lowest latency that Quire has in the same picture."""
 
 
 class Runner:
-    """Simulates jobs in processes of their own, as many at once as there are processors."""
+    """Simulates jobs in separate processes, one for each processor."""
 
     def __init__(self, num_processes: int | None = None, scale: float = 1.0) -> None:
-        """With a `scale` below 1, loads are so much shorter."""
+        """A `scale` below 1 shortens loads to this share."""
         self._scale = scale
         self._jobs_cpu_s = 0.0
-        # Ctrl-C, which reaches all processes of a terminal, ends them at once and without a word.
+        # Ctrl-C, which reaches all processes of a terminal, ends them at once and silently.
         self._executor = ProcessPoolExecutor(
             num_processes or len(os.sched_getaffinity(0)),
             initializer=signal.signal,
@@ -58,7 +58,7 @@ class Runner:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time so far: of all jobs, of this process, and of those that it has waited for."""
+        """Processor time so far of all jobs, of this process, and of its finished child processes."""
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         return self._jobs_cpu_s + time.process_time() + children.ru_utime + children.ru_stime
 
@@ -71,7 +71,7 @@ def _timed_run(job: Job) -> tuple[Point, float]:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Of one system: what it serves when requests always wait, and points by rising rate."""
+    """One system's point at which requests always wait, and its points by rising rate."""
 
     system: str
     saturated: Point
@@ -79,7 +79,7 @@ class Curve:
 
     def rate_at(self, normalized_s: float) -> float | None:
         """The highest rate at which the latency is no more than this, between two points on a straight line through
-        the logarithms of their latencies. None where even the lowest rate has more, or the highest has less."""
+        the logarithms of their latencies. None if even the lowest rate has more, or the highest has less."""
         for low, high in reversed(list(zip(self.points, self.points[1:], strict=False))):
             if low.normalized_s <= normalized_s <= high.normalized_s:
                 logs = np.log([low.normalized_s, high.normalized_s])
@@ -140,8 +140,8 @@ def _extend(
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times the rate of another system Quire stands: at each of LEVELS, None where a curve does not reach it;
-    and where requests always wait."""
+    """Quire's rate divided by another system's: at each of LEVELS, None if a curve does not reach it, and in the state
+    in which requests always wait."""
 
     at_levels: list[float | None]
     saturated: float
@@ -154,7 +154,7 @@ class Ratio:
 
 
 def ratios(curves: Mapping[str, Curve]) -> dict[str, Ratio]:
-    """Of the rates of Quire and of each other system in a panel."""
+    """The ratios of Quire's rates to each other system's in a panel."""
     quire = curves[QUIRE]
     lowest = min(point.normalized_s for point in quire.points)
     found: dict[str, Ratio] = {}

@@ -1,4 +1,4 @@
-"""Pictures in one style. matplotlib is imported where something is drawn: simulations need none."""
+"""Pictures in one style. matplotlib is imported only for drawing, since simulations need none."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 COLORS = {QUIRE: "#1b6ca8", ORACLE: "#2a9d5c", POW2: "#e08e0b", MAX: "#c8443b", FASTER_TRANSFORMER: "#7d5ba6"}
 PUBLISHED: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "color": "black"}
-"""How a point of the paper is drawn."""
+"""The style of a point of the paper."""
 _MARKERS = {QUIRE: "o", ORACLE: "s", POW2: "^", MAX: "v", FASTER_TRANSFORMER: "x"}
 
 
 def panels(num_rows: int, num_columns: int, width: float = 3.6, height: float = 2.7) -> "tuple[Picture, list[Axes]]":
-    """An empty picture of so many panels, row by row."""
+    """An empty picture with `num_rows` by `num_columns` panels, row by row."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
@@ -32,13 +32,13 @@ def panels(num_rows: int, num_columns: int, width: float = 3.6, height: float = 
 
 
 def save(picture: "Picture", path: Path) -> None:
-    """Writes an SVG that is the same for the same figures."""
+    """Writes an SVG that depends only on the picture."""
     picture.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 
 def legend(picture: "Picture", *axes: "Axes") -> None:
-    """One legend of all that these axes have, above the picture, where it covers nothing."""
+    """One legend for all these axes, above the picture, where it covers nothing."""
     found = [each.get_legend_handles_labels() for each in axes]
     unique = {name: line for lines, names in found for line, name in zip(lines, names, strict=True)}
     columns = min(len(unique), 6 if len(axes) > 2 else 3)

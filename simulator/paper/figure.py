@@ -1,4 +1,4 @@
-"""What a figure of the page is made of, and tables that set the paper's numbers beside ours."""
+"""The parts of a figure of the page, and tables that compare the paper's numbers with ours."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
 Data = Mapping[str, Any]
-"""What a figure measured, as it is kept in its JSON file."""
+"""The measurements of a figure, as in its JSON file."""
 
 Range = tuple[float, float]
 Number = float | Range
@@ -24,12 +24,12 @@ class Figure:
     """A figure or table of the paper.
 
     Attributes:
-        name: Of its files, and on the command line.
+        name: Name of its files, and on the command line.
         title: Heading of its section.
         measure: Simulates or measures it.
         draw: Draws it; None for a table.
         section: The text of its section in Markdown, without heading and picture.
-        claims: What the paper says by it in short, for the summary of the page.
+        claims: The paper's claims that it supports, for the summary of the page.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One number, or a range of numbers, of the paper beside ours. None where ours could not be had."""
+    """One number, or a range of numbers, of the paper and of ours. `ours` is None if it could not be obtained."""
 
     what: str
     paper: Number
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def difference(self) -> float | None:
-        """Ours by the paper's, less 1; of ranges, at the end that differs more."""
+        """Our number divided by the paper's, minus 1; for ranges, at the end that differs more."""
         if self.ours is None:
             return None
         pairs = zip(_ends(self.ours), _ends(self.paper), strict=True)
@@ -59,12 +59,12 @@ class Comparison:
 
     @property
     def is_off(self) -> bool:
-        """Whether the page has to explain it."""
+        """Whether the page must explain the difference."""
         return self.difference is None or abs(self.difference) > TOLERANCE
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """What it is, the paper's and ours."""
+        """The name, the paper's number and ours."""
         return self.what, self._text(self.paper), "-" if self.ours is None else self._text(self.ours)
 
     @property
@@ -85,7 +85,7 @@ def _ends(number: Number) -> Range:
 
 
 def compared(rows: Sequence[Comparison], reason: str) -> str:
-    """A table of comparisons; below it, where any is off, the reason."""
+    """A table of comparisons, followed by the reason if any is off."""
     lines = ["| | paper | ours | difference |", "|---|---|---|---|", *(row.row for row in rows)]
     if any(row.is_off for row in rows):
         lines += ["", reason]

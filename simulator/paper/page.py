@@ -1,4 +1,4 @@
-"""docs/paper/README.md, from what the figures measured."""
+"""Writes docs/paper/README.md from the measurements of the figures."""
 
 import json
 import re
@@ -22,14 +22,14 @@ from simulator.paper.systems import OPT_13B, OPT_66B, OPT_175B
 
 _HEAD = """# The paper's evaluation, run again
 
-What Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP 2023), claim,
-and what Quire's scheduler gives under the same loads, simulated on the same devices:
+The claims of Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP
+2023), and the results of Quire's scheduler under the same loads, simulated on the same devices:
 """
 
-_AFTER_SUMMARY = """Where a line says "by", it is Quire's number (in the paper vLLM's) by that of the other system.
-Rates are those at equal latency. Modelled steps take less time than the paper's:
-[one fitted constant](#the-same-with-one-fitted-constant) shows what follows from that, and each figure below explains
-what differs by more than 25%.
+_AFTER_SUMMARY = """In a line with "by", Quire's number (in the paper vLLM's) is divided by the other system's. Rates
+are compared at equal latency. Modelled steps take less time than the paper's:
+[one fitted constant](#the-same-with-one-fitted-constant) shows the consequences, and each figure below explains
+differences of more than 25%.
 """
 
 _METHOD = """## How it is made
@@ -37,16 +37,16 @@ _METHOD = """## How it is made
 `make paper` makes this page and its pictures, `make paper ARGS=fig12` one figure; the numbers behind each are in the
 JSON file of its name. [ADR 38](../adr/0038-the-evaluation-is-run-again.md) says why it is made in this way.
 
-Quire's scheduler, the one that serves, runs in virtual time. A cost model says how long each step takes on the
+Quire's scheduler, the one that serves, runs in virtual time. A cost model gives the duration of each step on the
 paper's devices. A step is planned when the one before it is over, as in the paper's systems; the server has two in
-flight. The systems that the paper compares with are the same scheduler with the same cost model and another block
-manager (`simulator/baselines/`):
+flight. The paper's other systems are the same scheduler and cost model with another block manager
+(`simulator/baselines/`):
 
 - **Orca** batches by iteration and reserves a contiguous region for each sequence when its request is admitted, from a
   buddy allocator: for the longest sequence of the model (Max), for the next power of two of the output (Pow2), or for
-  exactly what the request will need (Oracle). Nothing is shared, and a sequence that forks copies its parent.
-- **FasterTransformer** gets the requests that came first, as many as fit with room for the longest sequence each, and
-  runs this batch to its end; its requests are answered together.
+  the exact need of the request (Oracle). Nothing is shared, and a sequence that forks copies its parent.
+- **FasterTransformer** gets the requests that came first, up to the number that fits with room for the longest sequence
+  each, and runs this batch to its end; its requests are answered together.
 
 Normalized latency is the mean over requests of end-to-end seconds by tokens of output. A difference from the paper of
 more than 25% is set in bold and explained.
@@ -57,7 +57,7 @@ _WRAPPER = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=Fa
 
 
 def write_figure(figure: Figure, directory: Path, data: Mapping[str, Any], scale: float) -> None:
-    """Writes what a figure measured with loads of this scale, and its picture."""
+    """Writes the measurements of a figure with loads of this scale, and its picture."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {"scale": scale, "data": _rounded(data)}
     _path(figure, directory).write_text(json.dumps(content, indent=1) + "\n")
@@ -66,13 +66,13 @@ def write_figure(figure: Figure, directory: Path, data: Mapping[str, Any], scale
 
 
 def write_page(directory: Path) -> None:
-    """Writes the page of all figures whose data are there."""
+    """Writes the page of all figures that have data."""
     sections = [make_section(figure, directory) for figure in FIGURES.values()]
     (directory / "README.md").write_text("\n".join([_HEAD, _summary(directory), _METHOD, _constants(), *sections]))
 
 
 def redraw(directory: Path) -> None:
-    """Draws all pictures again from the data that are there."""
+    """Draws all pictures again from the existing data."""
     for figure in FIGURES.values():
         if figure.draw is not None and _path(figure, directory).exists():
             content = json.loads(_path(figure, directory).read_text())
@@ -80,7 +80,7 @@ def redraw(directory: Path) -> None:
 
 
 def _summary(directory: Path) -> str:
-    """The claims of all figures whose data are there."""
+    """The claims of all figures that have data."""
     rows: list[tuple[str, ...]] = []
     for figure in FIGURES.values():
         if figure.claims is not None and _path(figure, directory).exists():
@@ -111,13 +111,13 @@ def make_section(figure: Figure, directory: Path) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lines of at most 120 columns; rows of tables stay as they are."""
+    """Wraps lines at 120 columns, except rows of tables."""
     lines = text.splitlines()
     return "\n".join(line if line.startswith("|") else _WRAPPER.fill(line) for line in lines)
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to six digits: enough for every picture, and files that can be read."""
+    """Floats to six digits: enough for every picture, and for readable files."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
@@ -145,8 +145,8 @@ def _constants() -> str:
     head = ["", "devices", "slots", "memory", "products", "NVLink, one way", "PCIe, one way"]
     return f"""## The cost model
 
-A step takes what its bytes need at the memory's bandwidth, or its products at the peak of 16-bit numbers, whichever is
-more, apart for linear layers and attention. To this come:
+A step takes the time of its bytes at the memory's bandwidth, or of its products at the peak of 16-bit numbers,
+whichever is more, separately for linear layers and attention. In addition it takes the time of:
 
 - {KERNELS_PER_LAYER} kernels a layer, with {_us(KERNEL_GAP_S)} between each and the next;
 - two all-reduces a layer over several devices: {_us(COLLECTIVE_BASE_S)}, {_us(COLLECTIVE_HOP_S)} a hop, and the bytes
@@ -156,7 +156,7 @@ more, apart for linear layers and attention. To this come:
 
 All constants are from data sheets and other publications of the makers, which `simulator/hardware.py` names; none is
 tuned. The host's time for a step is not modelled, and kernels attain the peak, so a modelled device is faster than the
-paper's system and serves higher rates. What can be compared are ratios of rates, and shares of memory.
+paper's system and serves higher rates. Only ratios of rates, and shares of memory, can be compared.
 
 {table(head, rows)}
 """

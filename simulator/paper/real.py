@@ -1,4 +1,4 @@
-"""What is measured on this machine instead of simulated: benchmarks of a checkout, each in a process of its own."""
+"""Measurements on this machine in place of simulations: benchmarks of a checkout, each in a separate process."""
 
 import json
 import statistics
@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def bench(name: str, *flags: str) -> dict[str, Any]:
-    """Runs `python -m bench NAME FLAGS`. Returns the medians of its series by name, and what machine it was."""
+    """Runs `python -m bench NAME FLAGS`. Returns the medians of its series by name, and facts of the machine."""
     if not (_ROOT / "bench").is_dir():
         raise FileNotFoundError(f"{_ROOT} has no bench/: figures that are measured need a checkout of the repository")
     with tempfile.TemporaryDirectory(prefix="quire-paper-") as directory:

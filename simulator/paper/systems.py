@@ -1,6 +1,6 @@
 """One point of a figure: a system serves a load at one rate.
 
-All systems are the same scheduler with the same cost model. They differ in the block manager alone.
+All systems are the same scheduler with the same cost model. They differ only in the block manager.
 """
 
 import math
@@ -46,12 +46,12 @@ _MIN_REQUESTS = 40
 _MIN_SATURATING, _FILLS = 150, 10
 
 _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 1024, 2560
-"""Rows never limit. The token budget is that of the vLLM which the paper measured."""
+"""Rows never limit. The token budget is the one of the vLLM that the paper measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model on the hardware of the paper's table 1, with as many slots as the paper had. `efficiency` is that of
+    """A model on the hardware of the paper's table 1, with the paper's number of slots. `efficiency` is as in
     `Roofline`."""
 
     model: str
@@ -78,10 +78,10 @@ class Load:
     """Requests of one kind.
 
     Attributes:
-        duration_s: For how long requests come, at a rate.
-        num_saturating: How many sequences of Quire fill the pool several times; see `Job.num_saturating`.
+        duration_s: Seconds for which requests arrive at a rate.
+        num_saturating: Number of sequences that fill Quire's pool several times; see `Job.num_saturating`.
         n: Parallel samples of each request.
-        beam_width: Beams of each request instead; None samples.
+        beam_width: Beams of each request; None samples instead.
         shares_prefixes: Whether a request may take blocks that another one computed.
     """
 
@@ -99,19 +99,19 @@ class Load:
         return self.beam_width or self.n
 
     def requests(self, count: int, rate: float) -> list[LoadRequest]:
-        """With Poisson arrivals. Each turn of a conversation arrives by itself, as in the paper."""
+        """Requests with Poisson arrivals. Each turn of a conversation arrives by itself, as in the paper."""
         load = with_decoding(take(self.dataset, count, self.seed), n=self.n, beam_width=self.beam_width)
         return arriving_at(load, make_arrivals(rate).times(count, self.seed))
 
     def scaled(self, scale: float) -> Self:
-        """A load that is so much shorter."""
+        """The load shortened to the share `scale`."""
         num_saturating = max(_MIN_REQUESTS, round(self.num_saturating * scale))
         return replace(self, duration_s=self.duration_s * scale, num_saturating=num_saturating)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to simulate: one system, one load, one rate (requests a second; infinite: all at once)."""
+    """A simulation: one system, one load, one rate (requests a second; infinite: all at once)."""
 
     system: str
     setup: Setup
@@ -121,16 +121,15 @@ class Job:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
 
     def requests(self) -> list[LoadRequest]:
-        """As many as come in the load's duration at a rate."""
+        """The requests that arrive in the load's duration at the rate."""
         if math.isinf(self.rate):
             return self.load.requests(self.num_saturating, self.rate)
         return self.load.requests(max(_MIN_REQUESTS, round(self.rate * self.load.duration_s)), self.rate)
 
     @property
     def num_saturating(self) -> int:
-        """How many requests come at once where the rate is infinite: so many that they fill the pool several times. Of
-        several sequences each, or with a reservation for the longest sequence, few fit, and the more would take long.
-        """
+        """Number of requests that arrive at once at an infinite rate, enough to fill the pool several times. If
+        requests have several sequences, or reserve the longest sequence, only few fit, and more would take long."""
         width, fills = self.load.width, self.load.num_saturating
         limit = fills // width
         if self.system in (MAX, FASTER_TRANSFORMER):
@@ -141,7 +140,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Shares of the pool's slots, mean over time; the rest is free or lost to the allocator. `tokens_of_held` is the
-    share of the slots that are given out which hold a token, `saved` the share that sharing saves of what all sequences
+    share of the allocated slots that hold a token, `saved` the share that sharing saves of the slots that all sequences
     would hold without it."""
 
     tokens: float
@@ -153,15 +152,15 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a system did at one rate.
+    """The results of a system at one rate.
 
     Attributes:
         normalized_s: Mean over requests of end-to-end seconds by tokens of output.
         served_rate: Requests that ended a second, over a window: after the first tenth of the time and before the last
-            request came; where all come at once, after 35% of the time until the last one left the queue. Where none
+            request arrived; if all arrive at once, after 35% of the time until the last one left the queue. If none
             ends in it, as with loads that are too short to fill the pool, over the whole run.
-        batched: Requests that ran, mean over that window; the shares likewise.
-        preemptions: By request.
+        batched: Requests that ran, mean over that window, which the shares use too.
+        preemptions: Preemptions per request.
     """
 
     rate: float
@@ -188,8 +187,8 @@ def run(job: Job) -> Point:
         _WithCopies(job.setup.costs(job.block_size), made),
         make_blocks=make_blocks,
         look=paged_memory if job.system == QUIRE else contiguous_memory,
-        # As the paper's systems: they plan a step when the one before is over. The host's time is not modelled, which
-        # is what a second step in flight hides.
+        # As in the paper's systems, a step is planned when the one before is over. A second step in flight would hide
+        # the host's time, which is not modelled.
         max_steps_in_flight=1,
     )
     ends = _ends(simulation, made[0])
@@ -224,7 +223,7 @@ def _config(job: Job) -> SchedulerConfig:
 
 
 class _WithCopies:
-    """The costs of steps with the copies that regions take when sequences fork."""
+    """The costs of steps, plus copies of regions when sequences fork."""
 
     def __init__(self, costs: CostModel, made: Sequence[BlockManager]) -> None:
         self._costs = costs
@@ -240,7 +239,7 @@ class _WithCopies:
 
 
 def _ends(simulation: Simulation, blocks: BlockManager) -> NDArray[np.float64]:
-    """When each request was answered. The requests of a batch of FasterTransformer are answered together."""
+    """When each request was answered. FasterTransformer answers all requests of a batch together."""
     ends = np.array([life.ended for life in simulation.lives], dtype=np.float64)
     assert not np.isnan(ends).any(), [life.error for life in simulation.lives if life.error is not None][:1]
     if isinstance(blocks, RequestLevelBatches):
@@ -251,7 +250,7 @@ def _ends(simulation: Simulation, blocks: BlockManager) -> NDArray[np.float64]:
 
 
 class _Steps:
-    """The steps of the middle of a run: load is steady there."""
+    """The steps in the middle of a run, when the load is steady."""
 
     def __init__(self, simulation: Simulation, *, saturated: bool) -> None:
         began, waiting = simulation.column("began"), simulation.column("num_waiting")
@@ -264,12 +263,12 @@ class _Steps:
         self._simulation = simulation
 
     def rate(self, ends: NDArray[np.float64]) -> float:
-        """Of these times that are in the window, a second; of all where none is."""
+        """The number of these times in the window, per second; of all of them if none is in it."""
         count = np.count_nonzero((ends > self._start) & (ends <= self._end))
         return float(count / (self._end - self._start)) if count else float(len(ends) / ends.max())
 
     def mean(self, name: str) -> float:
-        """Of a column, by the time that the steps take."""
+        """The mean of a column, weighted by the duration of the steps."""
         values = self._simulation.column(name)[self._chosen]
         return float(np.average(values, weights=self._seconds))
 

@@ -20,7 +20,7 @@ _BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
 _LOADS = {"ShareGPT": sharegpt_load, "Alpaca": alpaca_load}
 _CONTEXTS = (256, 1024)
 _LOAD_SHARE = 0.95
-"""Of what is served with blocks of 16 where requests always wait: memory limits, and the queue does not grow."""
+"""Share of the rate that blocks of 16 serve if requests always wait: memory limits, and the queue does not grow."""
 
 
 def _measure_18(runner: Runner) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _measure_18(runner: Runner) -> dict[str, Any]:
 
 
 def _overhead(data: Data, context: int, size: int) -> float:
-    """Time of attention over blocks by that over contiguous memory."""
+    """Time of attention over blocks divided by the time over contiguous memory."""
     medians = data["kernel"]["medians"]
     name = f"attention, {context} tokens"
     return medians[f"{name}, blocks of {size}"] / medians[f"{name}, contiguous"]
@@ -91,7 +91,7 @@ def _section_18(data: Data) -> str:
         f"The kernel: decode of 8 rows with 40 heads of 128, bfloat16, one thread of {machine['processor']} "
         f"({machine['instruction_set']}), by its time over contiguous memory, which is one block a sequence. The paper "
         f"measures a GPU.\n\n{compared(rows, _REASON_18)}\n\n{kernel}\n\n"
-        f"Simulated, at {_LOAD_SHARE:.0%} of the rate that blocks of 16 serve where requests always wait. The paper "
+        f"Simulated, at {_LOAD_SHARE:.0%} of the rate that blocks of 16 serve if requests always wait. The paper "
         "finds 16 to 128 best for ShareGPT, and 16 and 32 for Alpaca, whose sequences are shorter than larger blocks. "
         "The cost model has no kernels that small blocks slow down, so the left end of the paper's curve is missing; "
         f"the right end follows from memory.\n\n{simulated}"
@@ -104,8 +104,8 @@ def _cells(point: Data) -> tuple[str, str]:
 
 _REASON_18 = (
     "The CPU kernel looks a block up once for all of its tokens and heads, and waits for memory meanwhile, so "
-    "tables of blocks of 4 and more cost nothing that can be measured. The paper's overhead is that of its "
-    "lookups, branches and variable lengths beside another kernel, which has none of these."
+    "tables of blocks of 4 and more have no measurable cost. The paper's overhead comes from lookups, branches and "
+    "variable lengths, and is relative to another kernel, which has none of these."
 )
 
 FIGURE_18 = Figure("fig18", "Figure 18: the attention kernel and block sizes", _measure_18, _section_18, _draw_18)
@@ -131,7 +131,7 @@ def _measure_19(runner: Runner) -> dict[str, Any]:
 
 
 def _modelled_ms(block_size: int) -> dict[str, float]:
-    """Of the cost model: a sequence goes out and comes back, or is computed again."""
+    """Milliseconds by the cost model: a sequence goes out and comes back, or is computed again."""
     costs, nothing = OPT_13B.costs(block_size), StepWork(0, 0, 0, 0, 0, 0)
     idle = costs.seconds(nothing).device
     swapped = StepWork(0, 0, 0, 0, 0, 0, swapped_blocks=2 * -(-_MOVED_TOKENS // block_size))
@@ -141,7 +141,7 @@ def _modelled_ms(block_size: int) -> dict[str, float]:
 
 
 def _real_ms(data: Data, block_size: int) -> dict[str, float]:
-    """Of this machine: twice the way to the other pool; the prefill as the scheduler plans it."""
+    """Milliseconds on this machine: twice the way to the other pool; the prefill as the scheduler plans it."""
     medians = data["real"]["medians"]
     return {
         "swap": 2 * medians[f"move, {_MOVED_TOKENS} tokens, blocks of {block_size}"],
@@ -196,8 +196,8 @@ def _section_19(data: Data) -> str:
     ]
     return (
         f"A sequence of {_MOVED_TOKENS:,} tokens leaves the pool and comes back, or is computed again. For OPT-13B the "
-        "cost model says what it takes over PCIe; on this machine llama-160m computes it, and the blocks are moved "
-        "between the worker's two pools. Served: ShareGPT at the rate that is served where requests always wait.\n\n"
+        "cost model gives the time over PCIe; on this machine llama-160m computes it, and the blocks are moved between "
+        "the worker's two pools. Served: ShareGPT at the rate that is served if requests always wait.\n\n"
         f"{compared(compared_rows, _REASON_19)}\n\n{table(head, rows)}"
     )
 
@@ -205,7 +205,7 @@ def _section_19(data: Data) -> str:
 _REASON_19 = (
     "The cost model moves blocks at the full speed of PCIe, 26 ms each way, and charges 0.9 us for each piece, so "
     "swaps of all but the smallest blocks are bound by the bytes. The paper copies each block of each layer by a "
-    "call of its own, which its small blocks wait for and its larger ones still feel. On this CPU the order is "
+    "separate call, which dominates with its small blocks and still matters with larger ones. On this CPU the order is "
     "the same, further apart: memory is near, and arithmetic is slow. Served, the two differ by little in both."
 )
 

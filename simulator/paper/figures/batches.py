@@ -1,4 +1,4 @@
-"""Figure 13: how many requests run at once."""
+"""Figure 13: the number of requests that run at once."""
 
 import math
 from dataclasses import asdict
@@ -49,7 +49,7 @@ def _draw(data: Data) -> "Picture":
 
 
 def _claims(data: Data) -> list[Comparison]:
-    """The text's: how many times as many requests Quire runs as an Orca."""
+    """The claims of the paper's text: the number of requests that Quire runs divided by an Orca's."""
     own, published = data[CHATS], PUBLISHED_BATCHES[CHATS]
     batched = {system: own[system]["saturated"]["batched"] for system in SYSTEMS}
     return [
@@ -74,9 +74,9 @@ def _section(data: Data) -> str:
     return (
         "OPT-13B. Requests that run, mean over the time in which requests come.\n\n"
         f"{compared(at_rate, _REASON_AT_RATE)}\n\n"
-        "The same where requests always wait, so that memory alone decides:\n\n"
+        "The same if requests always wait, so that only memory decides:\n\n"
         f"{compared(saturated, _REASON_SATURATED)}\n\n"
-        "The paper's text has the first picture as ratios, 2.2 and 4.3; ours are those where requests always wait:\n\n"
+        "The paper's text has the first picture as ratios, 2.2 and 4.3; ours are the ones if requests always wait:\n\n"
         f"{compared(_claims(data), _REASON_CLAIMS)}"
     )
 

@@ -1,4 +1,4 @@
-"""What one constant, fitted to one number of the paper, makes of the others."""
+"""The effect of one constant, fitted to one number of the paper, on its other numbers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,7 +14,7 @@ from simulator.paper.systems import MAX, OPT_13B, ORACLE, QUIRE, Job, Setup
 
 _TRIED = (1.0, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4)
 _TOKENS = {CHATS: 338.0, INSTRUCTIONS: 58.45}
-"""Of the paper's mean output."""
+"""Tokens of the paper's mean output."""
 _PUBLISHED_MS = {
     title: 1e3 * PUBLISHED_BATCHES[title][QUIRE] / (LOADS[title][1] * tokens) for title, tokens in _TOKENS.items()
 }
@@ -106,10 +106,10 @@ def _section(data: Data) -> str:
 _RESULT = (
     "ShareGPT follows: more than twice as many requests run. In a long run they would be 30.4, as Little's law has it; "
     "here requests come for 90 seconds, and few run at first. The ratios of rates at equal latency change little, as "
-    "both systems become slower. Alpaca does not follow: a token takes 39 ms where the paper's takes 76 ms. What the "
-    "paper's steps take beyond a share of the peaks grows with the number of sequences, as the host's time does, which "
-    "is not in the model. Nor do longer steps explain the six beams of figure 14, where the paper's ratio grows and "
-    "ours does not."
+    "both systems become slower. Alpaca does not follow: a token takes 39 ms, and the paper's takes 76 ms. The time of "
+    "the paper's steps beyond a share of the peaks grows with the number of sequences, as the host's time does, which "
+    "is not in the model. Nor do longer steps explain the six beams of figure 14, for which the paper's ratio grows "
+    "and ours does not."
 )
 
 CALIBRATED = Figure("calibrated", "The same with one fitted constant", _measure, _section)

@@ -1,4 +1,4 @@
-"""Figure 11: how long prompts and outputs are."""
+"""Figure 11: the lengths of prompts and outputs."""
 
 from typing import TYPE_CHECKING, Any
 

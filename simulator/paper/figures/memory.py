@@ -1,4 +1,4 @@
-"""What memory holds: table 1 and figure 2."""
+"""The use of memory: table 1 and figure 2."""
 
 import math
 from dataclasses import asdict
@@ -47,8 +47,8 @@ def _size_section(data: Data) -> str:
             Comparison(f"{name}: slots, thousands", slots, own["slots_k"]),
         ]
     text = (
-        "Computed from the configuration of each model and the memory of its devices, of which "
-        f"{_GPU_MEMORY_UTILIZATION:.0%} are used. The paper's slots are those of its gigabytes taken as GiB. All "
+        "Computed from the configuration of each model and the memory of its devices; "
+        f"{_GPU_MEMORY_UTILIZATION:.0%} of it is used. The paper's slots follow from its gigabytes taken as GiB. All "
         "simulations below run with the paper's number of slots, so that this difference is in none of them.\n\n"
     )
     return text + compared(rows, "")
@@ -104,8 +104,8 @@ def _share_section(data: Data) -> str:
     rows = _share_rows(data)
     text = (
         "OPT-13B, 15,700 slots, lengths of ShareGPT, always more requests waiting than fit; mean over time. Reserved "
-        "slots will hold a token, internal fragmentation never will, and what is free or lost to the rounding of the "
-        "buddy allocator counts as external.\n\n"
+        "slots will hold a token, internal fragmentation never will, and slots that are free or lost to the rounding "
+        "of the buddy allocator count as external.\n\n"
     )
     other = table(
         ["", *_parts(QUIRE, data), "requests that run", "preempted"],

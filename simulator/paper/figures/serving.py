@@ -59,7 +59,7 @@ def ratio_range(data: Data, system: str, titles: Sequence[str]) -> Range | None:
 
 
 def ratio_table(data: Data) -> str:
-    """All ratios: Quire's rate by that of each other system."""
+    """All ratios: Quire's rate divided by each other system's."""
     rows = [
         [title, system, *("-" if each is None else f"{each:.2f}" for each in (*ratio["at_levels"], ratio["saturated"]))]
         for title, panel in data.items()
@@ -70,8 +70,8 @@ def ratio_table(data: Data) -> str:
 
 LEVEL_TEXT = (
     f"Ratios are of rates at equal normalized latency, {' / '.join(f'{level:g}' for level in LEVELS)} times the lowest "
-    "of Quire in the same panel, by interpolation between the points of the curves; the last column has those of what "
-    "the systems serve where requests always wait."
+    "of Quire in the same panel, by interpolation between the points of the curves; the last column has ratios of the "
+    "rates that the systems serve if requests always wait."
 )
 
 _TITLES = {
@@ -87,8 +87,8 @@ def _measure_12(runner: Runner) -> dict[str, Any]:
 
 
 _PUBLISHED_12 = {"OPT-13B, ShareGPT": (2.0, 30.4 / (2 * 338)), "OPT-13B, Alpaca": (30.0, 132.44 / (30 * 58.45))}
-"""The paper prints no numbers of its curves. These points are those of its figure 13, by Little's law: requests that
-run by tokens a second."""
+"""The paper prints no numbers of its curves. These points follow from its figure 13, by Little's law: requests that run
+divided by tokens a second."""
 
 
 def _rows_12(data: Data) -> list[Comparison]:
@@ -164,7 +164,7 @@ def _section_14(data: Data) -> str:
 
 
 def _middle(data: Data, title: str, system: str) -> float | None:
-    """The ratio at the middle level, None where it is not reached."""
+    """The ratio at the middle level, None if it is not reached."""
     return data[title]["ratios"][system]["at_levels"][len(LEVELS) // 2]
 
 
@@ -240,7 +240,7 @@ _CHAT = "Chats"
 
 
 def _measure_17(runner: Runner) -> dict[str, Any]:
-    # Of few turns those with a short history are many; the paper's conversations are long ones.
+    # With few turns, most turns would have a short history; the paper's conversations are long.
     dataset = chat(MAX_MODEL_LEN, VOCAB_SIZE, max_prompt_len=1024, mean_turns=_MEAN_TURNS)
     load = Load(dataset, duration_s=90, num_saturating=100)
     return measure(runner, [Panel(_CHAT, OPT_13B, load, [QUIRE, *ORCAS])])

@@ -20,9 +20,9 @@ _PUBLISHED = {
     "beams, ShareGPT": (44.3, 66.3),
 }
 _SHARE = 0.6
-"""Of the loads of other figures: what is saved depends on lengths alone."""
+"""Share of the loads of other figures: the saved blocks depend only on lengths."""
 _RATES = {"Alpaca": 90.0, "ShareGPT": 2.7}
-"""Sequences a second: so few that nothing is preempted."""
+"""Sequences a second, so low that nothing is preempted."""
 
 
 def _measure(runner: Runner) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def _rows(data: Data) -> list[Comparison]:
 
 def _section(data: Data) -> str:
     text = (
-        "OPT-13B, at rates that leave some memory free. Saved is what sharing saves of the blocks that all sequences "
-        "would hold without it, mean over time. Where memory is always full more is saved: requests that are preempted "
-        "begin again, and young ones share most of what they hold. Where beams part depends on the model; here "
-        "candidates follow one another at random distances of up to 4 in their log probability. "
+        "OPT-13B, at rates that leave some memory free. Saved is the share of the blocks that all sequences would hold "
+        "without sharing, mean over time. If memory is always full, more is saved: preempted requests begin again, and "
+        "young ones share most of their blocks. The place at which beams part depends on the model; here candidates "
+        "follow one another at random distances of up to 4 in their log probability. "
         "[memory.md](../memory.md#blocks-that-sharing-saves) has quire-tiny's own beams.\n\n"
     )
     return text + compared(_rows(data), _REASON)

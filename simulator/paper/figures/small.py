@@ -1,4 +1,4 @@
-"""Not in the paper: the reservations on a real worker of this machine, beside the simulation of the same runs."""
+"""Not in the paper: the reservations on a real worker of this machine, next to the simulation of the same runs."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ _MODELS = {
 
 
 def _measure(runner: Runner) -> dict[str, Any]:
-    # One after the other, with the machine to itself: what is measured is time.
+    # One after the other, with the machine to itself, since time is measured.
     del runner
     return {model: bench("reservations", *flags) for model, flags in _MODELS.items()}
 

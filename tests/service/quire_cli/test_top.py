@@ -142,7 +142,9 @@ def test_the_charts_of_ten_minutes_fit_a_terminal_of_80_columns_and_24_lines() -
     # Tables have the lines that are left.
     for height, num_tables in ((24, 0), (28, 1), (32, 2)):
         lines = drawn(deployment, 80, height)
-        assert sum(line.startswith(("who waits at unix:", "last steps of unix:")) for line in lines) == num_tables
+        assert (
+            sum(line.startswith(("requests that wait at unix:", "last steps of unix:")) for line in lines) == num_tables
+        )
         assert "Ctrl-C ends" in lines
 
 
@@ -212,7 +214,7 @@ async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
         *command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ | {"TERM": "xterm"}
     )
     os.close(theirs)
-    assert "last steps of" in await read_until(ours, "who waits at")
+    assert "last steps of" in await read_until(ours, "requests that wait at")
     # Another size is drawn at the next picture.
     ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     await read_until(ours, "Ctrl-C ends")

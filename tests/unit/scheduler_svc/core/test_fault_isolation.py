@@ -151,7 +151,8 @@ def test_the_failure_says_how_often_the_worker_was_lost():
     assert failure.key == make_request(0).key
     assert failure.reason == "WORKER_LOST"
     assert failure.message == (
-        "the worker was lost 6 times in a row while this request ran, the last 3 times at one step of it alone"
+        "the worker was lost 6 times in a row while this request ran, the last 3 times at the same step, in which only "
+        "it ran"
     )
 
 

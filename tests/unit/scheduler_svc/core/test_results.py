@@ -162,4 +162,4 @@ def test_a_request_of_whose_step_the_worker_always_answers_nonsense_fails(num_va
         events = driver.crash(detail="one token too many")
     assert num_losses == ENOUGH
     (failure,) = events[CLIENT].failed
-    assert failure.message.endswith("at one step of it alone: one token too many")
+    assert failure.message.endswith("at the same step, in which only it ran: one token too many")
