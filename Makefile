@@ -135,7 +135,7 @@ check-compose: setup ## the compose files are what a compose parser takes
 check-kubernetes: setup ## the manifests use flags, ports and files that there are
 	$(BIN)/python -m tools.check_kubernetes
 
-bench: setup ## measure the served system against one process
+bench: setup ## run the benchmark that ARGS names, for example ARGS=core
 	$(BIN)/python -m bench $(ARGS)
 
 paper: setup ## run the paper's evaluation again and write docs/paper, or the figures that ARGS names

@@ -1,62 +1,33 @@
-"""Runs one benchmark: `python -m bench NAME [flags]`, without a name split."""
+"""Runs one benchmark: `python -m bench NAME [flags]`."""
 
 import argparse
 import importlib
 import sys
 
 BENCHMARKS = (
-    "split",
-    "core",
-    "first_tokens",
-    "sharing",
     "blocks",
-    "reservations",
-    "soak",
+    "contiguous",
+    "control",
+    "core",
+    "gpu",
+    "grammar",
     "hostile",
     "hostile_files",
-    "kills",
-    "control",
-    "gpu",
     "kernels",
+    "kills",
     "quality",
-    "perplexity",
-    "logprobs",
-    "stages",
-    "ranks",
-    "load_cost",
+    "reservations",
     "servers",
-    "grammar",
-    "recording",
-    "compiling",
-    "programs",
-    "watch",
-    "routing",
-    "routing_model",
-    "prediction",
-    "drawing",
-    "adapters",
-    "moves",
-    "fleet",
-    "contiguous",
-    "virtual_pages",
-    "speculation",
-    "copying",
-    "speculation_cost",
+    "soak",
+    "stages",
 )
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        arguments = ["split", *arguments]
-    name, *flags = arguments
-    if name not in BENCHMARKS:
-        usage = f"python -m bench {{{','.join(BENCHMARKS)}}} [flags] (none: split)"
-        parser = argparse.ArgumentParser(prog="python -m bench", usage=usage)
-        parser.add_argument("benchmark", choices=BENCHMARKS)
-        parser.parse_args(arguments)
-        return
-    # Only the one that runs: some bring torch along, whose memory and start the others must not count.
+    parser = argparse.ArgumentParser(prog="python -m bench", usage="python -m bench NAME [flags]")
+    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    name, flags = parser.parse_args(sys.argv[1:2]).name, sys.argv[2:]
+    # The others are not imported: some import torch, whose memory and start time must not be measured.
     module = importlib.import_module(f"bench.{name}")
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}", description=module.__doc__)
     module.add_arguments(parser)
