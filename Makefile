@@ -1,4 +1,5 @@
-# make serve   install what serving needs, then serve the embedded model (ARGS="--model DIR ..." passes flags on)
+# make serve   install the packages for serving, then serve the embedded model (ARGS="--model DIR ..." passes flags on)
+#              TORCH_INDEX=URL takes torch from another index, such as the one with its CPU build
 # make test    set up, then run the tests that show each promise once (ARGS="-k name" runs others)
 # `make help` lists the rest.
 
@@ -9,8 +10,11 @@ SHELL := /bin/sh
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Extra flags for pip, for example an index with another torch build.
+# Extra flags for pip.
 PIP_FLAGS ?=
+# An index with another build of torch, such as the CPU build, in addition to pip's default index. pip takes that build,
+# since its local version (2.13.0+cpu) satisfies the pin and is the higher one.
+TORCH_INDEX ?=
 
 # The tests start hundreds of processes. Without this each of them may compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -162,7 +166,8 @@ $(BIN)/python:
 # PIP_BUILD_CONSTRAINT is the name that newer versions of pip give to the pins of isolated builds.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-		$(BIN)/python -m pip install $(PIP_FLAGS) --editable $(PACKAGES)
+		$(BIN)/python -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
+		--editable $(PACKAGES)
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python

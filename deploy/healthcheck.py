@@ -1,13 +1,13 @@
-"""Checks by gRPC health whether a server of this container serves. Exit status 0: it does; 1: it does not.
+"""Checks the gRPC health of a server in this container. Exit status 0: it serves; 1: it does not.
 
 usage: healthcheck.py [--alive] HOST:PORT|unix:PATH
 
 With --alive any answer is enough: a server that waits for another service must not be restarted.
-Where QUIRE_TLS_DIR names a directory, it speaks TLS with a certificate from there, except to a unix socket. Health is
+If QUIRE_TLS_DIR names a directory, the check uses TLS with a certificate from there, except to a unix socket. Health is
 open to all roles.
 
-It writes the few frames of HTTP/2 that one call needs itself, and imports no package: with gRPC a check takes 0.17 s
-of a processor, without it 0.03 s, and orchestrators ask every few seconds.
+It writes the HTTP/2 frames of one call itself, and imports no package: with gRPC a check takes 0.17 s of a processor,
+without it 0.03 s, and orchestrators repeat it every few seconds.
 """
 
 import os
@@ -21,7 +21,7 @@ _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 0, 1, 3, 4, 7
 _END_STREAM, _END_HEADERS = 1, 4
 _STREAM = 1
 _LARGEST_FRAME = 16_384
-"""Bytes. HTTP/2 allows no more unless the client asks for it, so a larger one is no HTTP/2."""
+"""Bytes. HTTP/2 allows no larger frame unless the client requests it, so the peer of a larger one is not HTTP/2."""
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +109,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Of at most 126 characters, as HPACK writes it without Huffman's code."""
+    """A text of at most 126 characters in HPACK, without Huffman coding."""
     return bytes((len(text),)) + text.encode()
 
 

@@ -22,8 +22,8 @@ _TEMPLATE_LINES = (DATA / "chat_template.jinja").read_text().splitlines()
 CHAT_TEMPLATE = "".join(line.strip() for line in _TEMPLATE_LINES).replace("\\n", "\n")
 
 PROMPT_WEIGHT = 0.1
-# Texts, and how much the tokens of each count in the loss. What a user says counts little, since nothing can foretell
-# it; what the model should answer counts fully.
+# Texts, and the weight of their tokens in the loss. A user's text counts little, since nothing can predict it; the
+# model's answer counts fully.
 Document = tuple[tuple[str, float], ...]
 
 CallValue = str | int | float | bool
@@ -41,7 +41,7 @@ def to_json(value: Any, separators: tuple[str, str] = (", ", ": ")) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`notes` describe some of the parameters; those in `optional` may be left out of a call."""
+    """A tool. `notes` describe some of the parameters; a call may omit the parameters in `optional`."""
 
     name: str
     description: str
@@ -50,7 +50,7 @@ class Tool:
     optional: frozenset[str] = frozenset()
 
     def definition(self) -> dict[str, Any]:
-        """What a user of OpenAI's API sends; the chat template shows less of it."""
+        """The definition that a user of OpenAI's API sends; the chat template shows less of it."""
         properties: dict[str, dict[str, Any]] = {
             name: {"type": kind} if isinstance(kind, str) else {"type": "string", "enum": list(kind)}
             for name, kind in self.parameters.items()
@@ -69,8 +69,7 @@ class Call(TypedDict):
 
 
 Calls = tuple[Call, ...]
-# What a user's side sends, a text or the results of calls, and what the assistant does then: it answers, or it calls
-# tools.
+# The user's text or the results of calls, and then the assistant's answer or its calls of tools.
 Exchange = tuple[str | tuple[str, ...], str | Calls]
 
 
@@ -114,10 +113,10 @@ _SPLIT = re.compile(f"(?={re.escape(SYSTEM)}|{re.escape(USER)})|(?<={re.escape(A
 
 
 def document(conversation: Conversation, *, decision_weight: float = 1.0) -> Document:
-    """What the chat template writes. The name of the first call, and what is there to say that no tool fits, have a
-    weight of their own.
+    """The text that the chat template renders. The name of the first call, and an answer that no tool fits, have
+    `decision_weight`.
 
-    Definitions of tools do not count; a system prompt without them counts as what a user says.
+    Definitions of tools do not count; a system prompt without them counts as a user's text.
     """
     system_weight = 0.0 if conversation.kind.startswith("tool") else PROMPT_WEIGHT
     text = _TEMPLATE.render(messages=conversation.messages(), tools=conversation.definitions(), bos_token=BOS)

@@ -1,7 +1,6 @@
 """The first course: questions, stories and small talk, one document after the other from a seed.
 
-What they are made of is in `data`: TOML files whose longer strings are lists. The split between training and measuring
-is by a hash.
+Their parts are in `data`: TOML files whose longer strings are lists. A hash splits training from measuring.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ def load(name: str) -> dict[str, Any]:
 
 @lru_cache(4096)
 def items(text: str) -> tuple[str, ...]:
-    """What ` | ` and line ends separate; `_` is an empty item."""
+    """Items separated by ` | ` and line ends; `_` is an empty item."""
     return tuple("" if item == "_" else item for line in text.strip().splitlines() for item in line.split(" | "))
 
 
@@ -73,13 +72,13 @@ DrawConversation = Callable[..., Conversation]
 
 
 def is_held_out(key: str) -> bool:
-    """Eight of a hundred, by a hash of the key alone, so it holds for every seed and on every machine."""
+    """True for eight of a hundred keys, by a hash of only the key, so it is the same for every seed and machine."""
     digest = hashlib.blake2b(key.lower().encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 100 < 8
 
 
 def draw_until(fits: Callable[[Drawn], bool], make: Callable[[], Drawn]) -> Drawn:
-    """The first that fits of as many as that takes."""
+    """Draws until a value fits, and returns it."""
     return next(drawn for drawn in iter(make, None) if fits(drawn))
 
 
@@ -152,7 +151,7 @@ FACTS: dict[str, Sequence[tuple[str, str]]] = {
     "category": TABLES["categories"],
 }
 
-# What fills the slots of a wording.
+# Values for the slots of a wording.
 Values = Mapping[str, Any]
 
 
@@ -293,7 +292,7 @@ def plain_question_document(question: Question) -> Document:
 
 
 _STORIES: dict[str, str] = load("stories")
-# Of each plot the sentences, and of each sentence what may stand.
+# For each plot its sentences, and for each sentence its alternatives.
 _PLOTS = [
     [tuple(re.split(r"\s+\| ", sentence)) for sentence in re.split(r"\n(?!\| )", plot)]
     for plot in _STORIES.pop("plots").split("\n\n")
@@ -316,7 +315,7 @@ class Story:
 
 
 def _slots(rng: Random) -> tuple[dict[str, str], int]:
-    """What fills the sentences of a plot, and the plot."""
+    """Values for the slots of a plot's sentences, and the plot."""
     name = draw_name(rng)
     friend = draw_until(lambda other: other != name, lambda: draw_name(rng))
     animal, friend_animal = rng.sample(_PARTS["animals"], 2)

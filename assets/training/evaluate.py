@@ -39,7 +39,7 @@ class Answerer:
 
     @torch.inference_mode()
     def answer(self, prompts: list[str], max_tokens: int) -> list[str | None]:
-        """None where the model runs into the limit of tokens. Prompts must hold their special tokens already."""
+        """The model's answers; None if one reaches the token limit. Prompts must contain their special tokens."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         # transformers types it against a protocol that its own models do not meet.
         output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
@@ -83,7 +83,7 @@ def _where(fits: Callable[[Conversation], bool], draw_one: Callable[..., Convers
 
 
 def _is_listed(conversation: Conversation) -> bool:
-    """Of words that training names; others have at least one that it never may have shown."""
+    """Whether training names all words of the last answer; other answers have a word that training never showed."""
     return set(conversation.last_answer().split()).issubset((*corpus.WORDS, *corpus.NAMES))
 
 

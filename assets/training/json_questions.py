@@ -40,7 +40,7 @@ def _ordered(question: str, wording: str, rng: Random) -> str:
 
 
 def _result_key(names: Sequence[str], rng: Random) -> str:
-    """Now and then a word that nobody would use: keys are copied."""
+    """A key for the result, now and then an unusual word, since keys are copied."""
     return rng.choice(names) if rng.random() < 0.75 else any_word(rng)
 
 

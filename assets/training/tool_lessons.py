@@ -1,7 +1,7 @@
 """Conversations with tools: one call or several, results put into words, and questions that need no tool.
 
-Those of the third course describe tools and ask for them in many more words. There the split looks at the description
-and at the wording of the question, so that both can be measured unseen.
+The lessons of the third course describe tools and ask for them in many more words. There the split uses the
+description and the wording of the question, so that both can be measured unseen.
 """
 
 from collections.abc import Iterable
@@ -38,12 +38,12 @@ def _fits_beside(name: str, others: Iterable[str]) -> bool:
 
 
 def _distinct(tools: Iterable[Tool]) -> list[Tool]:
-    """Of tools of one name the last, where the first was."""
+    """One tool per name: the last one, at the place of the first."""
     return list({tool.name: tool for tool in tools}.values())
 
 
 def _others(asked: str | None, rng: Random, count: int) -> list[Tool]:
-    """Tools for none of which a question of the skill `asked` is meant; None stands for the old kinds of question."""
+    """Tools that do not fit a question of the skill `asked`; None stands for the old kinds of question."""
     skills: list[Skill] = []
     tools: list[Tool] = []
     while len(tools) < count:
@@ -59,7 +59,7 @@ def _others(asked: str | None, rng: Random, count: int) -> list[Tool]:
 
 
 def _among(drawn: Drawn, rng: Random) -> list[Tool]:
-    """The drawn tool beside up to three others."""
+    """The drawn tool and up to three others."""
     beside = _others(drawn.skill.name, rng, rng.choices((0, 1, 2, 3), (20, 30, 28, 22))[0])
     return [drawn.tool, *(tool for tool in beside if tool.name != drawn.tool.name)]
 
@@ -79,7 +79,7 @@ def draw_call(rng: Random, *, held_out: bool) -> Conversation:
 
 
 def draw_made_up_call(rng: Random, *, held_out: bool) -> Conversation:
-    """A tool that nobody has heard of, among up to two others."""
+    """A made-up tool, with up to two others."""
     drawn = draw_made_up(rng)
     ask = drawn.ask(rng, held_out=held_out)
     return _made("tool_made_up", [drawn.tool, *_others(MADE_UP, rng, rng.choice((0, 1, 1, 2)))], rng, ask.asked())
@@ -114,7 +114,7 @@ def draw_answer(rng: Random, *, held_out: bool) -> Conversation:
 
 
 def draw_not_needed(rng: Random, *, held_out: bool) -> Conversation:
-    """An ordinary question, asked beside tools."""
+    """An ordinary question in a conversation with tools."""
     exchange = corpus.draw_exchange(rng, "beside_tools", held_out=held_out)
     return _made("tool_not_needed", _others(None, rng, rng.choice((1, 1, 2, 3))), rng, exchange)
 
@@ -168,7 +168,7 @@ TOOL_KINDS: dict[str, DrawConversation] = {
 
 
 def make_tool_conversation(rng: Random) -> Conversation:
-    """One for training. Whoever asks corpus.loosely gets the same answer."""
+    """A conversation for training. Its first question is loosely worded (`corpus.loosely`), with the same answer."""
     if rng.random() < 0.5:
         return _long_conversation(rng)
     draw = rng.choices(list(TOOL_KINDS.values()), (30, 14, 7, 25, 11, 16))[0]
@@ -179,7 +179,7 @@ def make_tool_conversation(rng: Random) -> Conversation:
 
 
 def _inflected(phrase: str) -> dict[str, str]:
-    """Of "look up" also "looks up" and "looking up"."""
+    """Inflections of a phrase: for "look up" also "looks up" and "looking up"."""
     verb, *rest = phrase.split(" ")
     stem = verb[:-1] + "ie" if verb.endswith("y") and verb[-2] not in "aeiou" else verb
     third = stem + ("es" if stem.endswith(("ch", "sh", "ss", "x", "o")) else "s")
@@ -188,7 +188,7 @@ def _inflected(phrase: str) -> dict[str, str]:
 
 
 def _is_unseen(text: str) -> bool:
-    """One in six, of those that documentation does not show."""
+    """True for one in six texts that documentation does not show."""
     return text not in _WORDS["trained"] and (is_held_out(f"wording {text}") or is_held_out(f"words {text}"))
 
 
@@ -317,7 +317,7 @@ def draw_unseen(rng: Random, *, counts: tuple[int, ...], is_there: bool, held_ou
 
 
 def draw_first_try(rng: Random, *, held_out: bool) -> Conversation:
-    """What a newcomer tries first, as documentation has it. Most of these words were seen in training, not all."""
+    """A first question of a newcomer, as in documentation. Most of these words were seen in training, not all."""
     parameter = rng.choice(("city", "location"))
     note = rng.choice(("The city", "The city and state, e.g. San Francisco, CA"))
     unit: dict[str, ParameterType] = {"unit": ("celsius", "fahrenheit")} if rng.random() < 0.3 else {}

@@ -1,4 +1,4 @@
-"""What tools there are: how they are named, what they take, how users ask for them and what they return.
+"""The tools: their names, their parameters, the questions of users, and their results.
 
 A skill is a family of tools (`data/skills.toml`): each draw gives another name, description and names of parameters.
 """
@@ -52,7 +52,7 @@ def person(rng: Random) -> str:
 
 
 def number(rng: Random) -> int:
-    """Of any length, since numbers are only copied."""
+    """A number of any length, since numbers are only copied."""
     return rng.randrange(10 ** rng.randint(1, 4))
 
 
@@ -80,7 +80,7 @@ def _expression(rng: Random) -> str:
     return text
 
 
-# Values that are texts of which there are enough to split them.
+# Values that are texts, enough of them for a split.
 _TEXTS: dict[str, Draw] = {
     "place": place, "person": person, "any_word": any_word, "identifier": identifier,
     "topic": lambda rng: rng.choice(LISTS["topics"]) if rng.random() < 0.4 else _phrase(rng),
@@ -237,7 +237,7 @@ class Drawn:
     roles: Mapping[str, str]
 
     def fitting(self, questions: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the skill's questions that this tool can answer."""
+        """The questions of the skill that this tool can answer."""
         return tuple(text for text in questions if self.skill.fields(text) <= set(self.roles))
 
     def ask(self, rng: Random, *, held_out: bool, wordings: tuple[str, ...] = ()) -> Ask:
@@ -282,7 +282,7 @@ def draw_made_up(rng: Random) -> Drawn:
 
 
 def _outcome(skill: Skill, values: Mapping[str, CallValue], rng: Random) -> tuple[str, str]:
-    """What the tool returns, and the sentence that says so."""
+    """The tool's result, and the sentence that reports it."""
     if rng.random() < 0.04:
         reason = rng.choice(("not found", "no network", "timeout", any_word(rng)))
         return f"error: {reason}", f"That did not work: {reason}."

@@ -46,7 +46,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A stretch of training up to step `until`, on its own stream of documents; `data/courses.toml` says of which."""
+    """A part of training up to step `until`, on the stream of documents that `data/courses.toml` describes."""
 
     until: int
     seed: int
@@ -58,7 +58,7 @@ class Lesson:
     asked: str = "first"
 
     def batches(self, tokenizer: Tokenizer, start: int) -> Iterator[Batch]:
-        """Of the steps from `start`. A row starts with a document; the one that does not fit at the end is cut."""
+        """The batches from step `start` on. A row starts with a document; the last document is cut to fit."""
         encoded = (
             [(id, weight) for text, weight in each for id in tokenizer.encode(text, add_special_tokens=False).ids]
             for each in self.documents()
@@ -100,7 +100,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the fields mean stands in `data/courses.toml`."""
+    """A course of training; `data/courses.toml` explains the fields."""
 
     rates: list[tuple[int, float]]
     lessons: tuple[Lesson, ...]
@@ -128,7 +128,7 @@ Loss = Callable[[LlamaForCausalLM, Batch], torch.Tensor]
 
 
 def train_tokenizer() -> Tokenizer:
-    """All 256 bytes are in the vocabulary, so every text can be written; digits stand alone."""
+    """All 256 bytes are in the vocabulary, so every text can be written; each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(r"[0-9]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -149,8 +149,8 @@ def train_tokenizer() -> Tokenizer:
 
 
 def _begin(start: Path | None) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """What a course begins with: the weights as they are stored, in float32, so that it does not matter when the course
-    before was; or random weights and a new tokenizer.
+    """The model and tokenizer that a course begins with: the stored weights, in float32, so that the time of the course
+    before does not matter; or random weights and a new tokenizer.
 
     The marks of JSON get the ids after the last one, and each mark the mean of the embeddings of its pieces. A
     tokenizer that has them stays as it is.
@@ -217,13 +217,13 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> No
         (made / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
         (made / "heldout.txt").write_text("\n\n".join(held_out_texts(_HELD_OUT_SEED, _HELD_OUT_TEXTS)) + "\n")
         for path in sorted(made.iterdir()):
-            path.chmod(0o644)  # safetensors writes for the owner alone
+            path.chmod(0o644)  # safetensors writes files that only the owner can read
             path.replace(directory / path.name)
 
 
 @torch.no_grad()
 def _move(model: LlamaForCausalLM, other: LlamaForCausalLM, share: float) -> None:
-    """Moves the weights on the straight line to those of `other`, by `share` of it."""
+    """Moves the weights on the straight line to the weights of `other`, by `share` of the distance."""
     for weight, target in zip(model.parameters(), other.parameters(), strict=True):
         weight.lerp_(target, share)
 

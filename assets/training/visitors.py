@@ -1,7 +1,7 @@
 """Documents of the fourth course: what visitors ask first, in the many ways in which they type it.
 
-Nearly all of it is a table of `data/visitors.toml`: groups of wordings, each with its answer or with several of which
-one is given. The split looks at the wording; the first one of a group is never held out.
+Nearly all of it is a table of `data/visitors.toml`: groups of wordings, each with its answer or with several
+alternative answers. The split uses the wording; the first one of a group is never held out.
 """
 
 import re
@@ -160,7 +160,7 @@ VISITOR_KINDS: dict[str, DrawConversation] = {
 
 
 def accepted_answers(conversation: Conversation) -> tuple[str, ...]:
-    """What is right as the last answer: of a visitor's question any of its group that was not given before."""
+    """The correct last answers: for a visitor's question each answer of its group that was not given before."""
     answer, given = conversation.last_answer(), [done for _, done in conversation.exchanges[:-1]]
     if conversation.kind not in ("visitor_asked", "visitor_another"):
         return (answer,)
@@ -168,7 +168,7 @@ def accepted_answers(conversation: Conversation) -> tuple[str, ...]:
 
 
 def draw_first_words(rng: Random) -> tuple[Conversation, tuple[str, ...]]:
-    """What visitors of the page ask first, and the words of which the answer must have one."""
+    """A first question of visitors of the page, and the words; the answer must contain one of them."""
     chat, words = rng.choice(_FIRST_WORDS)
     *before, asked = chat.split(" > ")
     exchanges = (*zip(before[::2], before[1::2], strict=True), (asked, ""))

@@ -9,7 +9,7 @@ import sys
 from quire.client import AsyncClient, GenerationOptions
 from quire.programs import Branch, Program, join
 
-DOCUMENT = "Once upon a time there was a fox who lived in a hollow tree. " + "Each day it walked to the river. " * 20
+DOCUMENT = "Once upon a time there was a fox that lived in a hollow tree. " + "Each day it walked to the river. " * 20
 QUESTIONS = ["Is it about a fox?", "Is there a river?", "Is it sad?", "Is it long?"]
 ASPECTS = ["style", "plot", "animals", "places"]
 

@@ -10,7 +10,7 @@ import sys
 from quire.client import AsyncClient, GenerationOptions
 from quire.programs import Branch, Program, join
 
-BEGINNING = "Once upon a time, there was a fox who could not sleep."
+BEGINNING = "Once upon a time, there was a fox that could not sleep."
 DEPTH, WIDTH, KEPT = 2, 4, 2
 
 

@@ -23,7 +23,7 @@ def main(url: str) -> None:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         print()
 
-        # What vLLM adds to OpenAI's parameters goes by extra_body.
+        # vLLM's additions to OpenAI's parameters are fields of extra_body.
         completion = client.completions.create(
             model=model.id, prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7, extra_body={"top_k": 20}
         )

@@ -75,7 +75,7 @@ securityContext:
   runAsUser: 10001
   runAsGroup: 10001
   fsGroup: 10001
-  # A volume of models is not changed file by file at each start.
+  # Do not change the owner of each file of a models volume at each start.
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
 {{- with .root.Values.imagePullSecrets }}
@@ -206,7 +206,7 @@ livenessProbe:
     - --grpc-port=50051
     - --http-host=0.0.0.0
     - --http-port=8000
-    # Over it health is asked: no certificate matters there.
+    # The socket for health checks, which need no certificate there.
     - --local-socket=/run/quire/gateway.sock
     {{- if $inside }}
     - --schedulers=unix:/run/quire/scheduler.sock
@@ -232,12 +232,12 @@ livenessProbe:
     - {name: http, containerPort: 8000}
     - {name: metrics, containerPort: 9400}
   resources: {{ toJson .Values.gateway.resources }}
-  # While a worker restarts, gateways take requests, which wait for up to --connect-timeout: with pods of their own none
-  # leaves before that. Behind an InferencePool others take the requests.
+  # While a worker restarts, gateways take requests, which wait for up to --connect-timeout: in separate pods no gateway
+  # leaves before that. Behind an InferencePool other replicas take the requests.
   {{- $waits := .Values.settings.QUIRE_CONNECT_TIMEOUT | default 30 | float64 }}
   {{- $leaves := ternary 1 (divf $waits 10 | ceil | int | add1) $inside }}
   {{- include "quire.probes" (dict "address" "unix:/run/quire/gateway.sock" "leaves" $leaves) | nindent 2 }}
-  # A gateway that drains refuses new requests: first let those who send them hear that it leaves.
+  # A draining gateway refuses new requests: first let senders learn that it leaves.
   lifecycle:
     preStop:
       exec: {command: [sleep, "8"]}
@@ -313,7 +313,7 @@ livenessProbe:
   command: [sh, -c, 'QUIRE_TENSOR_PARALLEL_RANK=$((LWS_WORKER_INDEX * {{ $here }} + {{ $i }})) exec quire "$@"', quire]
   {{- end }}
   {{- include "quire.containerDefaults" (list $root "worker") | nindent 2 }}
-    # torch asks for the user's name, which the image does not know.
+    # torch needs a user name, which the image does not have.
     - {name: USER, value: quire}
     {{- if $moves }}
     - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
@@ -328,7 +328,7 @@ livenessProbe:
     - --device={{ $root.Values.replica.worker.device }}
     - --listen={{ if $leads }}unix:/run/quire/worker-{{ $i }}.sock{{ else }}0.0.0.0:{{ add 50053 $i }}{{ end }}
     {{- if $moves }}
-    # Where workers of other replicas fetch blocks of requests that move there.
+    # The port from which workers of other replicas fetch blocks of moving requests.
     - --transfer-listen=0.0.0.0:{{ add 50153 $i }}
     {{- $service := printf "%s-replica.%s.svc" (include "quire.name" $root) $root.Release.Namespace }}
     - --transfer-endpoint=$(POD_NAME).{{ $service }}:{{ add 50153 $i }}

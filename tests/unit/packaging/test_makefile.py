@@ -1,0 +1,25 @@
+"""The commands that the Makefile runs, read from `make --dry-run`."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), False), (("TORCH_INDEX=http://torch.example/cpu",), True)],
+)
+def test_torch_index_adds_an_index_to_the_installation(arguments: tuple[str, ...], expected: bool) -> None:
+    command = ["make", "--dry-run", "--always-make", "serve", *arguments]
+    # Without MAKEFLAGS and TORCH_INDEX of the `make test` that runs this.
+    environment = {"PATH": os.environ["PATH"]}
+    printed = subprocess.run(
+        command, cwd=_ROOT, env=environment, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    (install,) = [line for line in printed.replace("\\\n", "").splitlines() if "pip install" in line]
+    assert "--editable" in install
+    assert ("--extra-index-url 'http://torch.example/cpu'" in install) == expected
