@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from http import HTTPStatus
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from gateway.request.generator import REFUSAL_S
 from gateway.request.violations import renamed, shortened
@@ -34,6 +34,7 @@ from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)
+Entry = TypeVar("Entry")
 
 ParamNames = Callable[[str], str]
 """Maps a field name of the validator to its name in the caller's request."""
@@ -78,7 +79,7 @@ _FEW = 64
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(TypedDict):
     """`param` is the path of the invalid field, `code` is a constant for programs."""
 
     message: str
@@ -87,7 +88,7 @@ class ErrorDetail(BaseModel):
     code: str
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(TypedDict):
     """An error in OpenAI's shape."""
 
     error: ErrorDetail
@@ -136,13 +137,12 @@ class Dialect:
         return b"data: [DONE]\n\n" if self.says_done and not self.names_events else b""
 
 
-def _openai_error(answer: ErrorAnswer) -> dict[str, Any]:
+def openai_error(answer: ErrorAnswer) -> ErrorBody:
     kind = _TYPES.get(answer.status, "invalid_request_error" if answer.status < 500 else "server_error")
-    detail = ErrorDetail(message=answer.message, type=kind, param=answer.param, code=answer.code)
-    return ErrorBody(error=detail).model_dump()
+    return {"error": {"message": answer.message, "type": kind, "param": answer.param, "code": answer.code}}
 
 
-OPENAI = Dialect(_openai_error)
+OPENAI = Dialect(openai_error)
 """The dialect of OpenAI's completions and chat completions, and of all paths without their own dialect."""
 
 
@@ -250,13 +250,13 @@ def client_request_id() -> str | None:
     return _client_request_id.get()
 
 
-class LazyList(Iterable[Any]):
+class LazyList(Iterable[Entry]):
     """A list whose entries are made when they are written."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, make: Callable[[], Iterable[Entry]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Entry]:
         return iter(self._make())
 
 
@@ -273,7 +273,7 @@ def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
     yield "".join(parts).encode()
 
 
-def as_json(answer: Mapping[str, Any] | LazyList) -> bytes:
+def as_json(answer: Mapping[str, Any] | LazyList[Any]) -> bytes:
     """An object or a list as JSON. In a thread, other threads run between the pieces of long lists."""
     return "".join(_parts(answer)).encode()
 

@@ -13,9 +13,19 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from gateway.api.answers import OPENAI, as_json, error_answer, error_response
 from gateway.api.body import BodyLimits, read_model
 from gateway.api.durable_streams import last_event_id
-from gateway.api.event_shapes import ChatEvent, CompletionEvent
 from gateway.api.field_rule import FieldRule
 from gateway.api.fields import with_place_of_tool
+from gateway.api.openai.answers import (
+    CancelledRequest,
+    ChatCompletion,
+    ChatEvent,
+    Completion,
+    CompletionEvent,
+    DetokenizedText,
+    ServedModels,
+    ServedModelShape,
+    Tokens,
+)
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.conversation import kept_tools
 from gateway.api.openai.read import chat_prompt, read_request
@@ -27,18 +37,8 @@ from gateway.api.openai.schemas import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from gateway.api.openapi import ApiRoute
+from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.api.respond import respond, resumed
-from gateway.api.shapes import (
-    AnyObject,
-    CancelledRequest,
-    ChatCompletion,
-    Completion,
-    DetokenizedText,
-    ServedModels,
-    ServedModelShape,
-    Tokens,
-)
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
@@ -108,7 +108,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         body = _without_unread_switch(generator, body_limits.rule, body)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
-    async def cancel(request: Request) -> Response:
+    async def cancel(request: Request) -> CancelledRequest:
         """Ends a running request of any gateway, by its id or its answer's. Its own call ends with an error."""
         asked = request.path_params["request_id"]
         prefix, _, rest = asked.partition("-")
@@ -120,10 +120,10 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
             except NotFound:
                 if position == len(ids) - 1:
                     raise
-        return JSONResponse({"id": asked, "object": "request", "cancelled": True})
+        return {"id": asked, "object": "request", "cancelled": True}
 
     return [
-        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST", answer=CancelledRequest),
+        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST"),
         ApiRoute(
             "/v1/completions",
             completions,
@@ -165,7 +165,7 @@ def _is_of_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
+def _as_anthropic(model: ServedModelShape) -> dict[str, Any]:
     """A model as Anthropic's API describes it."""
     return {
         "type": "model",
@@ -180,7 +180,7 @@ def _as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
 def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: int) -> list[ApiRoute]:
     base, adapters = generator.model.name, generator.adapters
 
-    def described(name: str) -> dict[str, Any]:
+    def described(name: str) -> ServedModelShape:
         lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
         return {
             "id": name,
@@ -200,7 +200,8 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
         if _is_of_anthropic(request):
             ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
             return JSONResponse({"data": [_as_anthropic(each) for each in found], "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": found})
+        listed: ServedModels = {"object": "list", "data": found}
+        return JSONResponse(listed)
 
     async def model(request: Request) -> Response:
         """One model by its name."""
@@ -244,7 +245,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
             )
         except QuireError as error:
             return error_response(error_answer(error, partial(_text_param_name, kept_tools(body))))
-        answer = {
+        answer: Tokens = {
             "count": len(tokenized.token_ids),
             "max_model_len": tokenized.max_model_len,
             "tokens": tokenized.token_ids,
@@ -259,16 +260,17 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
             text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
         except QuireError as error:
             return error_response(error_answer(error, partial(_text_param_name, ())))
-        return await _json_response({"prompt": text}, len(body.tokens))
+        answer: DetokenizedText = {"prompt": text}
+        return await _json_response(answer, len(body.tokens))
 
-    async def tokenizer_info(request: Request) -> Response:
+    async def tokenizer_info(request: Request) -> AnyObject:
         """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
-        return JSONResponse(_tokenizer_info(generator.model))
+        return _tokenizer_info(generator.model)
 
     return [
         ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody, answer=Tokens),
         ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody, answer=DetokenizedText),
-        ApiRoute("/tokenizer_info", tokenizer_info, answer=AnyObject),
+        ApiRoute("/tokenizer_info", tokenizer_info),
     ]
 
 

@@ -8,6 +8,7 @@ from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Conversation
+from gateway.api.responses.answers import CancelledResponse
 from gateway.api.responses.read import (
     ITEM,
     InputBody,
@@ -90,7 +91,7 @@ class ResponseCall:
         """All that another gateway needs to run it."""
         return self._front_end_of([plain_message(each) for each in self._conversation.messages]).to_bytes(None)
 
-    def first_state(self) -> Mapping[str, Any]:
+    def first_state(self) -> CancelledResponse:
         """The response before its request is admitted."""
         return response_head(self._head, QUEUED)
 

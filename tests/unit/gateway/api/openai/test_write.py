@@ -65,7 +65,7 @@ def test_what_is_excluded_has_a_number_that_json_can_write(texts):
     for shaped in (
         completion(texts).shape(CAT[:1], [position]),
         written(chat_logprobs(texts, [position])),
-        written(prompt_logprobs(texts, [position], 1)["prompt_logprobs"]),
+        written(prompt_logprobs(texts, [position], 1)),
     ):
         assert "-9999.0" in json.dumps(shaped, allow_nan=False)
 
@@ -78,7 +78,7 @@ def test_chat_entries_have_the_token_s_bytes(texts):
 
 
 def test_prompt_entries_are_by_token_id_and_the_first_has_none(texts):
-    shaped = written(prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1)["prompt_logprobs"])
+    shaped = written(prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1))
     assert shaped == [
         None,
         {
