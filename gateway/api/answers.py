@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gateway.request.generator import REFUSAL_S
-from gateway.request.violations import renamed, shortened
+from gateway.request.violations import shortened
 from gateway.turns import Turns
 from quire import entropy
 from quire.logs import REQUEST_ID
@@ -35,9 +35,6 @@ from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
-
-ParamNames = Callable[[str], str]
-"""Maps a field name of the validator to its name in the caller's request."""
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -154,14 +151,14 @@ class HttpError(Exception):
         self.answer = answer
 
 
-def error_answer(error: Exception, names: ParamNames, request_id: str | None = None) -> ErrorAnswer:
+def error_answer(error: Exception, request_id: str | None = None) -> ErrorAnswer:
     """The response to any error. For an unexpected error it has no details, only the id under which the log has them:
     the client's own id, or `request_id`, or a new one."""
     match error:
         case HttpError(answer=answer):
             return answer
         case QuireError():
-            return _of_quire_error(renamed(error, names))
+            return _of_quire_error(error)
     found = _client_request_id.get() or request_id or entropy.random_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
     message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
@@ -208,7 +205,7 @@ def error_handlers(
             case HTTPException():
                 found = _of_http_exception(request, error)
             case _:
-                found = error_answer(error, str)
+                found = error_answer(error)
         return error_response(found, dialect_of(request.scope))
 
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
@@ -367,10 +364,8 @@ def _find_all_long(values: Iterable[Any], long: set[int]) -> bool:
 class WatchedResponse(Response):
     """A response that is cancelled, with its requests, when the client disconnects."""
 
-    def __init__(self, names: ParamNames, headers: Mapping[str, str], dialect: Dialect) -> None:
-        """`names` are the names of fields in errors."""
+    def __init__(self, headers: Mapping[str, str], dialect: Dialect) -> None:
         self.background = None
-        self._names = names
         self._headers = headers
         self._dialect = dialect
 
@@ -390,7 +385,7 @@ class WatchedResponse(Response):
         try:
             await self._make(send)
         except Exception as error:
-            await self._send_error(send, error_answer(error, self._names, self._headers.get("x-request-id")))
+            await self._send_error(send, error_answer(error, self._headers.get("x-request-id")))
 
     async def _make(self, send: Send) -> None:
         raise NotImplementedError
@@ -405,12 +400,11 @@ class WholeResponse(WatchedResponse):
     def __init__(
         self,
         make: Callable[[], AsyncGenerator[bytes, None]],
-        names: ParamNames,
         headers: Mapping[str, str],
         dialect: Dialect = OPENAI,
     ) -> None:
         """`make` yields the pieces of the body."""
-        super().__init__(names, headers, dialect)
+        super().__init__(headers, dialect)
         self._make_pieces = make
         self._has_started = False
 
@@ -455,13 +449,12 @@ class StreamedResponse(WatchedResponse):
         make: Callable[[], AsyncGenerator[bytes, None]],
         is_submitted: Callable[[], bool],
         keep_alive_s: float,
-        names: ParamNames,
         headers: Mapping[str, str],
         dialect: Dialect,
     ) -> None:
         """`make` yields one or more events at a time. `is_submitted` returns whether a scheduler has the request. After
         `keep_alive_s` without an event a comment is sent; 0 sends none."""
-        super().__init__(names, headers, dialect)
+        super().__init__(headers, dialect)
         self._make_events = make
         self._is_submitted = is_submitted
         self._keep_alive_s = keep_alive_s
@@ -471,9 +464,9 @@ class StreamedResponse(WatchedResponse):
         # Held during each write.
         self._lock = asyncio.Lock()
 
-    def use(self, dialect: Dialect, names: ParamNames) -> None:
-        """An error from now on has the form of this dialect, and these names of fields."""
-        self._dialect, self._names = dialect, names
+    def use(self, dialect: Dialect) -> None:
+        """An error from now on has the form of this dialect."""
+        self._dialect = dialect
 
     async def _make(self, send: Send) -> None:
         silence = asyncio.create_task(self._keep_alive(send))

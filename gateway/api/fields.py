@@ -2,7 +2,7 @@
 the body."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -19,9 +19,9 @@ from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 PartType = TypeVar("PartType", bound=Part)
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 """vLLM's `cache_salt`."""
-_MESSAGE = re.compile(r"messages\[(\d+)\].*")
-_TOOL = re.compile(r"tools\[(\d+)\](.*)")
-_GROUP = re.compile(r"^(sampling|stopping|output)\.")
+# Messages of the contract, whose fields a body has without them.
+_GROUP = re.compile(r"^(sampling\.beam_search|sampling|stopping|output|template_options)\.")
+_END_OF_NAME = re.compile(r"[.\[]|\Z")
 _ASSISTANT, _SYSTEM = "assistant", "system"
 TOOL_CHOICES = {
     "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
@@ -76,18 +76,32 @@ async def parse(
     return body
 
 
-def without_group(field: str) -> str:
-    """The name of a field of the validator without the message that has it: "top_p" for "sampling.top_p"."""
-    return _GROUP.sub("", field)
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names that fields of the validator have in a body. A field without a name of its own has the validator's,
+    without the message of the contract: "top_p" for "sampling.top_p".
+
+    Attributes:
+        begins: Names of fields. What is in such a field has the same path in the body behind this name.
+        whole: Names of fields whose parts are no fields of the body.
+    """
+
+    begins: Mapping[str, str]
+    whole: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __call__(self, field: str) -> str:
+        field = field.removeprefix("chat.")
+        for end in reversed([match.start() for match in _END_OF_NAME.finditer(field)]):
+            if (name := self.whole.get(field[:end])) is not None:
+                return name
+            if (name := self.begins.get(field[:end])) is not None:
+                return name + field[end:]
+        return _GROUP.sub("", field)
 
 
-def with_place_of_tool(field: str, places: Sequence[str]) -> str:
-    """A field of the validator whose tool is named by its place in the body. `places` are those of the prompt's tools,
-    of which a body may have more, since some are left out."""
-    match = _TOOL.fullmatch(field)
-    if match is None or int(match[1]) >= len(places):
-        return field
-    return f"{places[int(match[1])]}{match[2]}"
+def numbered(name: str, places: Iterable[str]) -> dict[str, str]:
+    """Names of the entries of a list of the validator by their places in the body, which may have more entries."""
+    return {f"{name}[{position}]": place for position, place in enumerate(places)}
 
 
 def schema_text(schema: Mapping[str, Any] | None) -> str | None:
@@ -219,23 +233,12 @@ class Conversation:
     def ends_with_answer(self) -> bool:
         return bool(self._drafts) and self._drafts[-1].role == _ASSISTANT
 
-    def path_of(self, field: str) -> str | None:
-        """The place in the body of the message that has a field such as "messages[3].content"; None for other
-        fields."""
-        match = _MESSAGE.fullmatch(field)
-        if match is None:
-            return None
-        position = int(match[1])
-        if self._instructions and not self._joins_instructions(self.messages):
-            position -= 1
-        if position < 0:
-            return "instructions"
-        position -= len(self._earlier)
-        return self._earlier_path if position < 0 else self._drafts[position].path
-
     @property
-    def last_path(self) -> str:
-        return self._drafts[-1].path
+    def paths(self) -> list[str]:
+        """The places in the body of the messages of `prompt`."""
+        is_apart = self._instructions and not self._joins_instructions(self.messages)
+        earlier = [self._earlier_path] * len(self._earlier)
+        return [*(["instructions"] if is_apart else ()), *earlier, *(draft.path for draft in self._drafts)]
 
     def _joins_instructions(self, messages: Sequence[ChatMessage]) -> bool:
         return bool(messages) and messages[0].role == _SYSTEM

@@ -73,7 +73,7 @@ class TextService:
         try:
             return len((await self.tokenize(model, prompt, add_special_tokens=False)).token_ids)
         except QuireError as error:
-            raise renamed(error, lambda field: name(field.removeprefix("chat."))) from error
+            raise renamed(error, name) from error
 
     async def detokenize(self, model: str | None, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """The text of token ids.

@@ -210,7 +210,7 @@ class EnvelopeMiddleware:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            answer = error_answer(error, str)
+            answer = error_answer(error)
             if not has_started:
                 await send_answer(send_with_headers, answer, dialect=_dialect_of(scope))
         finally:
@@ -330,7 +330,7 @@ class AuthMiddleware:
                 if access.shows_page(scope):
                     return await access.refusal(error)(scope, receive, send)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
-                return await send_answer(send, error_answer(error, str), extra, _dialect_of(scope))
+                return await send_answer(send, error_answer(error), extra, _dialect_of(scope))
         return await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller:

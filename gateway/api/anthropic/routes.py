@@ -16,8 +16,8 @@ from gateway.api.anthropic.read import (
     MessageBody,
     TokensBody,
     conversation_of,
+    names_of,
     options_of,
-    param_name,
     parse_body,
     prompt_of,
 )
@@ -25,6 +25,7 @@ from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
 from gateway.api.body import BodyLimits, read_body, validated
 from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.field_rule import FieldRule
+from gateway.api.fields import Names
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
 from gateway.replicas.live import LiveRequest
@@ -95,8 +96,8 @@ class MessageCall:
         fields = body.model_dump(mode="json", by_alias=True, exclude_none=True)
         return FrontEnd(_API, self.id, 0, self._model, fields, {}).to_bytes()
 
-    def param_name(self, position: int, field: str) -> str:
-        return param_name(self._body, self._conversation, field)
+    def names(self, position: int) -> Names:
+        return names_of(self._body, self._conversation)
 
     async def keep(self) -> None:
         """No answer of this API is stored."""
@@ -125,7 +126,7 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         conversation = conversation_of(body)
         is_told = _is_told_to_think(generator, body_limits.rule, body)
         prompt = prompt_of(body, conversation, is_told_to_think=is_told)
-        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, body, conversation))
+        count = await texts.count_tokens(body.model or None, prompt, names_of(body, conversation))
         return {"input_tokens": count}
 
     return [

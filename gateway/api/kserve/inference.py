@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from gateway.api.answers import as_json
 from gateway.api.field_rule import FieldRule
-from gateway.api.openai.read import body_of, completion_options, param_name
+from gateway.api.openai.read import body_of, completion_options, names_of
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import logprobs_by_token_id
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
@@ -393,7 +393,7 @@ class Inference:
 
     def path(self, position: int, field: str) -> str:
         """The path of a field of the validator, for the prompt at `position`."""
-        name = param_name(self.body, field)
+        name = names_of(self.body)(field)
         return self.text_input.element(position) if name == "prompt" else self.sampling.path(name)
 
 

@@ -186,7 +186,7 @@ def _in_protocol(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(routes, request)
         except (HttpError, QuireError) as error:
-            return error_response(error_answer(error, str), DIALECT)
+            return error_response(error_answer(error), DIALECT)
 
     return answer
 
@@ -251,7 +251,7 @@ class _KServeRoutes:
                 headers.update({_BINARY_HEADER: str(size), "content-type": _BINARY})
             yield answer
 
-        return WholeResponse(make, str, headers, DIALECT)
+        return WholeResponse(make, headers, DIALECT)
 
     @_in_protocol
     async def generate(self, request: Request) -> Response:
@@ -264,7 +264,7 @@ class _KServeRoutes:
             count_answer(len(answer))
             yield answer
 
-        return WholeResponse(make, str, {}, DIALECT)
+        return WholeResponse(make, {}, DIALECT)
 
     @_in_protocol
     async def generate_stream(self, request: Request) -> Response:
@@ -276,7 +276,7 @@ class _KServeRoutes:
                 async for piece in pieces:
                     yield DIALECT.event(_generated_json(piece.infer_response))
 
-        return StreamedResponse(make, lambda: True, self._keep_alive_s, str, {}, DIALECT)
+        return StreamedResponse(make, lambda: True, self._keep_alive_s, {}, DIALECT)
 
     @_in_protocol
     async def config(self, request: Request) -> AnyObject:

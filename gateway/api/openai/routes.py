@@ -1,20 +1,19 @@
 """The paths of OpenAI's API, and of vLLM's for tokens."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from gateway.api.answers import OPENAI, as_json, error_answer, error_response
+from gateway.api.answers import OPENAI, as_json
 from gateway.api.body import BodyLimits, read_model
 from gateway.api.durable_streams import last_event_id
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import with_place_of_tool
+from gateway.api.fields import Names, numbered
 from gateway.api.openai.answers import (
     CancelledRequest,
     ChatCompletion,
@@ -44,6 +43,7 @@ from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
 from gateway.request.validation import find_model
+from gateway.request.violations import renamed
 from gateway.types import ChatPrompt, TextPrompt
 from quire.rpc.errors import NotFound, QuireError, Unimplemented, invalid_field
 
@@ -55,7 +55,7 @@ _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 _NOT_SHOWN = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
 )
-_PARAMS = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
+_NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
 def openai_routes(
@@ -244,7 +244,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
                 body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
             )
         except QuireError as error:
-            return error_response(error_answer(error, partial(_text_param_name, kept_tools(body))))
+            raise renamed(error, Names(_NAMES | numbered("tools", kept_tools(body)))) from error
         answer: Tokens = {
             "count": len(tokenized.token_ids),
             "max_model_len": tokenized.max_model_len,
@@ -259,7 +259,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
         try:
             text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
         except QuireError as error:
-            return error_response(error_answer(error, partial(_text_param_name, ())))
+            raise renamed(error, Names(_NAMES)) from error
         answer: DetokenizedText = {"prompt": text}
         return await _json_response(answer, len(body.tokens))
 
@@ -302,12 +302,6 @@ def _plain(value: Any) -> Any:
         case list():
             return [_plain(each) for each in value]
     return value
-
-
-def _text_param_name(tools: Sequence[str], field: str) -> str:
-    """The name that a field of the text service has in a body; `tools` are the places of the body's."""
-    head, bracket, rest = with_place_of_tool(field.removeprefix("chat."), tools).partition("[")
-    return _PARAMS.get(head, head) + bracket + rest
 
 
 def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt:

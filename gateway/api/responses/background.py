@@ -191,7 +191,7 @@ class BackgroundResponses:
         except QuireError as error:
             if after == had:
                 raise
-            yield _EVENTS.event(error_event(error_answer(error, str), after + 1))
+            yield _EVENTS.event(error_event(error_answer(error), after + 1))
         finally:
             news.num_readers -= 1
             if not news.num_readers:
@@ -335,7 +335,7 @@ class BackgroundResponses:
                     admitted = generator.admitted(options, CallParameters(), memory=memory)
                     live = await stack.enter_async_context(admitted)
                 except QuireError as error:
-                    raise renamed(error, partial(call.param_name, 0)) from error
+                    raise renamed(error, call.names(0)) from error
                 await _give(live, tokens)
                 generator.start(live)
                 shaper = await call.shaper(generator, [live])

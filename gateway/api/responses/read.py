@@ -19,15 +19,15 @@ from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
+    Names,
     Salt,
     as_parts,
     effort_arguments,
     make_tool,
+    numbered,
     parse,
     schema_text,
     tag_of,
-    with_place_of_tool,
-    without_group,
 )
 from gateway.api.openai.constraint_fields import (
     ConstraintFields,
@@ -53,19 +53,11 @@ _MAX_METADATA = 16
 # A limit of the list; OpenAI has fewer names.
 _MAX_INCLUDE = 32
 _MAX_EFFORT = 64
-_RENAMED = {
-    "stopping.max_tokens": "max_output_tokens",
-    "output.logprobs": "top_logprobs",
-    "output.prediction": "prediction.content",
-    "messages": "input",
-    "tool_choice.mode": "tool_choice",
-}
 # Those but the seed; the fields have the same names in the contract.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     "thinking_token_budget",
 )
-_ALLOWED = "tool_choice.allowed"
 _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
 
@@ -555,20 +547,22 @@ def _tool_of(tool: FunctionTool | CustomTool) -> Tool:
     return make_tool(tool.name, tool.description, tool.parameters, tool.strict)
 
 
-def param_name(body: InputBody, conversation: Conversation, field: str) -> str:
-    """The name in the body of a field of the validator."""
-    field = with_place_of_tool(field, [*_kept_tools(body)])
-    if (path := conversation.path_of(field)) is not None:
-        return path
-    if field.startswith("response_format"):
-        return "text.format"
-    if field.startswith("sampling.constraint"):
-        return "structured_outputs"
-    if field.startswith("template_options"):
-        return "reasoning.effort"
-    if field.startswith(_ALLOWED):
-        return f"tool_choice.tools{field.removeprefix(_ALLOWED)}"
-    return _RENAMED.get(field) or without_group(field)
+def names_of(body: InputBody, conversation: Conversation) -> Names:
+    """The names that fields of the validator have in the body."""
+    begins = {
+        "messages": "input",
+        "output.logprobs": "top_logprobs",
+        "output.prediction": "prediction.content",
+        "stopping.max_tokens": "max_output_tokens",
+        "tool_choice.allowed": "tool_choice.tools",
+        "tool_choice.mode": "tool_choice",
+    }
+    whole = {
+        "response_format": "text.format",
+        "sampling.constraint": "structured_outputs",
+        "template_options": "reasoning.effort",
+    }
+    return Names(begins | numbered("tools", _kept_tools(body)), whole | numbered("messages", conversation.paths))
 
 
 def _tool_choice(choice: str | ToolChoiceObject | None) -> ToolChoice | None:

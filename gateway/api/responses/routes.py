@@ -27,7 +27,7 @@ from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
     InputBody,
     ResponseBody,
-    param_name,
+    names_of,
     parse_body,
     prompt_of,
 )
@@ -138,7 +138,7 @@ class _ResponseRoutes:
         field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
         read = partial(self._background.events, current_caller().tenant, response_id, number, field)
         headers = {"x-request-id": response_id}
-        return StreamedResponse(read, lambda: True, self._keep_alive_s, str, headers, _dialect(number))
+        return StreamedResponse(read, lambda: True, self._keep_alive_s, headers, _dialect(number))
 
     async def retrieve(self, request: Request) -> Response:
         """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
@@ -192,7 +192,7 @@ class _ResponseRoutes:
         body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
         conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
-        count = await self._texts.count_tokens(body.model or None, prompt, partial(param_name, body, conversation))
+        count = await self._texts.count_tokens(body.model or None, prompt, names_of(body, conversation))
         return {"object": "response.input_tokens", "input_tokens": count}
 
 

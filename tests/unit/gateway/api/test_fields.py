@@ -77,15 +77,15 @@ def test_instructions_stand_before_all_messages_and_join_a_system_message(instru
     conversation.add("input[0]", "user", ["c"])
     assert len(conversation.messages) == 3
     shift = 0 if instructions is None else 1
-    assert conversation.path_of(f"messages[{1 + shift}].content") == "previous"
-    assert conversation.path_of(f"messages[{2 + shift}].content") == "input[0]"
+    assert conversation.paths[1 + shift] == "previous"
+    assert conversation.paths[2 + shift] == "input[0]"
     if instructions is not None:
         assert conversation.prompt[0] == ChatMessage("system", instructions)
-        assert conversation.path_of("messages[0].content") == "instructions"
+        assert conversation.paths[0] == "instructions"
 
     with_system = Conversation(instructions=instructions)
     with_system.add_system("input[0]", ["Be kind.", "Be short."])
     with_system.add_system("input[1]", ["Now."])
     own = "Be kind.\nBe short.\n\nNow."
     assert [message.content for message in with_system.prompt] == [f"{instructions}\n\n{own}" if instructions else own]
-    assert with_system.path_of("messages[0].content") == "input[0]"
+    assert with_system.paths[0] == "input[0]"
