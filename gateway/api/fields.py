@@ -13,7 +13,8 @@ from gateway.api.body import BodyLimits, load_json, validated, validated_by_turn
 from gateway.api.field_rule import Part
 from gateway.request.violations import Violations
 from gateway.turns import Turns
-from gateway.types import ChatMessage
+from gateway.types import ChatMessage, Prompt, RequestOptions, write
+from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
 PartType = TypeVar("PartType", bound=Part)
@@ -102,6 +103,32 @@ class Names:
 def numbered(name: str, places: Iterable[str]) -> dict[str, str]:
     """Names of the entries of a list of the validator by their places in the body, which may have more entries."""
     return {f"{name}[{position}]": place for position, place in enumerate(places)}
+
+
+def options_of(body: Part, prompt: Prompt | None, request_id: str, **own: Any) -> RequestOptions:
+    """The request of a checked body with this prompt. A field of the body with the name of a parameter is that
+    parameter; `own` has the parameters for which that does not hold."""
+    groups = {"sampling": SamplingParameters(), "stopping": StoppingParameters(), "output": OutputOptions()}
+    as_written: dict[str, Any] = {}
+    for group, message in groups.items():
+        for name in message.DESCRIPTOR.fields_by_name:
+            value = own[name] if name in own else _meant(name, getattr(body, name, None))
+            write(message, f"{group}.{name}", value, as_written)
+    # Some programs send an empty name if they do not know the model.
+    model, cache_salt = getattr(body, "model", None) or None, getattr(body, "cache_salt", None)
+    return RequestOptions(prompt, model, **groups, as_written=as_written, request_id=request_id, cache_salt=cache_salt)
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Converts vLLM's values for "all tokens", which many of its clients send by default, "no seed" and "no limit"."""
+    match name, value:
+        case "top_k", -1:
+            return 0
+        case "seed" | "thinking_token_budget", -1:
+            return None
+        case "stop", str():
+            return [value]
+    return value
 
 
 def schema_text(schema: Mapping[str, Any] | None) -> str | None:

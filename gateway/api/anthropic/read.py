@@ -3,13 +3,14 @@
 A message of the user may have results of tools besides its text; in a chat each of them is a separate message.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
-from gateway.api import field_rule
+from gateway.api import field_rule, fields
 from gateway.api.body import BodyLimits
 from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
@@ -27,11 +28,9 @@ from gateway.api.fields import (
     tag_of,
 )
 from gateway.request.violations import Violations, shortened
-from gateway.types import ChatPrompt, Clamp, RequestOptions, write
-from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingParameters
+from gateway.types import ChatPrompt, Clamp, RequestOptions
+from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
-
-_BUDGET = "sampling.thinking_token_budget"
 
 
 class TextBlock(Part):
@@ -388,25 +387,17 @@ def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think:
 
 def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> RequestOptions:
     """The request of a checked body with its prompt."""
-    as_written: dict[str, Any] = {}
-    sampling, stopping = SamplingParameters(), StoppingParameters()
-    for name in ("temperature", "top_p", "top_k"):
-        write(sampling, f"sampling.{name}", getattr(body, name), as_written)
-    if body.thinking is not None and body.thinking.type == "enabled":
-        write(sampling, _BUDGET, body.thinking.budget_tokens, as_written)
-    write(stopping, "stopping.max_tokens", body.max_tokens, as_written)
-    write(stopping, "stopping.stop", body.stop_sequences, as_written)
-    return RequestOptions(
+    thinking = body.thinking
+    options = fields.options_of(
+        body,
         prompt,
-        body.model or None,
-        sampling,
-        stopping,
-        as_written=as_written,
-        request_id=request_id,
-        cache_salt=body.cache_salt,
-        # Agents ask for as much as Anthropic's models write.
-        clamp=Clamp.ALWAYS,
+        request_id,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        thinking_token_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
     )
+    # Agents ask for as much as Anthropic's models write.
+    return dataclasses.replace(options, clamp=Clamp.ALWAYS)
 
 
 def names_of(body: TokensBody, conversation: Conversation) -> Names:
@@ -414,7 +405,7 @@ def names_of(body: TokensBody, conversation: Conversation) -> Names:
     tools = numbered("tools", _shown_tools(body))
     begins = {
         "stopping.stop": "stop_sequences",
-        _BUDGET: "thinking.budget_tokens",
+        "sampling.thinking_token_budget": "thinking.budget_tokens",
         "tool_choice.mode": "tool_choice.type",
         **tools,
         **{f"{tool}.parameters": f"{place}.input_schema" for tool, place in tools.items()},

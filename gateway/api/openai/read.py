@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from gateway.api.body import BodyLimits, read_body, validated
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import LongList, Names, numbered, parse
+from gateway.api.fields import LongList, Names, numbered, options_of, parse
 from gateway.api.openai.constraint_fields import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -38,7 +38,7 @@ from gateway.request.limits import MAX_TIME_TO_LIVE_MS
 from gateway.request.violations import Violations
 from gateway.types import ChatPrompt, Clamp, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
 from quire.common.v1 import common_pb2
-from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
+from quire.common.v1.common_pb2 import SamplingParameters
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -54,8 +54,6 @@ _EARLY_STOPPING = {
 }
 _DEFAULT_RETENTION, _RETENTION = "5m", re.compile(r"([1-9][0-9]{0,6})([smh])")
 _UNIT_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
-# Fields with the same name and meaning in bodies and in the contract.
-_SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
 
 
 async def read_request(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
@@ -182,32 +180,26 @@ def _options(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> RequestOptions:
-    as_written: dict[str, Any] = {}
-    stopping = StoppingParameters(
-        ignore_eos=bool(body.ignore_eos), include_stop_string=bool(body.include_stop_str_in_output)
+    options = options_of(
+        body,
+        prompt,
+        request_id,
+        max_tokens=max_tokens,
+        include_stop_string=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        include_special_tokens=body.skip_special_tokens is False,
+        logprobs=logprobs,
+        prediction=body.prediction and body.prediction.text,
+        prompt_logprobs=prompt_logprobs,
     )
-    write(stopping, "stopping.max_tokens", max_tokens, as_written)
-    write(stopping, "stopping.min_tokens", body.min_tokens, as_written)
-    write(stopping, "stopping.stop", [body.stop] if isinstance(body.stop, str) else body.stop, as_written)
-    write(stopping, "stopping.stop_token_ids", body.stop_token_ids, as_written)
-    output = OutputOptions(include_special_tokens=body.skip_special_tokens is False)
-    write(output, "output.logprobs", logprobs, as_written)
-    write(output, "output.logprob_token_ids", body.logprob_token_ids, as_written)
-    write(output, "output.prediction", body.prediction and body.prediction.text, as_written)
-    write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
-    return RequestOptions(
-        prompt=prompt,
-        # Some programs send an empty name if they do not know the model.
-        model=body.model or None,
-        sampling=_sampling(body, as_written),
-        stopping=stopping,
-        output=output,
+    as_written = dict(options.as_written)
+    _add_sampling(body, options.sampling, as_written)
+    return dataclasses.replace(
+        options,
         as_written=as_written,
-        cache_salt=body.cache_salt,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
-        request_id=request_id,
         retain_ms=_hinted_retention_ms(body),
         expected_tokens=_hinted_length(body),
         # In vLLM's API lower values run earlier, in Quire's higher ones.
@@ -243,20 +235,8 @@ def _hinted_retention_ms(body: GenerationBody) -> int | None:
     return min(int(found[1]) * _UNIT_MS[found[2]], MAX_TIME_TO_LIVE_MS)
 
 
-def meant(name: str, value: Any) -> Any:
-    """Converts vLLM's values for "all tokens", which many of its clients send by default, "no seed" and "no limit"."""
-    match name, value:
-        case "top_k", -1:
-            return 0
-        case "seed" | "thinking_token_budget", -1:
-            return None
-    return value
-
-
-def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParameters:
-    sampling = SamplingParameters()
-    for name in _SAMPLING & body.model_fields_set:
-        write(sampling, f"sampling.{name}", meant(name, getattr(body, name)), as_written)
+def _add_sampling(body: GenerationBody, sampling: SamplingParameters, as_written: dict[str, Any]) -> None:
+    """Adds what the body has in another form."""
     if isinstance(body, CompletionBody) and (constraint := constraint_of(body)) is not None:
         sampling.constraint.CopyFrom(constraint)
     if body.seed not in (None, -1):
@@ -269,4 +249,3 @@ def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParam
         beam_search.early_stopping = _EARLY_STOPPING[body.early_stopping]
         write(beam_search, f"{path}.beam_width", 1 if width is None else width, as_written)
         write(beam_search, f"{path}.length_penalty", body.length_penalty, as_written)
-    return sampling
