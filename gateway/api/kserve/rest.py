@@ -412,25 +412,14 @@ def _request_message(body: InferBody, request: Request, rule: FieldRule, binary:
 
 def _tensor(violations: Violations, field: str, tensor: InputTensor) -> pb.ModelInferRequest.InferInputTensor:
     values = [value for each in tensor.data for value in (each if isinstance(each, list) else [each])]
-    contents = pb.InferTensorContents()
     expected = bool if tensor.datatype == "BOOL" else str
     for place, value in enumerate(values):
         if not isinstance(value, expected):
             wanted = "true or false" if expected is bool else "a string"
             violations.add(f"{field}.data[{place}]", f"must be {wanted} in a tensor of {tensor.datatype}")
             break
-    else:
-        if expected is bool:
-            contents.bool_contents.extend(bool(value) for value in values)
-        else:
-            contents.bytes_contents.extend(str(value).encode() for value in values)
-    return pb.ModelInferRequest.InferInputTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=tensor.shape,
-        parameters=_parameters(violations, f"{field}.", tensor.parameters),
-        contents=contents,
-    )
+    elements = [value if isinstance(value, bool) else value.encode() for value in values]
+    return _message(violations, field, tensor, elements)
 
 
 def _binary_tensor(
@@ -439,12 +428,16 @@ def _binary_tensor(
     values = values_of_bytes(tensor.datatype, data)
     if values is None:
         violations.add(field, f"has bytes that are not a sequence of elements of {shortened(tensor.datatype)}")
-    contents = pb.InferTensorContents()
-    for value in values or ():
-        if isinstance(value, bool):
-            contents.bool_contents.append(value)
-        else:
-            contents.bytes_contents.append(value)
+    return _message(violations, field, tensor, values or ())
+
+
+def _message(
+    violations: Violations, field: str, tensor: InputTensor, elements: Sequence[bytes | bool]
+) -> pb.ModelInferRequest.InferInputTensor:
+    contents = pb.InferTensorContents(
+        bool_contents=[each for each in elements if isinstance(each, bool)],
+        bytes_contents=[each for each in elements if not isinstance(each, bool)],
+    )
     return pb.ModelInferRequest.InferInputTensor(
         name=tensor.name,
         datatype=tensor.datatype,

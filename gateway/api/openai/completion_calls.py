@@ -17,7 +17,7 @@ from gateway.api.openai.read import (
     names_of,
 )
 from gateway.api.openai.schemas import UNION_TYPES, ChatBody, CompletionBody, GenerationBody
-from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
+from gateway.api.openai.write import ChatShaper, CompletionShaper, head_of
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
@@ -42,7 +42,7 @@ class _Call:
     def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
         self.id = f"{prefix}-{body.request_id or _new_id()}"
         self.streams = bool(body.stream)
-        self._head = Head(self.id, int(clock.unix_s()), model)
+        self._head = head_of(self.id, int(clock.unix_s()), model)
         # The id of the request, by which it can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
         self._is_durable = bool(body.durable)
@@ -52,10 +52,10 @@ class _Call:
         if not self._is_durable:
             return b""
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return FrontEnd(body.api, self.id, self._head.created, self._head.model, fields, {}).to_bytes()
+        return FrontEnd(body.api, self.id, self._head["created"], self._head["model"], fields, {}).to_bytes()
 
     def _be_as(self, kept: FrontEnd) -> Self:
-        self.id, self._head = kept.id, Head(kept.id, kept.created, kept.model)
+        self.id, self._head = kept.id, head_of(kept.id, kept.created, kept.model)
         return self
 
     async def keep(self) -> None:

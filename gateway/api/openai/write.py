@@ -6,7 +6,6 @@ an approximation.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, TypeVar
 
@@ -41,22 +40,9 @@ LOWEST = -9999.0
 _ROLE: Literal["assistant"] = "assistant"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+def head_of(id: str, created: int, model: str) -> answers.Head:
     """The first fields of every answer and every chunk of a call. `created` is in seconds since the Unix epoch."""
-
-    id: str
-    created: int
-    model: str
-
-    @property
-    def fields(self) -> answers.Head:
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-        }
+    return {"id": id, "created": created, "model": model, "system_fingerprint": SYSTEM_FINGERPRINT}
 
 
 def as_chunk(sequence: GeneratedSequence) -> Chunk:
@@ -287,7 +273,7 @@ def _finite(logprob: float) -> float:
 class ChatShaper:
     """The answer to a chat request; each sequence is one assistant message."""
 
-    def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts) -> None:
+    def __init__(self, head: answers.Head, body: ChatBody, live: LiveRequest, texts: TokenTexts) -> None:
         self._head = head
         self._body = body
         self._live = live
@@ -317,7 +303,7 @@ class ChatShaper:
         ]
         return {
             "object": "chat.completion",
-            **self._head.fields,
+            **self._head,
             "choices": choices,
             "usage": usage_fields([usage]),
             **of_prompt(self._texts, self._body, self._live),
@@ -425,7 +411,7 @@ class ChatShaper:
         return chat_logprobs(self._shown_texts, logprobs, shows_chosen=bool(self._body.logprob_token_ids))
 
     def _chunk(self, choices: list[answers.ChatChunkChoice]) -> answers.ChatCompletionChunk:
-        return {"object": "chat.completion.chunk", **self._head.fields, "choices": choices}
+        return {"object": "chat.completion.chunk", **self._head, "choices": choices}
 
 
 def _call_delta(call: answers.ToolCallDeltaShape) -> answers.ChatDelta:
@@ -442,7 +428,7 @@ class CompletionShaper:
 
     def __init__(
         self,
-        head: Head,
+        head: answers.Head,
         body: CompletionBody,
         prompts: Sequence[Prompt | None],
         echoes: Sequence[str],
@@ -468,7 +454,7 @@ class CompletionShaper:
         usages = [usage for _, usage in results]
         return {
             "object": "text_completion",
-            **self._head.fields,
+            **self._head,
             "choices": LazyList(lambda: self._whole_choices(results)),
             "usage": self._usage(usages),
             **request_metrics(self._body, self._live, usages),
@@ -519,7 +505,7 @@ class CompletionShaper:
             yield {**self._chunk([]), **metrics}
 
     def _chunk(self, choices: list[answers.CompletionChunkChoice]) -> answers.CompletionChunk:
-        return {"object": "text_completion", **self._head.fields, "choices": choices}
+        return {"object": "text_completion", **self._head, "choices": choices}
 
     def _index(self, position: int, sequence_index: int) -> int:
         return position * len(self._choices[position]) + sequence_index
