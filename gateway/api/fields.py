@@ -106,14 +106,16 @@ def numbered(name: str, places: Iterable[str]) -> dict[str, str]:
 
 
 def options_of(body: Part, prompt: Prompt | None, request_id: str, **own: Any) -> RequestOptions:
-    """The request of a checked body with this prompt. A field of the body with the name of a parameter is that
-    parameter; `own` has the parameters for which that does not hold."""
+    """The request of a checked body with this prompt. A field that the body's type declares under the name of a
+    parameter is that parameter; `own` has the parameters for which that does not hold."""
     groups = {"sampling": SamplingParameters(), "stopping": StoppingParameters(), "output": OutputOptions()}
     as_written: dict[str, Any] = {}
     for group, message in groups.items():
         for name in message.DESCRIPTOR.fields_by_name:
-            value = own[name] if name in own else _meant(name, getattr(body, name, None))
-            write(message, f"{group}.{name}", value, as_written)
+            if name in own:
+                write(message, f"{group}.{name}", own[name], as_written)
+            elif name in type(body).model_fields:
+                write(message, f"{group}.{name}", _meant(name, getattr(body, name)), as_written)
     # Some programs send an empty name if they do not know the model.
     model, cache_salt = getattr(body, "model", None) or None, getattr(body, "cache_salt", None)
     return RequestOptions(prompt, model, **groups, as_written=as_written, request_id=request_id, cache_salt=cache_salt)

@@ -133,6 +133,7 @@ def is_echo_alone(body: CompletionBody) -> bool:
 def names_of(body: GenerationBody, prompt: str = "prompt") -> Names:
     """The names that fields of the validator have in the body; `prompt` is the prompt's."""
     begins = {
+        "prompt": prompt,
         "text": prompt,
         "token_ids.ids": prompt,
         "stopping.include_stop_string": "include_stop_str_in_output",

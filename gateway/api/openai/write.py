@@ -302,8 +302,8 @@ class ChatShaper:
             for sequence in sequences
         ]
         return {
-            "object": "chat.completion",
             **self._head,
+            "object": "chat.completion",
             "choices": choices,
             "usage": usage_fields([usage]),
             **of_prompt(self._texts, self._body, self._live),
@@ -411,7 +411,7 @@ class ChatShaper:
         return chat_logprobs(self._shown_texts, logprobs, shows_chosen=bool(self._body.logprob_token_ids))
 
     def _chunk(self, choices: list[answers.ChatChunkChoice]) -> answers.ChatCompletionChunk:
-        return {"object": "chat.completion.chunk", **self._head, "choices": choices}
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
 
 def _call_delta(call: answers.ToolCallDeltaShape) -> answers.ChatDelta:
@@ -453,8 +453,8 @@ class CompletionShaper:
     def whole(self, results: Sequence[Result]) -> answers.Completion:
         usages = [usage for _, usage in results]
         return {
-            "object": "text_completion",
             **self._head,
+            "object": "text_completion",
             "choices": LazyList(lambda: self._whole_choices(results)),
             "usage": self._usage(usages),
             **request_metrics(self._body, self._live, usages),
@@ -505,7 +505,7 @@ class CompletionShaper:
             yield {**self._chunk([]), **metrics}
 
     def _chunk(self, choices: list[answers.CompletionChunkChoice]) -> answers.CompletionChunk:
-        return {"object": "text_completion", **self._head, "choices": choices}
+        return {**self._head, "object": "text_completion", "choices": choices}
 
     def _index(self, position: int, sequence_index: int) -> int:
         return position * len(self._choices[position]) + sequence_index
