@@ -13,6 +13,8 @@ from gateway.api.answers import ErrorBody
 
 
 class TokenCounts(TypedDict):
+    """The usage so far, with `continuous_usage_stats`: the number of cached tokens is known only at the end."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -178,8 +180,7 @@ class ChunkUsage(TypedDict, total=False):
 
 
 class _Chunk(Head, ChunkUsage):
-    """With `include_usage`, `usage` is null until the last chunk, which has no choices; with `continuous_usage_stats`
-    it is the usage so far, without the number of cached tokens, which is known only at the end."""
+    """With `include_usage`, `usage` is null until the last chunk, which has no choices."""
 
 
 class ChunkOfPrompt(TypedDict, total=False):

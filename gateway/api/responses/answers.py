@@ -158,38 +158,37 @@ class InputTokens(TypedDict):
     input_tokens: int
 
 
-class _Event(TypedDict):
+class Numbered(TypedDict):
     """Events are numbered from 0."""
 
     sequence_number: int
 
 
-StateType = Literal[
-    "response.created",
-    "response.queued",
-    "response.in_progress",
-    "response.completed",
-    "response.incomplete",
-    "response.failed",
-]
-
-
-class ResponseStateEvent(_Event):
+class ResponseStateEvent(Numbered):
     """The last event of a stream is `completed` or `incomplete`, with the whole response; in the background it may also
     be `failed`, and for a cancelled response it is `incomplete`."""
 
-    type: StateType
+    type: Literal[
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
     response: ResponseObject
 
 
-class OutputItemEvent(_Event):
-    type: Literal["response.output_item.added", "response.output_item.done"]
+class AtItem(Numbered):
     output_index: int
+
+
+class OutputItemEvent(AtItem):
+    type: Literal["response.output_item.added", "response.output_item.done"]
     item: OutputItem
 
 
-class InItem(_Event):
-    output_index: int
+class InItem(AtItem):
     item_id: str
 
 
@@ -240,7 +239,7 @@ class CustomToolCallInputDone(InItem):
     input: str
 
 
-class ResponseErrorEvent(_Event):
+class ResponseErrorEvent(Numbered):
     """The last event of a stream that failed, with OpenAI's documented fields, and `error`, for which clients raise."""
 
     type: Literal["error"]

@@ -7,7 +7,7 @@ the last event has the whole response.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.answers import ErrorAnswer, openai_error
@@ -160,14 +160,14 @@ class ResponseShaper:
     def begin(self) -> Iterable[answers.ResponseEvent]:
         """In the background it is queued first; `under_way` is then what its first output begins with."""
         if self._head.is_background:
-            yield self._state_event("response.created", self.state(QUEUED))
-            yield self._state_event("response.queued", self.state(QUEUED))
+            yield {"type": "response.created", **self._numbered(), "response": self.state(QUEUED)}
+            yield {"type": "response.queued", **self._numbered(), "response": self.state(QUEUED)}
             return
-        yield self._state_event("response.created", self.state(_IN_PROGRESS))
+        yield {"type": "response.created", **self._numbered(), "response": self.state(_IN_PROGRESS)}
         yield from self.under_way()
 
     def under_way(self) -> Iterable[answers.ResponseEvent]:
-        yield self._state_event("response.in_progress", self.state(_IN_PROGRESS))
+        yield {"type": "response.in_progress", **self._numbered(), "response": self.state(_IN_PROGRESS)}
 
     def state(self, status: str) -> answers.ResponseObject:
         """The response before its end."""
@@ -194,31 +194,23 @@ class ResponseShaper:
 
     def end(self, usages: Sequence[Usage]) -> Iterable[answers.ResponseStateEvent]:
         response = self._ended(self._blocks.all, self._reason, usages[0])
-        yield self._state_event(
-            "response.incomplete" if response["status"] == _INCOMPLETE else "response.completed", response
-        )
+        kind = "response.incomplete" if response["status"] == _INCOMPLETE else "response.completed"
+        yield {"type": kind, **self._numbered(), "response": response}
 
     def error_event(self, answer: ErrorAnswer) -> answers.ResponseErrorEvent:
         """The event of an error that ends the stream."""
-        return error_event(answer, self._number())
+        return error_event(answer, self._numbered()["sequence_number"])
 
-    def _number(self) -> int:
+    def _numbered(self) -> answers.Numbered:
         """The number of the next event."""
         self._num_events += 1
-        return self._num_events - 1
+        return {"sequence_number": self._num_events - 1}
 
-    def _state_event(self, type: answers.StateType, response: answers.ResponseObject) -> answers.ResponseStateEvent:
-        return {"type": type, "sequence_number": self._number(), "response": response}
-
-    def _item_event(
-        self, type: Literal["response.output_item.added", "response.output_item.done"], block: Block, status: str
-    ) -> answers.ResponseEvent:
-        item = self._item(block, status)
-        return {"type": type, "sequence_number": self._number(), "output_index": block.position, "item": item}
+    def _at_item(self, block: Block) -> answers.AtItem:
+        return {**self._numbered(), "output_index": block.position}
 
     def _in_item(self, block: Block) -> answers.InItem:
-        """The place of the next event."""
-        return {"sequence_number": self._number(), "output_index": block.position, "item_id": self._item_id(block)}
+        return {**self._at_item(block), "item_id": self._item_id(block)}
 
     def _in_part(self, block: Block) -> answers.InPart:
         return {**self._in_item(block), "content_index": 0}
@@ -229,7 +221,8 @@ class ResponseShaper:
         step, block, text = event
         match step, block.kind:
             case Step.BEGIN, kind:
-                yield self._item_event("response.output_item.added", block, _IN_PROGRESS)
+                item = self._item(block, _IN_PROGRESS)
+                yield {"type": "response.output_item.added", **self._at_item(block), "item": item}
                 if kind is not BlockKind.TOOL_CALL:
                     yield {"type": "response.content_part.added", **self._in_part(block), "part": self._part(block)}
             case Step.ADD, BlockKind.TEXT:
@@ -263,7 +256,8 @@ class ResponseShaper:
         if step is Step.END:
             if block.kind is not BlockKind.TOOL_CALL:
                 yield {"type": "response.content_part.done", **self._in_part(block), "part": self._part(block)}
-            yield self._item_event("response.output_item.done", block, _status(self._reason))
+            item = self._item(block, _status(self._reason))
+            yield {"type": "response.output_item.done", **self._at_item(block), "item": item}
 
     def _item(self, block: Block, status: str, logprobs: Iterable[ChatTokenLogprob] = ()) -> answers.OutputItem:
         """A block as an item. In progress it has no content yet."""
