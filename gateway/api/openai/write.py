@@ -7,7 +7,7 @@ an approximation.
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Literal
 
 from gateway.api.answers import LazyList
 from gateway.api.custom_tools import InputPieces, custom_input
@@ -33,7 +33,6 @@ from quire.common.v1.common_pb2 import StoppingParameters
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.version import VERSION
 
-Entry = TypeVar("Entry")
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
 # Stands for -infinity, the log probability of excluded tokens, which JSON does not have. Clients know this value.
 LOWEST = -9999.0
@@ -159,30 +158,38 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = text_offset
 
-    def shape(self, token_ids: TokenIds, logprobs: Iterable[PositionLogprobs | None]) -> answers.CompletionLogprobs:
-        """The entry for the next tokens of the choice. A token without log probability, such as the first of a prompt,
-        has null.
+    def keys(self, token_ids: TokenIds) -> Iterator[str]:
+        return (self._texts.key_of(int(token_id)) for token_id in token_ids)
 
-        The lists must be written before the next call, since they are consumed lazily and count characters.
-        """
-        return {
-            "tokens": LazyList(lambda: (self._texts.key_of(int(token_id)) for token_id in token_ids)),
-            "token_logprobs": LazyList(lambda: (entry and _finite(entry.chosen.logprob) for entry in logprobs)),
-            "top_logprobs": LazyList(lambda: map(self._top, logprobs)),
-            "text_offset": LazyList(lambda: self._offsets(token_ids)),
-        }
-
-    def _offsets(self, token_ids: TokenIds) -> Iterator[int]:
+    def offsets(self, token_ids: TokenIds) -> Iterator[int]:
+        """Where the next tokens of the choice begin in its text."""
         for token_id in token_ids:
             yield self._offset
             self._offset += len(self._detokenizer.push(int(token_id)))
 
-    def _top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
+    def top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
         """The most likely tokens, and the chosen token if it is not one of them."""
         if entry is None:
             return None
         top = {self._texts.key_of(each.token_id): _finite(each.logprob) for each in entry.top[: self._num_top]}
         return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
+
+
+LogprobsPart = tuple[CompletionLogprobs, TokenIds, Iterable[PositionLogprobs | None]]
+"""The next tokens of a choice with their log probabilities; None for a token without one, as the first of a prompt."""
+
+
+def completion_logprobs(*parts: LogprobsPart) -> answers.CompletionLogprobs:
+    """The entry for the next tokens of a choice, part by part. Its lists must be written before the next call, since
+    they are consumed lazily and count characters."""
+    return {
+        "tokens": LazyList(lambda: chain.from_iterable(each.keys(ids) for each, ids, _ in parts)),
+        "token_logprobs": LazyList(
+            lambda: (entry and _finite(entry.chosen.logprob) for _, _, entries in parts for entry in entries)
+        ),
+        "top_logprobs": LazyList(lambda: (each.top(entry) for each, _, entries in parts for entry in entries)),
+        "text_offset": LazyList(lambda: chain.from_iterable(each.offsets(ids) for each, ids, _ in parts)),
+    }
 
 
 def chat_logprobs(
@@ -577,21 +584,11 @@ class _Choice:
     def _shape(self, chunk: Chunk) -> answers.CompletionLogprobs | None:
         if self._logprobs is None:
             return None
-        shaped = self._logprobs.shape(chunk.token_ids, chunk.logprobs)
+        part: LogprobsPart = self._logprobs, chunk.token_ids, chunk.logprobs
         if self._prompt_logprobs is None:
-            return shaped if chunk.token_ids else None
+            return completion_logprobs(part) if chunk.token_ids else None
         # The first token of a prompt has no log probability.
-        prompt = self._prompt_logprobs.shape(
-            self._live.request.prompt_token_ids, LazyList(lambda: chain([None], self._live.prompt_logprobs))
-        )
+        entries = LazyList(lambda: chain([None], self._live.prompt_logprobs))
+        prompt: LogprobsPart = self._prompt_logprobs, self._live.request.prompt_token_ids, entries
         self._prompt_logprobs = None
-        return {
-            "tokens": _joined(prompt["tokens"], shaped["tokens"]),
-            "token_logprobs": _joined(prompt["token_logprobs"], shaped["token_logprobs"]),
-            "top_logprobs": _joined(prompt["top_logprobs"], shaped["top_logprobs"]),
-            "text_offset": _joined(prompt["text_offset"], shaped["text_offset"]),
-        }
-
-
-def _joined(first: Iterable[Entry], second: Iterable[Entry]) -> LazyList[Entry]:
-    return LazyList(lambda: chain(first, second))
+        return completion_logprobs(prompt, part)

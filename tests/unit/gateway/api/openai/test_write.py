@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gateway.api.answers import as_json
-from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.replicas.events import Logprob, PositionLogprobs
 from gateway.text.tokenizer import TokenTexts
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
@@ -32,7 +32,7 @@ class Completion:
         self._shaper = shaper
 
     def shape(self, token_ids, logprobs):
-        return written(self._shaper.shape(token_ids, logprobs))
+        return written(completion_logprobs((self._shaper, token_ids, logprobs)))
 
 
 def completion(texts, num_top=1, **fields) -> Completion:
