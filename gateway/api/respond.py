@@ -8,8 +8,8 @@ client has it, and a client that disconnects ends its requests.
 import asyncio
 import dataclasses
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, AnswerForm, CallMemory
 from gateway.request.generator import Generator, Result, answer_event, events, results_of, running
-from gateway.request.violations import renamed
+from gateway.request.violations import renamed, renaming
 from gateway.types import RequestOptions
 from quire.rpc.errors import QuireError
 
@@ -118,11 +118,11 @@ async def whole_answer(generator: Generator, call: Call, priority: int) -> bytes
 
 async def _whole(generator: Generator, call: Call, priority: int | None = None) -> AsyncGenerator[bytes, None]:
     """The body in pieces. The memory of the answer is counted until the client has taken it."""
-    with _named(call):
+    with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     if priority is not None:
         requests = [dataclasses.replace(each, priority=priority, priority_sign=1) for each in requests]
-    with _named(call), generator.call_memory(IN_PIECES) as memory:
+    with renaming(lambda: call.names(0)), generator.call_memory(IN_PIECES) as memory:
         async with _running(generator, call, requests, memory) as live:
             shaper = await call.shaper(generator, live)
             results = await results_of(live)
@@ -145,10 +145,10 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
 
 async def _stream(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
     """The events. The requests are added to `running_now` when they run."""
-    with _named(call):
+    with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     durable_id = requests[0].request_id if requests[0].front_end else None
-    with _named(call), generator.call_memory(call.stream_form) as memory:
+    with renaming(lambda: call.names(0)), generator.call_memory(call.stream_form) as memory:
         async with _running(generator, call, requests, memory) as live:
             running_now += live
             shaper = await call.shaper(generator, live)
@@ -216,7 +216,7 @@ async def _rest(
         shaper = await call.shaper(generator, [live])
         running_now.append(live)
         writer = EventWriter(call.dialect, last.request_id, last.number + 1)
-        with _named(call):
+        with renaming(lambda: call.names(0)):
             async with aclosing(_events(call, shaper, [live], writer)) as written:
                 async for each in written:
                     if each:
@@ -235,12 +235,3 @@ def _running(
 def _refusal(call: Call, position: int, error: QuireError) -> HttpError:
     """The answer to an error of the request at `position`, with the body's names of fields."""
     return HttpError(error_answer(renamed(error, call.names(position))))
-
-
-@contextmanager
-def _named(call: Call) -> Iterator[None]:
-    """Errors have the body's names of fields."""
-    try:
-        yield
-    except QuireError as error:
-        raise renamed(error, call.names(0)) from error

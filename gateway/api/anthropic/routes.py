@@ -32,6 +32,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
+from gateway.request.violations import renaming
 from gateway.types import RequestOptions
 from quire import entropy
 
@@ -126,8 +127,9 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         conversation = conversation_of(body)
         is_told = _is_told_to_think(generator, body_limits.rule, body)
         prompt = prompt_of(body, conversation, is_told_to_think=is_told)
-        count = await texts.count_tokens(body.model or None, prompt, names_of(body, conversation))
-        return {"input_tokens": count}
+        with renaming(lambda: names_of(body, conversation)):
+            tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        return {"input_tokens": len(tokenized.token_ids)}
 
     return [
         ApiRoute(

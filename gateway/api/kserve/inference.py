@@ -29,11 +29,10 @@ from gateway.request.counting import (
     num_values_in,
 )
 from gateway.request.generator import Result
-from gateway.request.violations import Violations, renamed, shortened
+from gateway.request.violations import Violations, renaming, shortened
 from gateway.text.tokenizer import TokenTexts
 from gateway.types import RequestOptions, TextPrompt
 from quire.inference import open_inference_pb2 as pb
-from quire.rpc.errors import QuireError
 
 Value = bytes | bool
 Element = bytes | int | float
@@ -281,11 +280,9 @@ class SamplingFields:
 
     def body(self, rule: FieldRule) -> CompletionBody:
         """Raises InvalidArgument: a parameter is refused by `rule`, or of the wrong type."""
-        try:
+        with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
             return body_of(CompletionBody, self.values, rule, "kserve")
-        except QuireError as error:
-            raise renamed(error, self.path) from error
 
 
 def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -> SamplingFields:

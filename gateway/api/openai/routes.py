@@ -43,9 +43,9 @@ from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
 from gateway.request.validation import find_model
-from gateway.request.violations import renamed
+from gateway.request.violations import renaming
 from gateway.types import ChatPrompt, TextPrompt
-from quire.rpc.errors import NotFound, QuireError, Unimplemented, invalid_field
+from quire.rpc.errors import NotFound, Unimplemented, invalid_field
 
 # This many tokens are written in less than a millisecond.
 _FEW = 4096
@@ -239,12 +239,10 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or of a conversation."""
         body = await read_request(TokenizeBody, request, body_limits)
-        try:
+        with renaming(lambda: Names(_NAMES | numbered("tools", kept_tools(body)))):
             tokenized = await texts.tokenize(
                 body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
             )
-        except QuireError as error:
-            raise renamed(error, Names(_NAMES | numbered("tools", kept_tools(body)))) from error
         answer: Tokens = {
             "count": len(tokenized.token_ids),
             "max_model_len": tokenized.max_model_len,
@@ -256,10 +254,8 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
         body = await read_request(DetokenizeBody, request, body_limits)
-        try:
+        with renaming(lambda: Names(_NAMES)):
             text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
-        except QuireError as error:
-            raise renamed(error, Names(_NAMES)) from error
         answer: DetokenizedText = {"prompt": text}
         return await _json_response(answer, len(body.tokens))
 

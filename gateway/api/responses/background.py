@@ -40,7 +40,7 @@ from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.body_memory import count_answer, keep_memory
 from gateway.request.generator import Generator
 from gateway.request.prepare import CallParameters
-from gateway.request.violations import renamed
+from gateway.request.violations import renaming
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
 from quire import entropy
@@ -331,11 +331,9 @@ class BackgroundResponses:
         options.sampling.seed = row.seed
         with generator.call_memory(STREAMED_AND_REPEATED) as memory:
             async with AsyncExitStack() as stack:
-                try:
+                with renaming(lambda: call.names(0)):
                     admitted = generator.admitted(options, CallParameters(), memory=memory)
                     live = await stack.enter_async_context(admitted)
-                except QuireError as error:
-                    raise renamed(error, call.names(0)) from error
                 await _give(live, tokens)
                 generator.start(live)
                 shaper = await call.shaper(generator, [live])

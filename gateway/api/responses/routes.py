@@ -36,6 +36,7 @@ from gateway.api.responses.write import ResponseHead, cancelled_response, error_
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
+from gateway.request.violations import renaming
 from quire import clock
 from quire.rpc.errors import InvalidArgument, invalid_field
 
@@ -192,8 +193,9 @@ class _ResponseRoutes:
         body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
         conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
-        count = await self._texts.count_tokens(body.model or None, prompt, names_of(body, conversation))
-        return {"object": "response.input_tokens", "input_tokens": count}
+        with renaming(lambda: names_of(body, conversation)):
+            tokenized = await self._texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        return {"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)}
 
 
 def _dialect(after: int) -> Dialect:
