@@ -16,27 +16,25 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from http import HTTPStatus
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from gateway.request.generator import REFUSAL_S
-from gateway.request.violations import renamed, shortened
+from gateway.request.violations import shortened
 from gateway.turns import Turns
 from quire import entropy
 from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)
-
-ParamNames = Callable[[str], str]
-"""Maps a field name of the validator to its name in the caller's request."""
+Entry = TypeVar("Entry")
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -78,7 +76,7 @@ _FEW = 64
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(TypedDict):
     """`param` is the path of the invalid field, `code` is a constant for programs."""
 
     message: str
@@ -87,7 +85,7 @@ class ErrorDetail(BaseModel):
     code: str
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(TypedDict):
     """An error in OpenAI's shape."""
 
     error: ErrorDetail
@@ -136,13 +134,12 @@ class Dialect:
         return b"data: [DONE]\n\n" if self.says_done and not self.names_events else b""
 
 
-def _openai_error(answer: ErrorAnswer) -> dict[str, Any]:
+def openai_error(answer: ErrorAnswer) -> ErrorBody:
     kind = _TYPES.get(answer.status, "invalid_request_error" if answer.status < 500 else "server_error")
-    detail = ErrorDetail(message=answer.message, type=kind, param=answer.param, code=answer.code)
-    return ErrorBody(error=detail).model_dump()
+    return {"error": {"message": answer.message, "type": kind, "param": answer.param, "code": answer.code}}
 
 
-OPENAI = Dialect(_openai_error)
+OPENAI = Dialect(openai_error)
 """The dialect of OpenAI's completions and chat completions, and of all paths without their own dialect."""
 
 
@@ -154,14 +151,14 @@ class HttpError(Exception):
         self.answer = answer
 
 
-def error_answer(error: Exception, names: ParamNames, request_id: str | None = None) -> ErrorAnswer:
+def error_answer(error: Exception, request_id: str | None = None) -> ErrorAnswer:
     """The response to any error. For an unexpected error it has no details, only the id under which the log has them:
     the client's own id, or `request_id`, or a new one."""
     match error:
         case HttpError(answer=answer):
             return answer
         case QuireError():
-            return _of_quire_error(renamed(error, names))
+            return _of_quire_error(error)
     found = _client_request_id.get() or request_id or entropy.random_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
     message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
@@ -208,7 +205,7 @@ def error_handlers(
             case HTTPException():
                 found = _of_http_exception(request, error)
             case _:
-                found = error_answer(error, str)
+                found = error_answer(error)
         return error_response(found, dialect_of(request.scope))
 
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
@@ -250,13 +247,13 @@ def client_request_id() -> str | None:
     return _client_request_id.get()
 
 
-class LazyList(Iterable[Any]):
+class LazyList(Iterable[Entry]):
     """A list whose entries are made when they are written."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, make: Callable[[], Iterable[Entry]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Entry]:
         return iter(self._make())
 
 
@@ -273,7 +270,7 @@ def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
     yield "".join(parts).encode()
 
 
-def as_json(answer: Mapping[str, Any] | LazyList) -> bytes:
+def as_json(answer: Mapping[str, Any] | LazyList[Any]) -> bytes:
     """An object or a list as JSON. In a thread, other threads run between the pieces of long lists."""
     return "".join(_parts(answer)).encode()
 
@@ -367,10 +364,8 @@ def _find_all_long(values: Iterable[Any], long: set[int]) -> bool:
 class WatchedResponse(Response):
     """A response that is cancelled, with its requests, when the client disconnects."""
 
-    def __init__(self, names: ParamNames, headers: Mapping[str, str], dialect: Dialect) -> None:
-        """`names` are the names of fields in errors."""
+    def __init__(self, headers: Mapping[str, str], dialect: Dialect) -> None:
         self.background = None
-        self._names = names
         self._headers = headers
         self._dialect = dialect
 
@@ -390,7 +385,7 @@ class WatchedResponse(Response):
         try:
             await self._make(send)
         except Exception as error:
-            await self._send_error(send, error_answer(error, self._names, self._headers.get("x-request-id")))
+            await self._send_error(send, error_answer(error, self._headers.get("x-request-id")))
 
     async def _make(self, send: Send) -> None:
         raise NotImplementedError
@@ -405,12 +400,11 @@ class WholeResponse(WatchedResponse):
     def __init__(
         self,
         make: Callable[[], AsyncGenerator[bytes, None]],
-        names: ParamNames,
         headers: Mapping[str, str],
         dialect: Dialect = OPENAI,
     ) -> None:
         """`make` yields the pieces of the body."""
-        super().__init__(names, headers, dialect)
+        super().__init__(headers, dialect)
         self._make_pieces = make
         self._has_started = False
 
@@ -455,13 +449,12 @@ class StreamedResponse(WatchedResponse):
         make: Callable[[], AsyncGenerator[bytes, None]],
         is_submitted: Callable[[], bool],
         keep_alive_s: float,
-        names: ParamNames,
         headers: Mapping[str, str],
         dialect: Dialect,
     ) -> None:
         """`make` yields one or more events at a time. `is_submitted` returns whether a scheduler has the request. After
         `keep_alive_s` without an event a comment is sent; 0 sends none."""
-        super().__init__(names, headers, dialect)
+        super().__init__(headers, dialect)
         self._make_events = make
         self._is_submitted = is_submitted
         self._keep_alive_s = keep_alive_s
@@ -471,9 +464,9 @@ class StreamedResponse(WatchedResponse):
         # Held during each write.
         self._lock = asyncio.Lock()
 
-    def use(self, dialect: Dialect, names: ParamNames) -> None:
-        """An error from now on has the form of this dialect, and these names of fields."""
-        self._dialect, self._names = dialect, names
+    def use(self, dialect: Dialect) -> None:
+        """An error from now on has the form of this dialect."""
+        self._dialect = dialect
 
     async def _make(self, send: Send) -> None:
         silence = asyncio.create_task(self._keep_alive(send))

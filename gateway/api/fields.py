@@ -2,7 +2,7 @@
 the body."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -13,15 +13,16 @@ from gateway.api.body import BodyLimits, load_json, validated, validated_by_turn
 from gateway.api.field_rule import Part
 from gateway.request.violations import Violations
 from gateway.turns import Turns
-from gateway.types import ChatMessage
+from gateway.types import ChatMessage, Prompt, RequestOptions, write
+from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
 PartType = TypeVar("PartType", bound=Part)
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 """vLLM's `cache_salt`."""
-_MESSAGE = re.compile(r"messages\[(\d+)\].*")
-_TOOL = re.compile(r"tools\[(\d+)\](.*)")
-_GROUP = re.compile(r"^(sampling|stopping|output)\.")
+# Messages of the contract, whose fields a body has without them.
+_GROUP = re.compile(r"^(sampling\.beam_search|sampling|stopping|output|template_options)\.")
+_END_OF_NAME = re.compile(r"[.\[]|\Z")
 _ASSISTANT, _SYSTEM = "assistant", "system"
 TOOL_CHOICES = {
     "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
@@ -76,18 +77,60 @@ async def parse(
     return body
 
 
-def without_group(field: str) -> str:
-    """The name of a field of the validator without the message that has it: "top_p" for "sampling.top_p"."""
-    return _GROUP.sub("", field)
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names that fields of the validator have in a body. A field without a name of its own has the validator's,
+    without the message of the contract: "top_p" for "sampling.top_p".
+
+    Attributes:
+        begins: Names of fields. What is in such a field has the same path in the body behind this name.
+        whole: Names of fields whose parts are no fields of the body.
+    """
+
+    begins: Mapping[str, str]
+    whole: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __call__(self, field: str) -> str:
+        field = field.removeprefix("chat.")
+        for end in reversed([match.start() for match in _END_OF_NAME.finditer(field)]):
+            if (name := self.whole.get(field[:end])) is not None:
+                return name
+            if (name := self.begins.get(field[:end])) is not None:
+                return name + field[end:]
+        return _GROUP.sub("", field)
 
 
-def with_place_of_tool(field: str, places: Sequence[str]) -> str:
-    """A field of the validator whose tool is named by its place in the body. `places` are those of the prompt's tools,
-    of which a body may have more, since some are left out."""
-    match = _TOOL.fullmatch(field)
-    if match is None or int(match[1]) >= len(places):
-        return field
-    return f"{places[int(match[1])]}{match[2]}"
+def numbered(name: str, places: Iterable[str]) -> dict[str, str]:
+    """Names of the entries of a list of the validator by their places in the body, which may have more entries."""
+    return {f"{name}[{position}]": place for position, place in enumerate(places)}
+
+
+def options_of(body: Part, prompt: Prompt | None, request_id: str, **own: Any) -> RequestOptions:
+    """The request of a checked body with this prompt. A field that the body's type declares under the name of a
+    parameter is that parameter; `own` has the parameters for which that does not hold."""
+    groups = {"sampling": SamplingParameters(), "stopping": StoppingParameters(), "output": OutputOptions()}
+    as_written: dict[str, Any] = {}
+    for group, message in groups.items():
+        for name in message.DESCRIPTOR.fields_by_name:
+            if name in own:
+                write(message, f"{group}.{name}", own[name], as_written)
+            elif name in type(body).model_fields:
+                write(message, f"{group}.{name}", _meant(name, getattr(body, name)), as_written)
+    # Some programs send an empty name if they do not know the model.
+    model, cache_salt = getattr(body, "model", None) or None, getattr(body, "cache_salt", None)
+    return RequestOptions(prompt, model, **groups, as_written=as_written, request_id=request_id, cache_salt=cache_salt)
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Converts vLLM's values for "all tokens", which many of its clients send by default, "no seed" and "no limit"."""
+    match name, value:
+        case "top_k", -1:
+            return 0
+        case "seed" | "thinking_token_budget", -1:
+            return None
+        case "stop", str():
+            return [value]
+    return value
 
 
 def schema_text(schema: Mapping[str, Any] | None) -> str | None:
@@ -219,23 +262,12 @@ class Conversation:
     def ends_with_answer(self) -> bool:
         return bool(self._drafts) and self._drafts[-1].role == _ASSISTANT
 
-    def path_of(self, field: str) -> str | None:
-        """The place in the body of the message that has a field such as "messages[3].content"; None for other
-        fields."""
-        match = _MESSAGE.fullmatch(field)
-        if match is None:
-            return None
-        position = int(match[1])
-        if self._instructions and not self._joins_instructions(self.messages):
-            position -= 1
-        if position < 0:
-            return "instructions"
-        position -= len(self._earlier)
-        return self._earlier_path if position < 0 else self._drafts[position].path
-
     @property
-    def last_path(self) -> str:
-        return self._drafts[-1].path
+    def paths(self) -> list[str]:
+        """The places in the body of the messages of `prompt`."""
+        is_apart = self._instructions and not self._joins_instructions(self.messages)
+        earlier = [self._earlier_path] * len(self._earlier)
+        return [*(["instructions"] if is_apart else ()), *earlier, *(draft.path for draft in self._drafts)]
 
     def _joins_instructions(self, messages: Sequence[ChatMessage]) -> bool:
         return bool(messages) and messages[0].role == _SYSTEM

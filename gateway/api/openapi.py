@@ -6,22 +6,22 @@ import html
 import http.client
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from gateway.api.answers import HTTP_STATUSES, ErrorBody
-from gateway.api.shapes import AnyObject
 from quire.version import VERSION
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready", "/version"})
 """Load balancers and supervisors request these, and they have no keys."""
 METRICS_PATH = "/metrics"
+AnyObject = dict[str, Any]
 _SCHEMAS = "#/components/schemas/"
 _PAGE_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Quire</title>
 <style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto } td { padding: 0 1em 0 0 }</style>
@@ -34,6 +34,8 @@ _STATUSES = frozenset({401, 403, 404, 500})
 
 class ApiRoute(Route):
     """A route with its description for callers.
+
+    An endpoint that returns no Response answers its value as JSON; its annotation is then the type of the answer.
 
     Attributes:
         body: The type of its request's body; None where it has none.
@@ -51,14 +53,14 @@ class ApiRoute(Route):
         endpoint: Callable[..., Any],
         *,
         method: Literal["GET", "POST", "DELETE"] = "GET",
-        body: type[BaseModel] | None = None,
+        body: Any = None,
         answer: Any = None,
         events: Any = None,
         names_events: bool = False,
         refuses: bool = False,
         media_type: str = "application/json",
         statuses: Sequence[int] = (),
-        error: type[BaseModel] = ErrorBody,
+        error: Any = ErrorBody,
         errors: Collection[int] = (),
     ) -> None:
         """The first paragraph of the endpoint's docstring describes it.
@@ -71,6 +73,9 @@ class ApiRoute(Route):
             error: The type of the body of errors.
             errors: Statuses of errors, besides those of any path with or without a body.
         """
+        returned = inspect.signature(endpoint).return_annotation
+        if not (isinstance(returned, type) and issubclass(returned, Response)):
+            answer, endpoint = returned, _as_json(endpoint)
         super().__init__(path, endpoint, methods=[method])
         self.method = method
         self.body = body
@@ -85,6 +90,15 @@ class ApiRoute(Route):
         self.statuses = sorted({*own, *errors, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
 
 
+def _as_json(endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    @functools.wraps(endpoint)
+    async def respond(request: Request) -> Response:
+        found = await endpoint(request)
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    return respond
+
+
 def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
     """GET /openapi.json and GET /docs: the document of `routes` and of these two, for programs and for people."""
 
@@ -94,15 +108,15 @@ def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
 
     # Made when it is first asked for, since that takes longer than all else that a gateway does to start; in a thread,
     # so that streams go on meanwhile.
-    async def openapi(request: Request) -> Response:
+    async def openapi(request: Request) -> AnyObject:
         """This document."""
-        return JSONResponse(await asyncio.to_thread(document))
+        return await asyncio.to_thread(document)
 
     async def docs(request: Request) -> Response:
         """This document as a page."""
         return HTMLResponse(openapi_page(await asyncio.to_thread(document)))
 
-    own = [ApiRoute("/openapi.json", openapi, answer=AnyObject), ApiRoute("/docs", docs, media_type="text/html")]
+    own = [ApiRoute("/openapi.json", openapi), ApiRoute("/docs", docs, media_type="text/html")]
     return own
 
 

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from gateway.api.answers import (
     Dialect,
     HttpError,
-    ParamNames,
     StreamedResponse,
     WholeResponse,
     error_answer,
@@ -29,6 +28,7 @@ from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, AnswerForm, CallMemory
 from gateway.request.generator import Generator, Result, answer_event, events, results_of, running
+from gateway.request.violations import renamed, renaming
 from gateway.types import RequestOptions
 from quire.rpc.errors import QuireError
 
@@ -81,8 +81,8 @@ class Call(Protocol):
         """Its requests, not validated yet. Raises QuireError or HttpError if the call is invalid."""
         ...
 
-    def param_name(self, position: int, field: str) -> str:
-        """The name in the body of a field of the request at `position`."""
+    def names(self, position: int) -> Callable[[str], str]:
+        """Maps a field of the request at `position` to its name in the body."""
         ...
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
@@ -98,16 +98,14 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     """The answer to a call. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
     # The id is not validated yet: it may be too long for a header or have characters that headers do not allow.
     headers = dict.fromkeys(call.dialect.id_headers, call.id) if _HEADER_VALUE.fullmatch(call.id) else {}
-    names = partial(call.param_name, 0)
     if not call.streams:
-        return WholeResponse(partial(_whole, generator, call), names, headers, call.dialect)
+        return WholeResponse(partial(_whole, generator, call), headers, call.dialect)
     live: list[LiveRequest] = []
     return StreamedResponse(
         partial(_stream, generator, call, live),
         # A request without a replica has ended, or waits for a scheduler and fails if none connects.
         lambda: bool(live) and all(each.replica is not None or each.is_over for each in live),
         keep_alive_s,
-        names,
         headers,
         call.dialect,
     )
@@ -120,10 +118,11 @@ async def whole_answer(generator: Generator, call: Call, priority: int) -> bytes
 
 async def _whole(generator: Generator, call: Call, priority: int | None = None) -> AsyncGenerator[bytes, None]:
     """The body in pieces. The memory of the answer is counted until the client has taken it."""
-    requests = await call.requests(generator)
+    with renaming(lambda: call.names(0)):
+        requests = await call.requests(generator)
     if priority is not None:
         requests = [dataclasses.replace(each, priority=priority, priority_sign=1) for each in requests]
-    with generator.call_memory(IN_PIECES) as memory:
+    with renaming(lambda: call.names(0)), generator.call_memory(IN_PIECES) as memory:
         async with _running(generator, call, requests, memory) as live:
             shaper = await call.shaper(generator, live)
             results = await results_of(live)
@@ -146,9 +145,10 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
 
 async def _stream(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
     """The events. The requests are added to `running_now` when they run."""
-    requests = await call.requests(generator)
+    with renaming(lambda: call.names(0)):
+        requests = await call.requests(generator)
     durable_id = requests[0].request_id if requests[0].front_end else None
-    with generator.call_memory(call.stream_form) as memory:
+    with renaming(lambda: call.names(0)), generator.call_memory(call.stream_form) as memory:
         async with _running(generator, call, requests, memory) as live:
             running_now += live
             shaper = await call.shaper(generator, live)
@@ -197,7 +197,6 @@ def resumed(
         lambda: _rest(generator, last, read_call, live, response.use),
         lambda: bool(live),
         keep_alive_s,
-        str,
         {},
         dialect,
     )
@@ -209,19 +208,20 @@ async def _rest(
     last: EventId,
     read_call: Callable[[LiveRequest], Call],
     running_now: list[LiveRequest],
-    on_begin: Callable[[Dialect, ParamNames], object],
+    on_begin: Callable[[Dialect], object],
 ) -> AsyncGenerator[bytes, None]:
-    """`on_begin` gets the dialect of the call, and its names of fields, from the first event on."""
+    """`on_begin` gets the dialect of the call with each event."""
     async with generator.resume(last.request_id, ()) as live:
         call = read_call(live)
         shaper = await call.shaper(generator, [live])
         running_now.append(live)
         writer = EventWriter(call.dialect, last.request_id, last.number + 1)
-        async with aclosing(_events(call, shaper, [live], writer)) as written:
-            async for each in written:
-                if each:
-                    on_begin(call.dialect, partial(call.param_name, 0))
-                    yield each
+        with renaming(lambda: call.names(0)):
+            async with aclosing(_events(call, shaper, [live], writer)) as written:
+                async for each in written:
+                    if each:
+                        on_begin(call.dialect)
+                        yield each
 
 
 def _running(
@@ -234,4 +234,4 @@ def _running(
 
 def _refusal(call: Call, position: int, error: QuireError) -> HttpError:
     """The answer to an error of the request at `position`, with the body's names of fields."""
-    return HttpError(error_answer(error, partial(call.param_name, position)))
+    return HttpError(error_answer(renamed(error, call.names(position))))

@@ -1,6 +1,6 @@
 """Calls that do not generate: tokenize, detokenize, and pinned prefixes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.auth.caller import Caller, current_caller
@@ -10,7 +10,7 @@ from gateway.request.generator import Generator
 from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
 from gateway.request.prepare import encode_prompt
 from gateway.request.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
-from gateway.request.violations import Violations, renamed
+from gateway.request.violations import Violations
 from gateway.types import ChatPrompt, Prompt, TextPrompt
 from quire.rpc.errors import FieldViolation, QuireError, invalid_field
 
@@ -63,17 +63,6 @@ class TextService:
             else:
                 token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
             return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
-
-    async def count_tokens(self, model: str | None, prompt: ChatPrompt, name: Callable[[str], str]) -> int:
-        """The number of tokens of a chat's prompt. `name` maps a field of the validator to the caller's.
-
-        Raises:
-            QuireError: as `tokenize` does.
-        """
-        try:
-            return len((await self.tokenize(model, prompt, add_special_tokens=False)).token_ids)
-        except QuireError as error:
-            raise renamed(error, lambda field: name(field.removeprefix("chat."))) from error
 
     async def detokenize(self, model: str | None, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """The text of token ids.

@@ -3,7 +3,8 @@ values are shown."""
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
+from contextlib import contextmanager
 
 from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
@@ -130,3 +131,12 @@ def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
         retry_after_ms=error.retry_after_ms,
         metadata=error.metadata,
     )
+
+
+@contextmanager
+def renaming(names: Callable[[], Callable[[str], str]]) -> Generator[None]:
+    """Errors have the field names of a front end. `names` makes the function for `renamed`."""
+    try:
+        yield
+    except QuireError as error:
+        raise renamed(error, names()) from error

@@ -125,7 +125,7 @@ class IncomingBody:
                 if len(body) > _LONG_ANSWER_BYTES:
                     self.held.add_answer(len(body))
             except ResourceExhausted as error:
-                await send_answer(self.send, error_answer(error, str))
+                await send_answer(self.send, error_answer(error))
                 self._is_refused = True
             await self._send_start()
         if self._is_refused:

@@ -1,10 +1,10 @@
 """The HTTP application: its routes, what stands before all of them, and the paths of load balancers, supervisors and
 Prometheus."""
 
-import dataclasses
 import ipaddress
 from collections.abc import Callable, Collection, Sequence, Set
 from http import HTTPStatus
+from typing import Literal, NotRequired
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from gateway.api.answers import (
     Dialect,
@@ -35,15 +36,6 @@ from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.routes import response_routes
 from gateway.api.responses.store import ResponseStore
-from gateway.api.shapes import (
-    ForgottenBlocks,
-    GatewayReadiness,
-    GatewayVersion,
-    Health,
-    ServerInfo,
-    ServerLoad,
-    Sleeping,
-)
 from gateway.api.ui import access
 from gateway.api.ui.history import LoadHistory
 from gateway.api.ui.routes import ui_routes
@@ -218,7 +210,7 @@ class EnvelopeMiddleware:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            answer = error_answer(error, str)
+            answer = error_answer(error)
             if not has_started:
                 await send_answer(send_with_headers, answer, dialect=_dialect_of(scope))
         finally:
@@ -338,7 +330,7 @@ class AuthMiddleware:
                 if access.shows_page(scope):
                     return await access.refusal(error)(scope, receive, send)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
-                return await send_answer(send, error_answer(error, str), extra, _dialect_of(scope))
+                return await send_answer(send, error_answer(error), extra, _dialect_of(scope))
         return await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller:
@@ -372,6 +364,63 @@ def _with_rates(send: Send, account: Account) -> Send:
     return send_with_rates
 
 
+class Health(TypedDict):
+    """`reason` is why no replica can serve."""
+
+    status: Literal["ok", "failing"]
+    reason: NotRequired[str]
+
+
+class ServerLoad(TypedDict):
+    server_load: int
+
+
+class ForgottenBlocks(TypedDict):
+    forgotten_blocks: int
+
+
+class Sleeping(TypedDict):
+    is_sleeping: bool
+
+
+class ReplicaInfo(TypedDict):
+    max_model_len: int
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ServerInfo(TypedDict):
+    version: str
+    model: str
+    architecture: str
+    replicas: list[ReplicaInfo]
+
+
+class ReplicaLoading(TypedDict):
+    """How far the workers of a scheduler are with loading their model."""
+
+    scheduler: str
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    percent: int | None
+
+
+class GatewayReadiness(TypedDict):
+    """`reason` is why no request would run, `loading` the replicas whose models are being loaded."""
+
+    status: str
+    reason: NotRequired[str]
+    loading: NotRequired[list[ReplicaLoading]]
+
+
+class GatewayVersion(TypedDict):
+    version: str
+
+
 def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
     """GET and HEAD, which some load balancers send; uvicorn then sends the headers of the answer alone."""
     routes = _ProbeRoutes(generator, metrics)
@@ -380,17 +429,15 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
             ApiRoute(path, routes.health, answer=Health, statuses=[HTTPStatus.SERVICE_UNAVAILABLE])
             for path in ("/health", "/ping")
         ),
-        ApiRoute("/live", routes.live, answer=Health),
-        ApiRoute("/load", routes.load, answer=ServerLoad),
-        ApiRoute("/server_info", routes.server_info, answer=ServerInfo),
-        ApiRoute(
-            "/reset_prefix_cache", routes.reset_prefix_cache, method="POST", answer=ForgottenBlocks, errors=[400, 503]
-        ),
-        ApiRoute("/sleep", routes.sleep, method="POST", answer=Sleeping, errors=[400, 503, 504]),
-        ApiRoute("/wake_up", routes.wake_up, method="POST", answer=Sleeping, errors=[400, 503, 504]),
-        ApiRoute("/is_sleeping", routes.is_sleeping, answer=Sleeping, errors=[503]),
+        ApiRoute("/live", routes.live),
+        ApiRoute("/load", routes.load),
+        ApiRoute("/server_info", routes.server_info),
+        ApiRoute("/reset_prefix_cache", routes.reset_prefix_cache, method="POST", errors=[400, 503]),
+        ApiRoute("/sleep", routes.sleep, method="POST", errors=[400, 503, 504]),
+        ApiRoute("/wake_up", routes.wake_up, method="POST", errors=[400, 503, 504]),
+        ApiRoute("/is_sleeping", routes.is_sleeping, errors=[503]),
         ApiRoute("/ready", routes.ready, answer=GatewayReadiness, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
-        ApiRoute("/version", routes.version, answer=GatewayVersion),
+        ApiRoute("/version", routes.version),
         ApiRoute(METRICS_PATH, routes.prometheus_metrics, media_type="text/plain"),
     ]
 
@@ -403,56 +450,53 @@ class _ProbeRoutes:
     async def health(self, request: Request) -> Response:
         """Some replica can serve."""
         if self._generator.replicas.is_ready:
-            return JSONResponse({"status": "ok"})
-        answer = {"status": "failing", "reason": _reason_not_ready(self._generator)}
+            return JSONResponse(Health(status="ok"))
+        answer = Health(status="failing", reason=_reason_not_ready(self._generator))
         return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, request: Request) -> Health:
         """The process is up, whether replicas are or not."""
-        return JSONResponse({"status": "ok"})
+        return {"status": "ok"}
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, request: Request) -> ServerLoad:
         """How many requests run at this gateway, those that wait included."""
-        return JSONResponse({"server_load": self._generator.num_live})
+        return {"server_load": self._generator.num_live}
 
-    async def server_info(self, request: Request) -> Response:
+    async def server_info(self, request: Request) -> ServerInfo:
         """What this server is, for operators."""
         check_is_operator(current_caller(), "facts about the server")
-        welcomes = self._generator.replicas.welcomes
-        return JSONResponse(
-            {
-                "version": VERSION,
-                "model": self._generator.model.name,
-                "architecture": self._generator.model.architecture,
-                "replicas": [
-                    {
-                        "max_model_len": each.max_model_len,
-                        "block_size": each.block_size,
-                        "num_gpu_blocks": each.num_gpu_blocks,
-                        "num_host_blocks": each.num_host_blocks,
-                        "max_num_seqs": each.max_num_seqs,
-                        "max_num_batched_tokens": each.max_num_batched_tokens,
-                    }
-                    for each in welcomes
-                ],
-            }
-        )
+        return {
+            "version": VERSION,
+            "model": self._generator.model.name,
+            "architecture": self._generator.model.architecture,
+            "replicas": [
+                {
+                    "max_model_len": each.max_model_len,
+                    "block_size": each.block_size,
+                    "num_gpu_blocks": each.num_gpu_blocks,
+                    "num_host_blocks": each.num_host_blocks,
+                    "max_num_seqs": each.max_num_seqs,
+                    "max_num_batched_tokens": each.max_num_batched_tokens,
+                }
+                for each in self._generator.replicas.welcomes
+            ],
+        }
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
+    async def reset_prefix_cache(self, request: Request) -> ForgottenBlocks:
         """Forgets cached prefixes on all replicas, but those that requests and pins hold, for operators."""
         check_is_operator(current_caller(), "resets of the prefix cache")
-        return JSONResponse({"forgotten_blocks": await self._generator.replicas.calls.reset_prefix_cache()})
+        return {"forgotten_blocks": await self._generator.replicas.calls.reset_prefix_cache()}
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, request: Request) -> Sleeping:
         """Gives the memory of the KV pools of all replicas back, at level 2 also that of the weights, for operators.
         Requests wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests wait and go on after /wake_up; cancel them yourself")
         await self._generator.replicas.calls.sleep(discard_weights="2" in request.query_params.getlist("level"))
-        return JSONResponse({"is_sleeping": True})
+        return {"is_sleeping": True}
 
-    async def wake_up(self, request: Request) -> Response:
+    async def wake_up(self, request: Request) -> Sleeping:
         """Ends the sleep of all replicas, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "tags", {"weights", "kv_cache"}, "those are the parts that sleep")
@@ -461,26 +505,35 @@ class _ProbeRoutes:
             await self._generator.replicas.calls.wake_up()
         return await self.is_sleeping(request)
 
-    async def is_sleeping(self, request: Request) -> Response:
+    async def is_sleeping(self, request: Request) -> Sleeping:
         """Whether all replicas sleep, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
-        return JSONResponse({"is_sleeping": await self._generator.replicas.calls.are_asleep()})
+        return {"is_sleeping": await self._generator.replicas.calls.are_asleep()}
 
     async def ready(self, request: Request) -> Response:
         """A request would run at once."""
         if self._generator.is_ready:
-            return JSONResponse({"status": "ready"})
-        replicas = [
-            {"scheduler": address, **dataclasses.asdict(link.loading), "percent": link.loading.percent}
-            for address, link in self._generator.replicas.links.items()
-            if link.loading is not None
-        ]
-        answer = {"status": "not ready", "reason": _reason_not_ready(self._generator), "loading": replicas}
+            return JSONResponse(GatewayReadiness(status="ready"))
+        answer: GatewayReadiness = {
+            "status": "not ready",
+            "reason": _reason_not_ready(self._generator),
+            "loading": [
+                {
+                    "scheduler": address,
+                    "phase": loading.phase,
+                    "done_bytes": loading.done_bytes,
+                    "total_bytes": loading.total_bytes,
+                    "percent": loading.percent,
+                }
+                for address, link in self._generator.replicas.links.items()
+                if (loading := link.loading) is not None
+            ],
+        }
         return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request) -> GatewayVersion:
         """The version of the gateway."""
-        return JSONResponse({"version": VERSION})
+        return {"version": VERSION}
 
     async def prometheus_metrics(self, request: Request) -> Response:
         """Metrics of this gateway, as Prometheus reads them."""

@@ -3,14 +3,14 @@
 A message of the user may have results of tools besides its text; in a chat each of them is a separate message.
 """
 
-import re
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
-from gateway.api import field_rule
+from gateway.api import field_rule, fields
 from gateway.api.body import BodyLimits
 from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
@@ -18,29 +18,19 @@ from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
+    Names,
     Salt,
     as_parts,
     make_tool,
+    numbered,
     parse,
     schema_text,
     tag_of,
-    with_place_of_tool,
-    without_group,
 )
 from gateway.request.violations import Violations, shortened
-from gateway.types import ChatPrompt, Clamp, RequestOptions, write
-from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingParameters
+from gateway.types import ChatPrompt, Clamp, RequestOptions
+from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import TemplateOptions, ToolCall, ToolChoice
-
-_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters(.*)")
-_STOP = re.compile(r"stopping\.stop(\[\d+\])?")
-_FORMAT = "output_config.format"
-_BUDGET = "sampling.thinking_token_budget"
-_TEMPLATE_ARGUMENTS = {
-    "template_options.arguments.enable_thinking": "thinking",
-    "template_options.arguments.reasoning_effort": "output_config.effort",
-    "tool_choice.mode": "tool_choice.type",
-}
 
 
 class TextBlock(Part):
@@ -397,43 +387,37 @@ def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think:
 
 def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> RequestOptions:
     """The request of a checked body with its prompt."""
-    as_written: dict[str, Any] = {}
-    sampling, stopping = SamplingParameters(), StoppingParameters()
-    for name in ("temperature", "top_p", "top_k"):
-        write(sampling, f"sampling.{name}", getattr(body, name), as_written)
-    if body.thinking is not None and body.thinking.type == "enabled":
-        write(sampling, _BUDGET, body.thinking.budget_tokens, as_written)
-    write(stopping, "stopping.max_tokens", body.max_tokens, as_written)
-    write(stopping, "stopping.stop", body.stop_sequences, as_written)
-    return RequestOptions(
+    thinking = body.thinking
+    options = fields.options_of(
+        body,
         prompt,
-        body.model or None,
-        sampling,
-        stopping,
-        as_written=as_written,
-        request_id=request_id,
-        cache_salt=body.cache_salt,
-        # Agents ask for as much as Anthropic's models write.
-        clamp=Clamp.ALWAYS,
+        request_id,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        thinking_token_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
     )
+    # Agents ask for as much as Anthropic's models write.
+    return dataclasses.replace(options, clamp=Clamp.ALWAYS)
 
 
-def param_name(body: TokensBody, conversation: Conversation, field: str) -> str:
-    """The name in the body of a field of the validator."""
-    if (path := conversation.path_of(field)) is not None:
-        return path
-    if (match := _TOOL_FIELD.fullmatch(field)) is not None:
-        field = f"{match[1]}.input_schema{match[2]}"
-    field = with_place_of_tool(field, [*_shown_tools(body)])
-    if (match := _STOP.fullmatch(field)) is not None:
-        return f"stop_sequences{match[1] or ''}"
-    if field.startswith(("response_format", "sampling.constraint")):
-        return _FORMAT
-    if field == _BUDGET:
-        return "thinking.budget_tokens"
-    if field.startswith("template_options.continue_final_message"):
-        return conversation.last_path
-    return _TEMPLATE_ARGUMENTS.get(field) or without_group(field)
+def names_of(body: TokensBody, conversation: Conversation) -> Names:
+    """The names that fields of the validator have in the body."""
+    tools = numbered("tools", _shown_tools(body))
+    begins = {
+        "stopping.stop": "stop_sequences",
+        "sampling.thinking_token_budget": "thinking.budget_tokens",
+        "tool_choice.mode": "tool_choice.type",
+        **tools,
+        **{f"{tool}.parameters": f"{place}.input_schema" for tool, place in tools.items()},
+    }
+    whole = {
+        "response_format": "output_config.format",
+        "sampling.constraint": "output_config.format",
+        "template_options.arguments.enable_thinking": "thinking",
+        "template_options.arguments.reasoning_effort": "output_config.effort",
+        "template_options.continue_final_message": conversation.paths[-1] if conversation.paths else "messages",
+    }
+    return Names(begins, whole | numbered("messages", conversation.paths))
 
 
 def _tool_choice(choice: ToolChoiceFields | None) -> ToolChoice | None:

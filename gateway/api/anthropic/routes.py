@@ -7,31 +7,32 @@ from functools import partial
 from typing import Self
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Scope
 
 from gateway.api.answers import OPENAI, Dialect
+from gateway.api.anthropic.answers import AnsweredMessage, AnthropicError, MessageEvent, MessageTokens
 from gateway.api.anthropic.read import (
     MessageBody,
     TokensBody,
     conversation_of,
+    names_of,
     options_of,
-    param_name,
     parse_body,
     prompt_of,
 )
 from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
 from gateway.api.body import BodyLimits, read_body, validated
 from gateway.api.durable_streams import FrontEnd, last_event_id
-from gateway.api.event_shapes import MessageEvent
 from gateway.api.field_rule import FieldRule
+from gateway.api.fields import Names
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
-from gateway.api.shapes import AnsweredMessage, AnthropicError, MessageTokens
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
+from gateway.request.violations import renaming
 from gateway.types import RequestOptions
 from quire import entropy
 
@@ -96,8 +97,8 @@ class MessageCall:
         fields = body.model_dump(mode="json", by_alias=True, exclude_none=True)
         return FrontEnd(_API, self.id, 0, self._model, fields, {}).to_bytes()
 
-    def param_name(self, position: int, field: str) -> str:
-        return param_name(self._body, self._conversation, field)
+    def names(self, position: int) -> Names:
+        return names_of(self._body, self._conversation)
 
     async def keep(self) -> None:
         """No answer of this API is stored."""
@@ -120,14 +121,15 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         body = await parse_body(MessageBody, await read_body(request, body_limits), body_limits)
         return respond(generator, MessageCall(body, body.model or model, body_limits.rule), keep_alive_s)
 
-    async def count_tokens(request: Request) -> Response:
+    async def count_tokens(request: Request) -> MessageTokens:
         """The number of tokens of a conversation's prompt."""
         body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
         is_told = _is_told_to_think(generator, body_limits.rule, body)
         prompt = prompt_of(body, conversation, is_told_to_think=is_told)
-        count = await texts.count_tokens(body.model or None, prompt, partial(param_name, body, conversation))
-        return JSONResponse({"input_tokens": count})
+        with renaming(lambda: names_of(body, conversation)):
+            tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        return {"input_tokens": len(tokenized.token_ids)}
 
     return [
         ApiRoute(
@@ -140,12 +142,5 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
             names_events=True,
             error=AnthropicError,
         ),
-        ApiRoute(
-            f"{_PATH}/count_tokens",
-            count_tokens,
-            method="POST",
-            body=TokensBody,
-            answer=MessageTokens,
-            error=AnthropicError,
-        ),
+        ApiRoute(f"{_PATH}/count_tokens", count_tokens, method="POST", body=TokensBody, error=AnthropicError),
     ]

@@ -1,6 +1,6 @@
 """A message as an object and as a stream of events, and errors as Anthropic has them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.answers import Dialect, ErrorAnswer
-from gateway.api.shapes import AnthropicError, AnthropicErrorDetail, ErrorDetails
+from gateway.api.anthropic import answers
 from gateway.replicas.events import Chunk, Finished, FinishReason, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
@@ -26,20 +26,15 @@ _ERROR_TYPES = {
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 
 
-def _error(answer: ErrorAnswer) -> dict[str, Any]:
+def _error(answer: ErrorAnswer) -> answers.AnthropicError:
     other = "invalid_request_error" if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    detail = AnthropicErrorDetail(
-        type=_ERROR_TYPES.get(answer.status, other), message=answer.message, details=_details(answer)
-    )
-    return AnthropicError(error=detail).model_dump(exclude_none=True)
-
-
-def _details(answer: ErrorAnswer) -> ErrorDetails | None:
-    """The error for `thread`, by which Anthropic's tool runner asks the server to store the conversation. After this
-    error it sends all messages itself; after any other it fails."""
+    kind = _ERROR_TYPES.get(answer.status, other)
+    error: answers.AnthropicErrorDetail = {"type": kind, "message": answer.message}
+    # By `thread` Anthropic's tool runner asks the server to store the conversation. After this error it sends all
+    # messages itself; after any other it fails.
     if answer.param == "thread":
-        return ErrorDetails(error_code="thread_unsupported_request", unsupported=["thread"])
-    return None
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error}
 
 
 ANTHROPIC = Dialect(_error, names_events=True, id_headers=("x-request-id", "request-id"))
@@ -57,18 +52,18 @@ class MessageShaper:
         self._blocks = Blocks(keeps_content=False)
         self._finished: Finished | None = None
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def whole(self, results: Sequence[Result]) -> answers.AnsweredMessage:
         (((sequence,), usage),) = results
         content = [self._block(each, each.content) for each in blocks_of(sequence)]
         return self._message(content, _usage(usage), _stop_fields(sequence.finished))
 
-    def begin(self) -> Iterable[Mapping[str, Any]]:
+    def begin(self) -> Iterable[answers.Event]:
         # The number of cached prompt tokens is known only at the end.
         usage = _usage(Usage(self._prompt_tokens, 0))
         yield {"type": "message_start", "message": self._message([], usage, _stop_fields(None))}
         yield {"type": "ping"}
 
-    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[answers.Event]:
         match event:
             case Chunk():
                 for each in self._blocks.push(output_of(event)):
@@ -78,23 +73,23 @@ class MessageShaper:
                 for each in self._blocks.end():
                     yield from self._block_event(each)
 
-    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
+    def end(self, usages: Sequence[Usage]) -> Iterable[answers.Event]:
         yield {"type": "message_delta", "delta": _stop_fields(self._finished), "usage": _usage(usages[0])}
         yield {"type": "message_stop"}
 
-    def _block_event(self, event: BlockEvent) -> Iterable[Mapping[str, Any]]:
+    def _block_event(self, event: BlockEvent) -> Iterable[answers.Event]:
         step, block, text = event
-        place = {"index": block.position}
         match step:
             case Step.BEGIN:
-                yield {"type": "content_block_start"} | place | {"content_block": self._block(block, "")}
+                content = self._block(block, "")
+                yield {"type": "content_block_start", "index": block.position, "content_block": content}
             case Step.ADD:
                 if (delta := self._delta(block.kind, text)) is not None:
-                    yield {"type": "content_block_delta"} | place | {"delta": delta}
+                    yield {"type": "content_block_delta", "index": block.position, "delta": delta}
             case Step.END:
-                yield {"type": "content_block_stop"} | place
+                yield {"type": "content_block_stop", "index": block.position}
 
-    def _delta(self, kind: BlockKind, text: str) -> dict[str, Any] | None:
+    def _delta(self, kind: BlockKind, text: str) -> answers.Delta | None:
         match kind:
             case BlockKind.TEXT:
                 return {"type": "text_delta", "text": text}
@@ -103,7 +98,7 @@ class MessageShaper:
             case BlockKind.TOOL_CALL:
                 return {"type": "input_json_delta", "partial_json": text}
 
-    def _block(self, block: Block, content: str) -> dict[str, Any]:
+    def _block(self, block: Block, content: str) -> answers.Block:
         match block.kind:
             case BlockKind.TEXT:
                 return {"type": "text", "text": content}
@@ -113,8 +108,8 @@ class MessageShaper:
                 return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(content)}
 
     def _message(
-        self, content: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], stop: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, content: list[answers.Block], usage: answers.MessageUsage, stop: answers.StopFields
+    ) -> answers.AnsweredMessage:
         return {
             "id": self._id,
             "type": "message",
@@ -138,7 +133,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": text}
 
 
-def _stop_fields(finished: Finished | None) -> dict[str, Any]:
+def _stop_fields(finished: Finished | None) -> answers.StopFields:
     if finished is None:
         return {"stop_reason": None, "stop_sequence": None}
     if finished.stop_string is not None:
@@ -146,7 +141,7 @@ def _stop_fields(finished: Finished | None) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASONS.get(finished.reason, "end_turn"), "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> answers.MessageUsage:
     """Anthropic's usage counts cached and other prompt tokens separately."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

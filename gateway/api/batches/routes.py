@@ -5,12 +5,12 @@ import os
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
@@ -19,8 +19,7 @@ from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchStore, FileRow
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread
-from gateway.api.openapi import ApiRoute
-from gateway.api.shapes import AnyObject
+from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.auth.caller import current_caller
 from gateway.request.violations import Violations, shortened
 from gateway.turns import Turns
@@ -54,17 +53,17 @@ def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRo
     """Without `batches` all paths are refused, and say what turns them on."""
     routes = _BatchRoutes(batches, body_limits)
     return [
-        ApiRoute("/v1/files", routes.list_files, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files", routes.upload, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files/{file_id}", routes.get_file, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/files/{file_id}", routes.delete, method="DELETE", answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files", routes.list_files, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files", routes.upload, method="POST", errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}", routes.get_file, errors=HTTP_STATUSES),
+        ApiRoute("/v1/files/{file_id}", routes.delete, method="DELETE", errors=HTTP_STATUSES),
         ApiRoute(
             "/v1/files/{file_id}/content", routes.content, media_type="application/octet-stream", errors=HTTP_STATUSES
         ),
-        ApiRoute("/v1/batches", routes.list_batches, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches", routes.create, method="POST", body=BatchBody, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches/{batch_id}", routes.get_batch, answer=AnyObject, errors=HTTP_STATUSES),
-        ApiRoute("/v1/batches/{batch_id}/cancel", routes.cancel, method="POST", answer=AnyObject, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches", routes.list_batches, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches", routes.create, method="POST", body=BatchBody, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches/{batch_id}", routes.get_batch, errors=HTTP_STATUSES),
+        ApiRoute("/v1/batches/{batch_id}/cancel", routes.cancel, method="POST", errors=HTTP_STATUSES),
     ]
 
 
@@ -79,7 +78,7 @@ class _BatchRoutes:
             raise Unimplemented("this gateway keeps no files and batches; --batch-dir turns them on")
         return self._batches
 
-    async def upload(self, request: Request) -> Response:
+    async def upload(self, request: Request) -> AnyObject:
         """Stores a file with requests of a batch."""
         store, tenant, limit = self._here.store, current_caller().tenant, self._here.limits.max_file_bytes
         await store.run(store.check_room, tenant, 0)
@@ -108,21 +107,21 @@ class _BatchRoutes:
             raise _not_kept(error) from error
         finally:
             await form.close()
-        return JSONResponse(row.shown())
+        return row.shown()
 
-    async def list_files(self, request: Request) -> Response:
+    async def list_files(self, request: Request) -> AnyObject:
         """The files of the caller's tenant, the newest first."""
         store, query = self._here.store, request.query_params
         rows = await store.run(store.files, current_caller().tenant, query.get("purpose"))
         page, has_more = _page("file", [row.id for row in rows], query)
         chosen = {row.id: row for row in rows}
-        return JSONResponse(_list_of([chosen[file_id].shown() for file_id in page], has_more=has_more))
+        return _list_of([chosen[file_id].shown() for file_id in page], has_more=has_more)
 
-    async def get_file(self, request: Request) -> Response:
+    async def get_file(self, request: Request) -> AnyObject:
         """A file, without its content."""
         store = self._here.store
         row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
-        return JSONResponse(row.shown())
+        return row.shown()
 
     async def content(self, request: Request) -> Response:
         """The content of a file."""
@@ -132,13 +131,13 @@ class _BatchRoutes:
         with opened(path):
             return _Content(path, media_type="application/octet-stream")
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> AnyObject:
         """Deletes a file that no running batch reads."""
         store, file_id = self._here.store, request.path_params["file_id"]
         await store.run(store.remove_file, current_caller().tenant, file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return {"id": file_id, "object": "file", "deleted": True}
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, request: Request) -> AnyObject:
         """Begins a batch: the requests of a file run when there is room."""
         store, caller = self._here.store, current_caller()
         body = await read_model(BatchBody, request, self._body_limits, {})
@@ -155,26 +154,26 @@ class _BatchRoutes:
             store.add_batch,
             *(caller.tenant, caller.key_id, body.input_file_id, body.endpoint, _WINDOW_S, body.metadata),
         )
-        return JSONResponse(row.shown())
+        return row.shown()
 
-    async def list_batches(self, request: Request) -> Response:
+    async def list_batches(self, request: Request) -> AnyObject:
         """The batches of the caller's tenant, the newest first."""
         store, tenant = self._here.store, current_caller().tenant
         page, has_more = _page("batch", await store.run(store.batch_ids, tenant), request.query_params)
         rows = await store.run(store.batches, tenant, page)
-        return JSONResponse(_list_of([row.shown() for row in rows], has_more=has_more))
+        return _list_of([row.shown() for row in rows], has_more=has_more)
 
-    async def get_batch(self, request: Request) -> Response:
+    async def get_batch(self, request: Request) -> AnyObject:
         """The state of a batch."""
         store = self._here.store
         row = await store.run(store.batch, current_caller().tenant, request.path_params["batch_id"])
-        return JSONResponse(row.shown())
+        return row.shown()
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel(self, request: Request) -> AnyObject:
         """Ends a batch. What was answered until then is in its results."""
         store = self._here.store
         row = await store.run(store.cancel, current_caller().tenant, request.path_params["batch_id"])
-        return JSONResponse(row.shown())
+        return row.shown()
 
 
 class _Content(FileResponse):
@@ -258,7 +257,7 @@ def _page(kind: str, ids: Sequence[str], query: Mapping[str, str]) -> tuple[Sequ
     return ordered[:limit], len(ordered) > limit
 
 
-def _list_of(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+def _list_of(items: Sequence[AnyObject], *, has_more: bool) -> AnyObject:
     """A page as OpenAI has it."""
     first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     return {"object": "list", "data": items, "first_id": first_id, "last_id": last_id, "has_more": has_more}

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json, error_answer
@@ -219,7 +218,7 @@ class Batches:
             call = await self._read_call(row.endpoint, body)
             return call.id, await whole_answer(self._generator, call, LOWEST_PRIORITY), None
         except Exception as error:
-            failed = error_answer(error, str if call is None else partial(call.param_name, 0))
+            failed = error_answer(error)
             return "" if call is None else call.id, b"", failed
         finally:
             held.release()

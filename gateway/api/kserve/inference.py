@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from gateway.api.answers import as_json
 from gateway.api.field_rule import FieldRule
-from gateway.api.openai.read import body_of, completion_options, param_name
+from gateway.api.openai.read import body_of, completion_options, names_of
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import logprobs_by_token_id
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
@@ -29,11 +29,10 @@ from gateway.request.counting import (
     num_values_in,
 )
 from gateway.request.generator import Result
-from gateway.request.violations import Violations, renamed, shortened
+from gateway.request.violations import Violations, renaming, shortened
 from gateway.text.tokenizer import TokenTexts
 from gateway.types import RequestOptions, TextPrompt
 from quire.inference import open_inference_pb2 as pb
-from quire.rpc.errors import QuireError
 
 Value = bytes | bool
 Element = bytes | int | float
@@ -281,11 +280,9 @@ class SamplingFields:
 
     def body(self, rule: FieldRule) -> CompletionBody:
         """Raises InvalidArgument: a parameter is refused by `rule`, or of the wrong type."""
-        try:
+        with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
             return body_of(CompletionBody, self.values, rule, "kserve")
-        except QuireError as error:
-            raise renamed(error, self.path) from error
 
 
 def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -> SamplingFields:
@@ -393,7 +390,7 @@ class Inference:
 
     def path(self, position: int, field: str) -> str:
         """The path of a field of the validator, for the prompt at `position`."""
-        name = param_name(self.body, field)
+        name = names_of(self.body)(field)
         return self.text_input.element(position) if name == "prompt" else self.sampling.path(name)
 
 

@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired, cast
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from gateway.api.answers import (
     Dialect,
@@ -29,16 +30,7 @@ from gateway.api.field_rule import FieldRule, Part
 from gateway.api.kserve.inference import INPUTS, MAX_ELEMENTS, MAX_PARAMETERS, bytes_of, values_of_bytes
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.write import LOWEST
-from gateway.api.openapi import ApiRoute
-from gateway.api.shapes import (
-    AnyObject,
-    InferenceAnswer,
-    InferenceModel,
-    InferenceServer,
-    Liveness,
-    ModelReadiness,
-    Readiness,
-)
+from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.request.body_memory import count_answer
 from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
@@ -61,7 +53,7 @@ _UNION_TYPES = {
 # What a stream of the generate extension is, for the description of its route.
 _EVENTS: Mapping[str, Any] = {"answer": None, "media_type": "text/event-stream"}
 Element = str | bool
-Endpoint = Callable[["_KServeRoutes", Request], Awaitable[Response]]
+Endpoint = Callable[["_KServeRoutes", Request], Awaitable[Any]]
 
 
 Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(MAX_PARAMETERS)]
@@ -110,7 +102,50 @@ class IndexBody(Part):
     ready: bool | None = None
 
 
-class InferenceError(BaseModel):
+class InferenceServer(TypedDict):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class Liveness(TypedDict):
+    live: bool
+
+
+class Readiness(TypedDict):
+    ready: bool
+
+
+class ModelReadiness(Readiness):
+    name: str
+
+
+class TensorMetadata(TypedDict):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class InferenceModel(TypedDict):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class OutputTensor(TensorMetadata):
+    data: list[str | float | int | bool]
+
+
+class InferenceAnswer(TypedDict):
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    outputs: list[OutputTensor]
+
+
+class InferenceError(TypedDict):
     """An error in the protocol's shape."""
 
     error: str
@@ -121,11 +156,11 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_ali
     of a stream; 0 sets no limit."""
     routes = _KServeRoutes(servicer, body_limits, keep_alive_s)
     return [
-        _route(ROOT, routes.server, answer=InferenceServer),
-        _route("/v2/health/live", routes.live, answer=Liveness),
+        _route(ROOT, routes.server),
+        _route("/v2/health/live", routes.live),
         _route("/v2/health/ready", routes.ready, answer=Readiness, statuses=[503]),
-        _route("/v2/models/stats", routes.statistics, answer=AnyObject),
-        _route("/v2/repository/index", routes.index, method="POST", body=IndexBody, answer=list[AnyObject]),
+        _route("/v2/models/stats", routes.statistics),
+        _route("/v2/repository/index", routes.index, method="POST", body=IndexBody),
         *(
             route
             # The name of a model may have slashes, so the longer paths come first.
@@ -135,9 +170,9 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_ali
                 _route(f"{path}/generate", routes.generate, method="POST", body=GenerateBody, answer=AnyObject),
                 _route(f"{path}/generate_stream", routes.generate_stream, method="POST", body=GenerateBody, **_EVENTS),
                 _route(f"{path}/ready", routes.model_ready, answer=ModelReadiness, statuses=[503]),
-                _route(f"{path}/config", routes.config, answer=AnyObject),
-                _route(f"{path}/stats", routes.statistics, answer=AnyObject),
-                _route(path, routes.model, answer=InferenceModel),
+                _route(f"{path}/config", routes.config),
+                _route(f"{path}/stats", routes.statistics),
+                _route(path, routes.model),
             )
         ),
     ]
@@ -147,11 +182,11 @@ def _in_protocol(endpoint: Endpoint) -> Endpoint:
     """Answers errors before the answer begins in the protocol's shape."""
 
     @functools.wraps(endpoint)
-    async def answer(routes: "_KServeRoutes", request: Request) -> Response:
+    async def answer(routes: "_KServeRoutes", request: Request) -> Any:
         try:
             return await endpoint(routes, request)
         except (HttpError, QuireError) as error:
-            return error_response(error_answer(error, str), DIALECT)
+            return error_response(error_answer(error), DIALECT)
 
     return answer
 
@@ -162,26 +197,32 @@ class _KServeRoutes:
         self._body_limits = body_limits
         self._keep_alive_s = keep_alive_s
 
-    async def server(self, request: Request) -> Response:
+    async def server(self, request: Request) -> InferenceServer:
         """The name and the version of the server."""
         metadata = await self._servicer.ServerMetadata(pb.ServerMetadataRequest(), None)
-        return JSONResponse({"name": metadata.name, "version": metadata.version, "extensions": []})
+        return {"name": metadata.name, "version": metadata.version, "extensions": []}
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, request: Request) -> Liveness:
         """Whether the server runs."""
         answer = await self._servicer.ServerLive(pb.ServerLiveRequest(), None)
-        return JSONResponse({"live": answer.live})
+        return {"live": answer.live}
 
     async def ready(self, request: Request) -> Response:
         """Whether a request would run at once."""
         answer = await self._servicer.ServerReady(pb.ServerReadyRequest(), None)
-        return JSONResponse({"ready": answer.ready}, 200 if answer.ready else 503)
+        return JSONResponse(Readiness(ready=answer.ready), 200 if answer.ready else 503)
 
     @_in_protocol
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: Request) -> InferenceModel:
         """The tensors of a model."""
         metadata = await self._servicer.ModelMetadata(pb.ModelMetadataRequest(**_model(request)), None)
-        return JSONResponse(_metadata_json(metadata))
+        return {
+            "name": metadata.name,
+            "versions": list(metadata.versions),
+            "platform": metadata.platform,
+            "inputs": list(map(_tensor_json, metadata.inputs)),
+            "outputs": list(map(_tensor_json, metadata.outputs)),
+        }
 
     @_in_protocol
     async def model_ready(self, request: Request) -> Response:
@@ -189,7 +230,8 @@ class _KServeRoutes:
         answer = await self._servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
         # Another model is not found, as on all other paths.
         metadata = await self._servicer.ModelMetadata(pb.ModelMetadataRequest(**_model(request)), None)
-        return JSONResponse({"name": metadata.name, "ready": answer.ready}, 200 if answer.ready else 503)
+        found = ModelReadiness(name=metadata.name, ready=answer.ready)
+        return JSONResponse(found, 200 if answer.ready else 503)
 
     @_in_protocol
     async def infer(self, request: Request) -> Response:
@@ -209,7 +251,7 @@ class _KServeRoutes:
                 headers.update({_BINARY_HEADER: str(size), "content-type": _BINARY})
             yield answer
 
-        return WholeResponse(make, str, headers, DIALECT)
+        return WholeResponse(make, headers, DIALECT)
 
     @_in_protocol
     async def generate(self, request: Request) -> Response:
@@ -222,7 +264,7 @@ class _KServeRoutes:
             count_answer(len(answer))
             yield answer
 
-        return WholeResponse(make, str, {}, DIALECT)
+        return WholeResponse(make, {}, DIALECT)
 
     @_in_protocol
     async def generate_stream(self, request: Request) -> Response:
@@ -234,27 +276,27 @@ class _KServeRoutes:
                 async for piece in pieces:
                     yield DIALECT.event(_generated_json(piece.infer_response))
 
-        return StreamedResponse(make, lambda: True, self._keep_alive_s, str, {}, DIALECT)
+        return StreamedResponse(make, lambda: True, self._keep_alive_s, {}, DIALECT)
 
     @_in_protocol
-    async def config(self, request: Request) -> Response:
+    async def config(self, request: Request) -> AnyObject:
         """The configuration of such a model in Triton."""
         answer = await self._servicer.ModelConfig(pb.ModelConfigRequest(**_model(request)), None)
-        return JSONResponse(_plain(answer.config))
+        return _plain(answer.config)
 
     @_in_protocol
-    async def statistics(self, request: Request) -> Response:
+    async def statistics(self, request: Request) -> AnyObject:
         """How many inferences there were and how long they took, for operators."""
         named = _model(request) if "model" in request.path_params else {}
-        return JSONResponse(_plain(await self._servicer.ModelStatistics(pb.ModelStatisticsRequest(**named), None)))
+        return _plain(await self._servicer.ModelStatistics(pb.ModelStatisticsRequest(**named), None))
 
     @_in_protocol
-    async def index(self, request: Request) -> Response:
+    async def index(self, request: Request) -> list[AnyObject]:
         """The models that are served."""
         data = await read_body(request, self._body_limits)
         body = validated(IndexBody, {} if not data else await load_json(data, self._body_limits), {})
         answer = await self._servicer.RepositoryIndex(pb.RepositoryIndexRequest(ready=bool(body.ready)), None)
-        return JSONResponse([_plain(each) for each in answer.models])
+        return [_plain(each) for each in answer.models]
 
 
 def _route(path: str, endpoint: Callable[..., Any], **fields: Any) -> ApiRoute:
@@ -290,8 +332,9 @@ def _answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -
     for output, tensor in zip(answer["outputs"], response.outputs, strict=True):
         if is_binary(tensor.name):
             values = bytes_of(tensor.datatype, _elements(tensor.contents))
-            del output["data"]
-            output["parameters"] = {_BINARY_SIZE: len(values)}
+            shown = cast(dict[str, Any], output)
+            del shown["data"]
+            shown["parameters"] = {_BINARY_SIZE: len(values)}
             behind.append(values)
     head = as_json(answer)
     return head + b"".join(behind), len(head) if behind else None
@@ -321,7 +364,7 @@ def _generated_json(response: pb.ModelInferResponse) -> dict[str, Any]:
     return head | ({"id": response.id} if response.id else {}) | own
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message) -> AnyObject:
     return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
 
@@ -369,25 +412,14 @@ def _request_message(body: InferBody, request: Request, rule: FieldRule, binary:
 
 def _tensor(violations: Violations, field: str, tensor: InputTensor) -> pb.ModelInferRequest.InferInputTensor:
     values = [value for each in tensor.data for value in (each if isinstance(each, list) else [each])]
-    contents = pb.InferTensorContents()
     expected = bool if tensor.datatype == "BOOL" else str
     for place, value in enumerate(values):
         if not isinstance(value, expected):
             wanted = "true or false" if expected is bool else "a string"
             violations.add(f"{field}.data[{place}]", f"must be {wanted} in a tensor of {tensor.datatype}")
             break
-    else:
-        if expected is bool:
-            contents.bool_contents.extend(bool(value) for value in values)
-        else:
-            contents.bytes_contents.extend(str(value).encode() for value in values)
-    return pb.ModelInferRequest.InferInputTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=tensor.shape,
-        parameters=_parameters(violations, f"{field}.", tensor.parameters),
-        contents=contents,
-    )
+    elements = [value if isinstance(value, bool) else value.encode() for value in values]
+    return _message(violations, field, tensor, elements)
 
 
 def _binary_tensor(
@@ -396,12 +428,16 @@ def _binary_tensor(
     values = values_of_bytes(tensor.datatype, data)
     if values is None:
         violations.add(field, f"has bytes that are not a sequence of elements of {shortened(tensor.datatype)}")
-    contents = pb.InferTensorContents()
-    for value in values or ():
-        if isinstance(value, bool):
-            contents.bool_contents.append(value)
-        else:
-            contents.bytes_contents.append(value)
+    return _message(violations, field, tensor, values or ())
+
+
+def _message(
+    violations: Violations, field: str, tensor: InputTensor, elements: Sequence[bytes | bool]
+) -> pb.ModelInferRequest.InferInputTensor:
+    contents = pb.InferTensorContents(
+        bool_contents=[each for each in elements if isinstance(each, bool)],
+        bytes_contents=[each for each in elements if not isinstance(each, bool)],
+    )
     return pb.ModelInferRequest.InferInputTensor(
         name=tensor.name,
         datatype=tensor.datatype,
@@ -430,27 +466,21 @@ def _parameters(violations: Violations, prefix: str, parameters: Parameters) -> 
     return found
 
 
-def _metadata_json(metadata: pb.ModelMetadataResponse) -> dict[str, Any]:
-    return {
-        "name": metadata.name,
-        "versions": list(metadata.versions),
-        "platform": metadata.platform,
-        "inputs": _tensors_json(metadata.inputs),
-        "outputs": _tensors_json(metadata.outputs),
+def _tensor_json(
+    tensor: pb.ModelMetadataResponse.TensorMetadata | pb.ModelInferResponse.InferOutputTensor,
+) -> TensorMetadata:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+
+
+def _response_json(response: pb.ModelInferResponse) -> InferenceAnswer:
+    answer: InferenceAnswer = {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+        "outputs": [{**_tensor_json(each), "data": _data(each.contents)} for each in response.outputs],
     }
-
-
-def _tensors_json(tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> list[dict[str, Any]]:
-    return [{"name": each.name, "datatype": each.datatype, "shape": list(each.shape)} for each in tensors]
-
-
-def _response_json(response: pb.ModelInferResponse) -> dict[str, Any]:
-    head = {"model_name": response.model_name, "model_version": response.model_version}
-    outputs = [
-        {"name": each.name, "datatype": each.datatype, "shape": list(each.shape), "data": _data(each.contents)}
-        for each in response.outputs
-    ]
-    return head | ({"id": response.id} if response.id else {}) | {"outputs": outputs}
+    if response.id:
+        answer["id"] = response.id
+    return answer
 
 
 def _data(contents: pb.InferTensorContents) -> list[Any]:
@@ -464,9 +494,9 @@ def _elements(contents: pb.InferTensorContents) -> Sequence[bytes | float | int]
     return list(contents.bytes_contents) or list(contents.fp32_contents) or list(contents.uint_contents)
 
 
-def _protocol_error(answer: ErrorAnswer) -> dict[str, Any]:
-    """An error in the protocol's shape: its message alone, with the paths of fields in the body."""
-    return InferenceError(error=_CONTENTS.sub(".data", answer.message)).model_dump()
+def _protocol_error(answer: ErrorAnswer) -> InferenceError:
+    """An error in the protocol's shape: only its message, with the paths of fields in the body."""
+    return {"error": _CONTENTS.sub(".data", answer.message)}
 
 
 DIALECT = Dialect(_protocol_error, says_done=False)

@@ -8,15 +8,16 @@ from typing import Self
 from gateway.api.answers import OPENAI, client_request_id
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
+from gateway.api.fields import Names
 from gateway.api.openai.read import (
     chat_options,
     completion_options,
     completion_prompts,
     is_echo_alone,
-    param_name,
+    names_of,
 )
 from gateway.api.openai.schemas import UNION_TYPES, ChatBody, CompletionBody, GenerationBody
-from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
+from gateway.api.openai.write import ChatShaper, CompletionShaper, head_of
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
@@ -41,7 +42,7 @@ class _Call:
     def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
         self.id = f"{prefix}-{body.request_id or _new_id()}"
         self.streams = bool(body.stream)
-        self._head = Head(self.id, int(clock.unix_s()), model)
+        self._head = head_of(self.id, int(clock.unix_s()), model)
         # The id of the request, by which it can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
         self._is_durable = bool(body.durable)
@@ -51,10 +52,10 @@ class _Call:
         if not self._is_durable:
             return b""
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return FrontEnd(body.api, self.id, self._head.created, self._head.model, fields, {}).to_bytes()
+        return FrontEnd(body.api, self.id, self._head["created"], self._head["model"], fields, {}).to_bytes()
 
     def _be_as(self, kept: FrontEnd) -> Self:
-        self.id, self._head = kept.id, Head(kept.id, kept.created, kept.model)
+        self.id, self._head = kept.id, head_of(kept.id, kept.created, kept.model)
         return self
 
     async def keep(self) -> None:
@@ -92,8 +93,8 @@ class ChatCall(_Call):
         front_end = self._front_end(self._body.model_copy(update={"messages": messages}))
         return [dataclasses.replace(options, durable=self._is_durable, front_end=front_end)]
 
-    def param_name(self, position: int, field: str) -> str:
-        return param_name(self._body, field)
+    def names(self, position: int) -> Names:
+        return names_of(self._body)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ChatShaper:
         return ChatShaper(self._head, self._body, live[0], generator.model.tokenizer.token_texts)
@@ -137,11 +138,8 @@ class CompletionCall(_Call):
             await turns.pause()
         return requests
 
-    def param_name(self, position: int, field: str) -> str:
-        name = param_name(self._body, field)
-        if len(self._prompts) == 1 or not name.startswith("prompt") or name.startswith("prompt_"):
-            return name
-        return f"prompt[{position}]{name.removeprefix('prompt')}"
+    def names(self, position: int) -> Names:
+        return names_of(self._body, "prompt" if len(self._prompts) == 1 else f"prompt[{position}]")
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> CompletionShaper:
         tokenizer = generator.model.tokenizer

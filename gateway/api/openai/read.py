@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from gateway.api.body import BodyLimits, read_body, validated
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import LongList, parse, with_place_of_tool, without_group
+from gateway.api.fields import LongList, Names, numbered, options_of, parse
 from gateway.api.openai.constraint_fields import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -38,7 +38,7 @@ from gateway.request.limits import MAX_TIME_TO_LIVE_MS
 from gateway.request.violations import Violations
 from gateway.types import ChatPrompt, Clamp, Prompt, RequestOptions, TextPrompt, TokenPrompt, write
 from quire.common.v1 import common_pb2
-from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
+from quire.common.v1.common_pb2 import SamplingParameters
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -54,24 +54,6 @@ _EARLY_STOPPING = {
 }
 _DEFAULT_RETENTION, _RETENTION = "5m", re.compile(r"([1-9][0-9]{0,6})([smh])")
 _UNIT_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
-# Fields with the same name and meaning in bodies and in the contract.
-_SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
-# Fields of earlier calls. In OpenAI's bodies they are nested one level deeper.
-_FIELD_OF_FUNCTION = re.compile(r"(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)")
-_ARGUMENTS = "template_options.arguments."
-_RENAMED = {
-    "template_options.arguments": "chat_template_kwargs",
-    "template_options.add_generation_prompt": "add_generation_prompt",
-    "template_options.continue_final_message": "continue_final_message",
-    "tool_choice.name": "tool_choice.function.name",
-    "tool_choice.mode": "tool_choice",
-    "text": "prompt",
-    "token_ids.ids": "prompt",
-    "include_stop_string": "include_stop_str_in_output",
-    "prediction": "prediction.content",
-    "beam_search.length_penalty": "length_penalty",
-    "beam_search.early_stopping": "early_stopping",
-}
 
 
 async def read_request(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
@@ -148,38 +130,41 @@ def is_echo_alone(body: CompletionBody) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def param_name(body: GenerationBody, field: str) -> str:
-    """The name that a field of the validator has in the body."""
-    name = without_group(field)
+def names_of(body: GenerationBody, prompt: str = "prompt") -> Names:
+    """The names that fields of the validator have in the body; `prompt` is the prompt's."""
+    begins = {
+        "prompt": prompt,
+        "text": prompt,
+        "token_ids.ids": prompt,
+        "stopping.include_stop_string": "include_stop_str_in_output",
+        "output.prediction": "prediction.content",
+        "sampling.beam_search.beam_width": "n" if body.best_of is None else "best_of",
+    }
+    path = constraint_path(body)
+    whole = {} if path is None else {"sampling.constraint": path, "response_format": path}
+    if isinstance(body, CompletionBody) and body.prompt_logprobs != _prompt_logprobs(body):
+        begins["output.prompt_logprobs"] = "logprobs"
     if isinstance(body, ChatBody):
-        name = with_place_of_tool(name, kept_tools(body))
-    head, bracket, rest = name.partition("[")
-    if isinstance(body, ChatBody):
-        if head == "logprobs":
-            return "top_logprobs"
-        if head == "max_tokens" and body.max_completion_tokens is not None:
-            return "max_completion_tokens"
-    own = head.removeprefix(_ARGUMENTS)
-    if own in ("documents", "enable_thinking") and getattr(body, own, None) is not None:
-        return own
-    if head.startswith(_ARGUMENTS):
-        return "chat_template_kwargs." + name.removeprefix(_ARGUMENTS)
-    if head.startswith(("constraint", "response_format")):
-        return constraint_path(body) or head
-    if head == "tool_choice.allowed":
-        return f"tool_choice.allowed_tools.tools{bracket}{rest}"
-    if _FIELD_OF_FUNCTION.fullmatch(name):
-        head, _, field = name.rpartition(".")
-        return f"{head}.function.{field}"
-    if head == "beam_search.beam_width":
-        return "n" if body.best_of is None else "best_of"
-    if (
-        head == "prompt_logprobs"
-        and isinstance(body, CompletionBody)
-        and body.prompt_logprobs != _prompt_logprobs(body)
-    ):
-        return "logprobs"
-    return _RENAMED.get(head, head) + bracket + rest
+        begins |= numbered("tools", kept_tools(body)) | _names_of_calls(body.messages)
+        begins["output.logprobs"] = "top_logprobs"
+        begins["tool_choice.name"], begins["tool_choice.mode"] = "tool_choice.function.name", "tool_choice"
+        begins["tool_choice.allowed"] = "tool_choice.allowed_tools.tools"
+        begins["template_options.arguments"] = "chat_template_kwargs"
+        own = (name for name in ("documents", "enable_thinking") if getattr(body, name) is not None)
+        whole |= {f"template_options.arguments.{name}": name for name in own}
+        if body.max_completion_tokens is not None:
+            begins["stopping.max_tokens"] = "max_completion_tokens"
+    return Names(begins, whole)
+
+
+def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
+    """Names of the fields of earlier calls, which OpenAI's bodies nest one level deeper."""
+    places = (
+        f"messages[{position}].tool_calls[{number}]"
+        for position, message in enumerate(messages)
+        for number in range(len(message.tool_calls or ()))
+    )
+    return {f"{place}.{name}": f"{place}.function.{name}" for place in places for name in ("name", "arguments")}
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
@@ -196,32 +181,26 @@ def _options(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> RequestOptions:
-    as_written: dict[str, Any] = {}
-    stopping = StoppingParameters(
-        ignore_eos=bool(body.ignore_eos), include_stop_string=bool(body.include_stop_str_in_output)
+    options = options_of(
+        body,
+        prompt,
+        request_id,
+        max_tokens=max_tokens,
+        include_stop_string=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        include_special_tokens=body.skip_special_tokens is False,
+        logprobs=logprobs,
+        prediction=body.prediction and body.prediction.text,
+        prompt_logprobs=prompt_logprobs,
     )
-    write(stopping, "stopping.max_tokens", max_tokens, as_written)
-    write(stopping, "stopping.min_tokens", body.min_tokens, as_written)
-    write(stopping, "stopping.stop", [body.stop] if isinstance(body.stop, str) else body.stop, as_written)
-    write(stopping, "stopping.stop_token_ids", body.stop_token_ids, as_written)
-    output = OutputOptions(include_special_tokens=body.skip_special_tokens is False)
-    write(output, "output.logprobs", logprobs, as_written)
-    write(output, "output.logprob_token_ids", body.logprob_token_ids, as_written)
-    write(output, "output.prediction", body.prediction and body.prediction.text, as_written)
-    write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
-    return RequestOptions(
-        prompt=prompt,
-        # Some programs send an empty name if they do not know the model.
-        model=body.model or None,
-        sampling=_sampling(body, as_written),
-        stopping=stopping,
-        output=output,
+    as_written = dict(options.as_written)
+    _add_sampling(body, options.sampling, as_written)
+    return dataclasses.replace(
+        options,
         as_written=as_written,
-        cache_salt=body.cache_salt,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
-        request_id=request_id,
         retain_ms=_hinted_retention_ms(body),
         expected_tokens=_hinted_length(body),
         # In vLLM's API lower values run earlier, in Quire's higher ones.
@@ -257,20 +236,8 @@ def _hinted_retention_ms(body: GenerationBody) -> int | None:
     return min(int(found[1]) * _UNIT_MS[found[2]], MAX_TIME_TO_LIVE_MS)
 
 
-def meant(name: str, value: Any) -> Any:
-    """Converts vLLM's values for "all tokens", which many of its clients send by default, "no seed" and "no limit"."""
-    match name, value:
-        case "top_k", -1:
-            return 0
-        case "seed" | "thinking_token_budget", -1:
-            return None
-    return value
-
-
-def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParameters:
-    sampling = SamplingParameters()
-    for name in _SAMPLING & body.model_fields_set:
-        write(sampling, f"sampling.{name}", meant(name, getattr(body, name)), as_written)
+def _add_sampling(body: GenerationBody, sampling: SamplingParameters, as_written: dict[str, Any]) -> None:
+    """Adds what the body has in another form."""
     if isinstance(body, CompletionBody) and (constraint := constraint_of(body)) is not None:
         sampling.constraint.CopyFrom(constraint)
     if body.seed not in (None, -1):
@@ -283,4 +250,3 @@ def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParam
         beam_search.early_stopping = _EARLY_STOPPING[body.early_stopping]
         write(beam_search, f"{path}.beam_width", 1 if width is None else width, as_written)
         write(beam_search, f"{path}.length_penalty", body.length_penalty, as_written)
-    return sampling

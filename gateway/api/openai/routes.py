@@ -1,21 +1,30 @@
 """The paths of OpenAI's API, and of vLLM's for tokens."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from gateway.api.answers import OPENAI, as_json, error_answer, error_response
+from gateway.api.answers import OPENAI, as_json
 from gateway.api.body import BodyLimits, read_model
 from gateway.api.durable_streams import last_event_id
-from gateway.api.event_shapes import ChatEvent, CompletionEvent
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import with_place_of_tool
+from gateway.api.fields import Names, numbered
+from gateway.api.openai.answers import (
+    CancelledRequest,
+    ChatCompletion,
+    ChatEvent,
+    Completion,
+    CompletionEvent,
+    DetokenizedText,
+    ServedModels,
+    ServedModelShape,
+    Tokens,
+)
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.conversation import kept_tools
 from gateway.api.openai.read import chat_prompt, read_request
@@ -27,25 +36,16 @@ from gateway.api.openai.schemas import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from gateway.api.openapi import ApiRoute
+from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.api.respond import respond, resumed
-from gateway.api.shapes import (
-    AnyObject,
-    CancelledRequest,
-    ChatCompletion,
-    Completion,
-    DetokenizedText,
-    ServedModels,
-    ServedModelShape,
-    Tokens,
-)
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
 from gateway.request.validation import find_model
+from gateway.request.violations import renaming
 from gateway.types import ChatPrompt, TextPrompt
-from quire.rpc.errors import NotFound, QuireError, Unimplemented, invalid_field
+from quire.rpc.errors import NotFound, Unimplemented, invalid_field
 
 # This many tokens are written in less than a millisecond.
 _FEW = 4096
@@ -55,7 +55,7 @@ _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 _NOT_SHOWN = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
 )
-_PARAMS = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
+_NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
 def openai_routes(
@@ -108,7 +108,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         body = _without_unread_switch(generator, body_limits.rule, body)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
-    async def cancel(request: Request) -> Response:
+    async def cancel(request: Request) -> CancelledRequest:
         """Ends a running request of any gateway, by its id or its answer's. Its own call ends with an error."""
         asked = request.path_params["request_id"]
         prefix, _, rest = asked.partition("-")
@@ -120,10 +120,10 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
             except NotFound:
                 if position == len(ids) - 1:
                     raise
-        return JSONResponse({"id": asked, "object": "request", "cancelled": True})
+        return {"id": asked, "object": "request", "cancelled": True}
 
     return [
-        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST", answer=CancelledRequest),
+        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST"),
         ApiRoute(
             "/v1/completions",
             completions,
@@ -165,7 +165,7 @@ def _is_of_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
+def _as_anthropic(model: ServedModelShape) -> dict[str, Any]:
     """A model as Anthropic's API describes it."""
     return {
         "type": "model",
@@ -180,7 +180,7 @@ def _as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
 def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: int) -> list[ApiRoute]:
     base, adapters = generator.model.name, generator.adapters
 
-    def described(name: str) -> dict[str, Any]:
+    def described(name: str) -> ServedModelShape:
         lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
         return {
             "id": name,
@@ -200,7 +200,8 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
         if _is_of_anthropic(request):
             ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
             return JSONResponse({"data": [_as_anthropic(each) for each in found], "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": found})
+        listed: ServedModels = {"object": "list", "data": found}
+        return JSONResponse(listed)
 
     async def model(request: Request) -> Response:
         """One model by its name."""
@@ -238,13 +239,11 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or of a conversation."""
         body = await read_request(TokenizeBody, request, body_limits)
-        try:
+        with renaming(lambda: Names(_NAMES | numbered("tools", kept_tools(body)))):
             tokenized = await texts.tokenize(
                 body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
             )
-        except QuireError as error:
-            return error_response(error_answer(error, partial(_text_param_name, kept_tools(body))))
-        answer = {
+        answer: Tokens = {
             "count": len(tokenized.token_ids),
             "max_model_len": tokenized.max_model_len,
             "tokens": tokenized.token_ids,
@@ -255,20 +254,19 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
         body = await read_request(DetokenizeBody, request, body_limits)
-        try:
+        with renaming(lambda: Names(_NAMES)):
             text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
-        except QuireError as error:
-            return error_response(error_answer(error, partial(_text_param_name, ())))
-        return await _json_response({"prompt": text}, len(body.tokens))
+        answer: DetokenizedText = {"prompt": text}
+        return await _json_response(answer, len(body.tokens))
 
-    async def tokenizer_info(request: Request) -> Response:
+    async def tokenizer_info(request: Request) -> AnyObject:
         """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
-        return JSONResponse(_tokenizer_info(generator.model))
+        return _tokenizer_info(generator.model)
 
     return [
         ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody, answer=Tokens),
         ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody, answer=DetokenizedText),
-        ApiRoute("/tokenizer_info", tokenizer_info, answer=AnyObject),
+        ApiRoute("/tokenizer_info", tokenizer_info),
     ]
 
 
@@ -300,12 +298,6 @@ def _plain(value: Any) -> Any:
         case list():
             return [_plain(each) for each in value]
     return value
-
-
-def _text_param_name(tools: Sequence[str], field: str) -> str:
-    """The name that a field of the text service has in a body; `tools` are the places of the body's."""
-    head, bracket, rest = with_place_of_tool(field.removeprefix("chat."), tools).partition("[")
-    return _PARAMS.get(head, head) + bracket + rest
 
 
 def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt:

@@ -6,12 +6,12 @@ an approximation.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Literal
 
 from gateway.api.answers import LazyList
 from gateway.api.custom_tools import InputPieces, custom_input
+from gateway.api.openai import answers
 from gateway.api.openai.conversation import Message, ToolChoiceObject, custom_tools, message_text
 from gateway.api.openai.read import is_echo_alone
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
@@ -36,28 +36,12 @@ from quire.version import VERSION
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
 # Stands for -infinity, the log probability of excluded tokens, which JSON does not have. Clients know this value.
 LOWEST = -9999.0
-_ROLE = {"role": "assistant"}
-# Fields of whole answers that were not asked for. Streams leave them out.
-_NO_TOKEN_IDS: dict[str, None] = {"token_ids": None}
-_NOTHING_OF_PROMPT: dict[str, None] = {"prompt_logprobs": None, "prompt_token_ids": None}
+_ROLE: Literal["assistant"] = "assistant"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+def head_of(id: str, created: int, model: str) -> answers.Head:
     """The first fields of every answer and every chunk of a call. `created` is in seconds since the Unix epoch."""
-
-    id: str
-    created: int
-    model: str
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-        }
+    return {"id": id, "created": created, "model": model, "system_fingerprint": SYSTEM_FINGERPRINT}
 
 
 def as_chunk(sequence: GeneratedSequence) -> Chunk:
@@ -66,7 +50,7 @@ def as_chunk(sequence: GeneratedSequence) -> Chunk:
     return Chunk(index, 0, sequence.token_ids, sequence.text, sequence.logprobs)
 
 
-def finish_fields(finished: Finished, stopping: StoppingParameters) -> dict[str, Any]:
+def finish_fields(finished: Finished, stopping: StoppingParameters) -> answers.Finish:
     """Why a sequence ended. `stop_reason` is the stop string or the stop token of the request; None for an eos."""
     stop_reason: str | int | None = finished.stop_string
     if finished.stop_token_id in stopping.stop_token_ids:
@@ -74,41 +58,47 @@ def finish_fields(finished: Finished, stopping: StoppingParameters) -> dict[str,
     return {"finish_reason": finished.reason.value, "stop_reason": stop_reason}
 
 
-NOT_FINISHED = {"finish_reason": None, "stop_reason": None}
-CUT = {"finish_reason": FinishReason.LENGTH.value, "stop_reason": None}
+NOT_FINISHED: answers.ChunkFinish = {"finish_reason": None, "stop_reason": None}
+CUT: answers.Finish = {"finish_reason": FinishReason.LENGTH.value, "stop_reason": None}
 
 
-def usage_fields(usages: Sequence[Usage]) -> dict[str, Any]:
+def usage_fields(usages: Sequence[Usage]) -> answers.CompletionUsage:
     """The usage of all requests of a call together."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.generated_tokens for usage in usages)
-    return _token_counts(prompt_tokens, completion_tokens) | {
+    return {
+        **_token_counts(prompt_tokens, completion_tokens),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
-        "completion_tokens_details": {
-            name: sum(getattr(usage, name) for usage in usages)
-            for name in ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
-        },
+        "completion_tokens_details": output_tokens_details(usages),
     }
 
 
-def request_metrics(body: GenerationBody, live: Sequence[LiveRequest], usages: Sequence[Usage]) -> dict[str, Any]:
+def output_tokens_details(usages: Sequence[Usage]) -> answers.OutputTokensDetails:
+    return {
+        "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages),
+        "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for usage in usages),
+        "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for usage in usages),
+    }
+
+
+def request_metrics(body: GenerationBody, live: Sequence[LiveRequest], usages: Sequence[Usage]) -> answers.Metrics:
     """`metrics` as vLLM has them, for a call that asks for them; null where several sequences share the times."""
     if not body.include_metrics:
         return {}
     if len(live) != 1 or len(live[0].sequences) != 1:
         return {"metrics": None}
     (usage,), first_s = usages, live[0].seconds_to_first_token
-    num_later, later_ms = usage.generated_tokens - 1, usage.decode_ms
     generation_ms = usage.prefill_ms + usage.decode_ms
-    metrics = {
-        "time_to_first_token_ms": None if first_s is None else first_s * 1000,
-        "generation_time_ms": generation_ms,
-        "queue_time_ms": usage.queue_ms,
-        # Absent for a single token, as in vLLM.
-        **({"mean_itl_ms": later_ms / num_later} if num_later > 0 else {}),
-        "tokens_per_second": usage.generated_tokens * 1000 / generation_ms if generation_ms else None,
+    metrics: answers.RequestMetrics = {
+        "time_to_first_token_ms": None if first_s is None else round(first_s * 1000, 3),
+        "generation_time_ms": round(generation_ms, 3),
+        "queue_time_ms": round(usage.queue_ms, 3),
+        "tokens_per_second": round(usage.generated_tokens * 1000 / generation_ms, 3) if generation_ms else None,
     }
-    return {"metrics": {name: None if value is None else round(value, 3) for name, value in metrics.items()}}
+    # Absent for a single token, as in vLLM.
+    if usage.generated_tokens > 1:
+        metrics["mean_itl_ms"] = round(usage.decode_ms / (usage.generated_tokens - 1), 3)
+    return {"metrics": metrics}
 
 
 class ChunkUsage:
@@ -121,8 +111,8 @@ class ChunkUsage:
         self._prompt_tokens = sum(len(each.request.prompt_token_ids) for each in live)
         self._completion_tokens = 0
 
-    def after(self, event: Chunk | Finished) -> dict[str, Any]:
-        """The `usage` of the chunk of `event`. Called once for each event, in order."""
+    def after(self, event: Chunk | Finished) -> answers.ChunkUsage:
+        """The `usage` of the chunks of `event`. Called once for each event, in order."""
         if not self.is_included:
             return {}
         if not self._is_continuous:
@@ -133,7 +123,7 @@ class ChunkUsage:
         return {"usage": _token_counts(self._prompt_tokens, self._completion_tokens)}
 
 
-def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> answers.TokenCounts:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -168,25 +158,16 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = text_offset
 
-    def shape(self, token_ids: TokenIds, logprobs: Iterable[PositionLogprobs | None]) -> dict[str, LazyList | None]:
-        """The entry for the next tokens of the choice. A token without log probability, such as the first of a prompt,
-        has null.
+    def keys(self, token_ids: TokenIds) -> Iterator[str]:
+        return (self._texts.key_of(int(token_id)) for token_id in token_ids)
 
-        The lists must be written before the next call, since they are consumed lazily and count characters.
-        """
-        return {
-            "tokens": LazyList(lambda: (self._texts.key_of(int(token_id)) for token_id in token_ids)),
-            "token_logprobs": LazyList(lambda: (entry and _finite(entry.chosen.logprob) for entry in logprobs)),
-            "top_logprobs": LazyList(lambda: map(self._top, logprobs)),
-            "text_offset": LazyList(lambda: self._offsets(token_ids)),
-        }
-
-    def _offsets(self, token_ids: TokenIds) -> Iterator[int]:
+    def offsets(self, token_ids: TokenIds) -> Iterator[int]:
+        """Where the next tokens of the choice begin in its text."""
         for token_id in token_ids:
             yield self._offset
             self._offset += len(self._detokenizer.push(int(token_id)))
 
-    def _top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
+    def top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
         """The most likely tokens, and the chosen token if it is not one of them."""
         if entry is None:
             return None
@@ -194,47 +175,85 @@ class CompletionLogprobs:
         return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
 
 
+LogprobsPart = tuple[CompletionLogprobs, TokenIds, Iterable[PositionLogprobs | None]]
+"""The next tokens of a choice with their log probabilities; None for a token without one, as the first of a prompt."""
+
+
+def completion_logprobs(*parts: LogprobsPart) -> answers.CompletionLogprobs:
+    """The entry for the next tokens of a choice, part by part. Its lists must be written before the next call, since
+    they are consumed lazily and count characters."""
+    return {
+        "tokens": LazyList(lambda: chain.from_iterable(each.keys(ids) for each, ids, _ in parts)),
+        "token_logprobs": LazyList(
+            lambda: (entry and _finite(entry.chosen.logprob) for _, _, entries in parts for entry in entries)
+        ),
+        "top_logprobs": LazyList(lambda: (each.top(entry) for each, _, entries in parts for entry in entries)),
+        "text_offset": LazyList(lambda: chain.from_iterable(each.offsets(ids) for each, ids, _ in parts)),
+    }
+
+
 def chat_logprobs(
     texts: TokenTexts | NamedByIds, logprobs: Iterable[PositionLogprobs], *, shows_chosen: bool = False
-) -> dict[str, Any]:
+) -> answers.ChatLogprobs:
     """With `shows_chosen` the chosen token is one of the `top_logprobs`, also where it is none of the most likely."""
 
-    def entries() -> Iterator[dict[str, Any]]:
+    def entries() -> Iterator[answers.ChatTokenLogprob]:
         for entry in logprobs:
             chosen, top = entry.chosen, entry.top
             if shows_chosen and all(each.token_id != chosen.token_id for each in top):
                 top = (chosen, *top)
-            yield _chat_entry(texts, chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in top]}
+            yield {**_chat_entry(texts, chosen), "top_logprobs": [_chat_entry(texts, each) for each in top]}
 
     return {"content": LazyList(entries), "refusal": None}
 
 
-def token_ids(body: GenerationBody, ids: Sequence[int] | TokenIds) -> dict[str, Any]:
-    """`token_ids` of a choice, for a call that asks for it."""
-    return {"token_ids": [int(each) for each in ids]} if body.return_token_ids else {}
+def token_ids(body: GenerationBody, ids: Sequence[int] | TokenIds) -> list[int] | None:
+    """`token_ids` of a choice; None unless the call asks for it."""
+    return [int(each) for each in ids] if body.return_token_ids else None
 
 
-def prompt_token_ids(body: GenerationBody, live: LiveRequest) -> dict[str, Any]:
-    """`prompt_token_ids`, for a call that asks for it."""
-    return {"prompt_token_ids": live.request.prompt_token_ids.tolist()} if body.return_token_ids else {}
+def chunk_token_ids(body: GenerationBody, event: Chunk | Finished) -> answers.ChunkTokenIds:
+    """Streams leave out what the call does not ask for."""
+    ids = token_ids(body, event.token_ids if isinstance(event, Chunk) else ())
+    return {} if ids is None else {"token_ids": ids}
+
+
+def of_prompt(texts: TokenTexts, body: GenerationBody, live: LiveRequest) -> answers.OfPrompt:
+    """What an answer says about the prompt; None unless the call asks for it."""
+    return {
+        "prompt_logprobs": prompt_logprobs(texts, live.prompt_logprobs, body.prompt_logprobs),
+        "prompt_token_ids": live.request.prompt_token_ids.tolist() if body.return_token_ids else None,
+    }
+
+
+def chunk_of_prompt(texts: TokenTexts, body: GenerationBody, live: LiveRequest) -> answers.ChunkOfPrompt:
+    """`of_prompt`, without what the call does not ask for."""
+    whole, shown = of_prompt(texts, body, live), answers.ChunkOfPrompt()
+    if (logprobs := whole["prompt_logprobs"]) is not None:
+        shown["prompt_logprobs"] = logprobs
+    if (ids := whole["prompt_token_ids"]) is not None:
+        shown["prompt_token_ids"] = ids
+    return shown
 
 
 def prompt_logprobs(
     texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int | None
-) -> dict[str, LazyList]:
+) -> answers.PromptLogprobs | None:
     """`prompt_logprobs`, for a call that asks for it: one entry for each prompt token; the first is null."""
     if num_top is None:
-        return {}
+        return None
     entries = logprobs_by_token_id(texts, logprobs, num_top)
-    return {"prompt_logprobs": LazyList(lambda: chain([None], entries))}
+    return LazyList(lambda: chain([None], entries))
 
 
-def logprobs_by_token_id(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
+def logprobs_by_token_id(
+    texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int
+) -> LazyList[answers.LogprobsByTokenId]:
     """One entry for each token: the chosen and the most likely tokens by their ids, as vLLM has them."""
     return LazyList(lambda: (_entry_by_token_id(texts, entry, num_top) for entry in logprobs))
 
 
-def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> dict[str, Any]:
+def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> answers.LogprobsByTokenId:
     return {
         str(each.token_id): {
             "logprob": _finite(each.logprob),
@@ -249,7 +268,7 @@ def _token_text(texts: TokenTexts | NamedByIds, token_id: int, data: bytes) -> s
     return texts.text_of(token_id) if isinstance(texts, NamedByIds) else data.decode(errors="replace")
 
 
-def _chat_entry(texts: TokenTexts | NamedByIds, entry: Logprob) -> dict[str, Any]:
+def _chat_entry(texts: TokenTexts | NamedByIds, entry: Logprob) -> answers.TopLogprob:
     data = texts.bytes_of(entry.token_id)
     return {"token": _token_text(texts, entry.token_id, data), "logprob": _finite(entry.logprob), "bytes": list(data)}
 
@@ -261,7 +280,7 @@ def _finite(logprob: float) -> float:
 class ChatShaper:
     """The answer to a chat request; each sequence is one assistant message."""
 
-    def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts) -> None:
+    def __init__(self, head: answers.Head, body: ChatBody, live: LiveRequest, texts: TokenTexts) -> None:
         self._head = head
         self._body = body
         self._live = live
@@ -277,69 +296,78 @@ class ChatShaper:
         self._names_tool = isinstance(body.tool_choice, ToolChoiceObject) and body.tool_choice.type == "function"
         self._shows_reasoning = body.include_reasoning is not False
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def whole(self, results: Sequence[Result]) -> answers.ChatCompletion:
         ((sequences, usage),) = results
-        choices = [
+        choices: list[answers.ChatChoice] = [
             {
                 "index": sequence.finished.sequence_index,
                 "message": self._message(sequence),
                 "logprobs": self._logprobs(sequence.logprobs),
+                **self._finish(sequence.finished),
+                "token_ids": token_ids(self._body, sequence.token_ids),
             }
-            | self._finish(sequence.finished)
-            | _NO_TOKEN_IDS
-            | token_ids(self._body, sequence.token_ids)
             for sequence in sequences
         ]
-        answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
-        return answer | _NOTHING_OF_PROMPT | self._of_prompt() | request_metrics(self._body, [self._live], [usage])
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage_fields([usage]),
+            **of_prompt(self._texts, self._body, self._live),
+            **request_metrics(self._body, [self._live], [usage]),
+        }
 
-    def _of_prompt(self) -> dict[str, Any]:
-        """What is told of the prompt, once."""
-        shown = prompt_logprobs(self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs)
-        return shown | prompt_token_ids(self._body, self._live)
-
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterable[answers.ChatCompletionChunk]:
         return ()
 
-    def event(self, position: int, event: Chunk | Finished) -> Iterable[dict[str, Any]]:
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[answers.ChatCompletionChunk]:
+        usage, ids = self._usage_so_far.after(event), chunk_token_ids(self._body, event)
+        finish: answers.ChunkFinish = NOT_FINISHED
         match event:
             case Chunk(sequence_index=index):
-                deltas = list(self._deltas(event))
-                logprobs, finish = self._logprobs(event.logprobs), NOT_FINISHED
+                deltas, logprobs = list(self._deltas(event)), self._logprobs(event.logprobs)
             case Finished(sequence_index=index):
-                deltas, logprobs, finish = [*self._rests(index), {}], None, self._finish(event)
-        usage = self._usage_so_far.after(event)
-        ids = token_ids(self._body, event.token_ids if isinstance(event, Chunk) else ())
+                deltas, logprobs = [*self._rests(index), answers.ChatDelta()], None
+                finish = {**self._finish(event)}
         if not deltas and (logprobs or ids):
             # Nothing of the tokens is shown, such as reasoning that is left out.
-            deltas = [{}]
-        of_prompt = {} if self._started else self._of_prompt()
+            deltas = [answers.ChatDelta()]
+        prompt: answers.ChunkOfPrompt = {} if self._started else chunk_of_prompt(self._texts, self._body, self._live)
         for delta in deltas:
-            choice = {"index": index, "delta": self._role(index) | delta, "logprobs": logprobs}
-            yield self._chunk([choice | finish | ids]) | of_prompt | usage
+            if index not in self._started:
+                # The role, in the first chunk of each choice.
+                self._started.add(index)
+                delta = answers.ChatDelta({"role": _ROLE, **delta})
+            choice: answers.ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, **finish, **ids}
+            yield {**self._chunk([choice]), **prompt, **usage}
             # Log probabilities and tokens belong to the first delta, which has them.
-            logprobs, ids, of_prompt = None, {}, {}
+            logprobs, ids, prompt = None, answers.ChunkTokenIds(), answers.ChunkOfPrompt()
 
-    def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
+    def end(self, usages: Sequence[Usage]) -> Iterable[answers.ChatCompletionChunk]:
         metrics = request_metrics(self._body, [self._live], usages)
         if self._usage_so_far.is_included:
-            yield self._chunk([]) | {"usage": usage_fields(usages)} | metrics
+            yield {**self._chunk([]), "usage": usage_fields(usages), **metrics}
         elif metrics:
-            yield self._chunk([]) | metrics
+            yield {**self._chunk([]), **metrics}
 
-    def _message(self, sequence: GeneratedSequence) -> dict[str, Any]:
+    def _message(self, sequence: GeneratedSequence) -> answers.ChatAnswer:
         content = self._echo + sequence.text
-        message = _ROLE | {"content": content or (None if sequence.tool_calls else ""), "refusal": None}
+        message: answers.ChatAnswer = {
+            "role": _ROLE,
+            "content": content or (None if sequence.tool_calls else ""),
+            "refusal": None,
+            **self._reasoning(sequence.reasoning),
+        }
         if sequence.tool_calls:
             message["tool_calls"] = [self._call(call) for call in sequence.tool_calls]
-        return message | self._reasoning(sequence.reasoning)
+        return message
 
-    def _deltas(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
+    def _deltas(self, chunk: Chunk) -> Iterator[answers.ChatDelta]:
         """The deltas of a chunk: reasoning, then text, then calls, each separately. The first delta of a call has no
         arguments."""
         text = chunk.text if chunk.sequence_index in self._started else self._echo + chunk.text
         if reasoning := self._reasoning(chunk.reasoning):
-            yield reasoning
+            yield {**reasoning}
         if text:
             yield {"content": text}
         elif not (chunk.reasoning or chunk.tool_calls):
@@ -349,10 +377,10 @@ class ChatShaper:
             place = chunk.sequence_index, call.index
             if call.name in self._custom:
                 self._inputs[place] = InputPieces()
-                custom = {"name": call.name, "input": ""}
+                custom = answers.CustomDelta(name=call.name, input="")
                 yield _call_delta({"index": call.index, "id": call.id, "type": "custom", "custom": custom})
             elif call.name:
-                function = {"name": call.name, "arguments": ""}
+                function = answers.FunctionDelta(name=call.name, arguments="")
                 yield _call_delta({"index": call.index, "id": call.id, "type": "function", "function": function})
             if place in self._inputs:
                 if text := self._inputs[place].push(call.arguments):
@@ -360,13 +388,13 @@ class ChatShaper:
             elif call.arguments:
                 yield _call_delta({"index": call.index, "function": {"arguments": call.arguments}})
 
-    def _rests(self, index: int) -> Iterator[dict[str, Any]]:
+    def _rests(self, index: int) -> Iterator[answers.ChatDelta]:
         """What a sequence that ends leaves of the inputs of its calls."""
         for (sequence_index, position), pieces in self._inputs.items():
             if sequence_index == index and (rest := pieces.rest):
                 yield _call_delta({"index": position, "custom": {"input": rest}})
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> answers.ChatToolCall | answers.ChatCustomToolCall:
         if call.name in self._custom:
             return {
                 "id": call.id,
@@ -375,39 +403,31 @@ class ChatShaper:
             }
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
-    def _reasoning(self, text: str) -> dict[str, str]:
-        """The reasoning under vLLM's older and newer name."""
+    def _reasoning(self, text: str) -> answers.ReasoningFields:
         return {"reasoning_content": text, "reasoning": text} if text and self._shows_reasoning else {}
 
-    def _finish(self, finished: Finished) -> dict[str, Any]:
+    def _finish(self, finished: Finished) -> answers.Finish:
         fields = finish_fields(finished, self._live.request.stopping)
         if self._names_tool and finished.reason is FinishReason.TOOL_CALLS:
             fields["finish_reason"] = FinishReason.STOP.value
         return fields
 
-    def _role(self, index: int) -> dict[str, Any]:
-        """The role, in the first chunk of each choice."""
-        if index in self._started:
-            return {}
-        self._started.add(index)
-        return _ROLE
-
-    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> answers.ChatLogprobs | None:
         if not self._body.logprobs:
             return None
         return chat_logprobs(self._shown_texts, logprobs, shows_chosen=bool(self._body.logprob_token_ids))
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head.fields("chat.completion.chunk") | {"choices": choices}
+    def _chunk(self, choices: list[answers.ChatChunkChoice]) -> answers.ChatCompletionChunk:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
 
-def _call_delta(call: dict[str, Any]) -> dict[str, Any]:
+def _call_delta(call: answers.ToolCallDeltaShape) -> answers.ChatDelta:
     return {"tool_calls": [call]}
 
 
 def _echoed(message: Message) -> str:
     """The text of the last message, if it has the role of the answer."""
-    return message_text(message) if message.role == _ROLE["role"] else ""
+    return message_text(message) if message.role == _ROLE else ""
 
 
 class CompletionShaper:
@@ -415,7 +435,7 @@ class CompletionShaper:
 
     def __init__(
         self,
-        head: Head,
+        head: answers.Head,
         body: CompletionBody,
         prompts: Sequence[Prompt | None],
         echoes: Sequence[str],
@@ -437,60 +457,76 @@ class CompletionShaper:
         # Choices of which a chunk was written.
         self._begun: set[tuple[int, int]] = set()
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        usage = self._usage([usage for _, usage in results])
-        choices = LazyList(lambda: self._whole_choices(results))
-        metrics = request_metrics(self._body, self._live, [usage for _, usage in results])
-        return self._head.fields("text_completion") | {"choices": choices, "usage": usage} | metrics
+    def whole(self, results: Sequence[Result]) -> answers.Completion:
+        usages = [usage for _, usage in results]
+        return {
+            **self._head,
+            "object": "text_completion",
+            "choices": LazyList(lambda: self._whole_choices(results)),
+            "usage": self._usage(usages),
+            **request_metrics(self._body, self._live, usages),
+        }
 
-    def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
+    def _whole_choices(self, results: Sequence[Result]) -> Iterator[answers.CompletionChoice]:
         for position, (sequences, _) in enumerate(results):
             for sequence in sequences:
                 shown = self._shown(as_chunk(sequence))
-                choice = self._choice(position, shown) | self._finish(position, sequence.finished)
-                ids = _NO_TOKEN_IDS | token_ids(self._body, shown.token_ids)
-                yield choice | ids | _NOTHING_OF_PROMPT | self._of_prompt(position)
+                yield {
+                    "index": self._index(position, shown.sequence_index),
+                    **self._piece(position, shown),
+                    **self._finish(position, sequence.finished),
+                    "token_ids": token_ids(self._body, shown.token_ids),
+                    **of_prompt(self._texts, self._body, self._live[position]),
+                }
 
-    def _of_prompt(self, position: int) -> dict[str, Any]:
-        """What each choice of a prompt tells of it, once."""
-        live = self._live[position]
-        shown = prompt_logprobs(self._texts, live.prompt_logprobs, self._body.prompt_logprobs)
-        return shown | prompt_token_ids(self._body, live)
-
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterable[answers.CompletionChunk]:
         return ()
 
-    def event(self, position: int, event: Chunk | Finished) -> Iterable[dict[str, Any]]:
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[answers.CompletionChunk]:
+        place = position, event.sequence_index
+        finish: answers.ChunkFinish = NOT_FINISHED
         match event:
             case Chunk():
-                event = self._shown(event)
-                choice = self._choice(position, event) | NOT_FINISHED | token_ids(self._body, event.token_ids)
-            case Finished(sequence_index=index):
-                choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
-                choice |= token_ids(self._body, ())
-        if (position, event.sequence_index) not in self._begun:
-            self._begun.add((position, event.sequence_index))
-            choice |= self._of_prompt(position)
-        yield self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
+                event = shown = self._shown(event)
+            case Finished():
+                shown = Chunk(event.sequence_index, 0, [], "")
+                finish = {**self._finish(position, event)}
+        prompt: answers.ChunkOfPrompt = {}
+        if place not in self._begun:
+            self._begun.add(place)
+            prompt = chunk_of_prompt(self._texts, self._body, self._live[position])
+        choice: answers.CompletionChunkChoice = {
+            "index": self._index(*place),
+            **self._piece(position, shown),
+            **finish,
+            **chunk_token_ids(self._body, event),
+            **prompt,
+        }
+        yield {**self._chunk([choice]), **self._usage_so_far.after(event)}
 
-    def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
+    def end(self, usages: Sequence[Usage]) -> Iterable[answers.CompletionChunk]:
         metrics = request_metrics(self._body, self._live, usages)
-        last = {"usage": self._usage(usages)} if self._usage_so_far.is_included else {}
-        if last or metrics:
-            yield self._head.fields("text_completion") | {"choices": []} | last | metrics
+        if self._usage_so_far.is_included:
+            yield {**self._chunk([]), "usage": self._usage(usages), **metrics}
+        elif metrics:
+            yield {**self._chunk([]), **metrics}
 
-    def _choice(self, position: int, chunk: Chunk) -> dict[str, Any]:
-        choices = self._choices[position]
-        index = position * len(choices) + chunk.sequence_index
-        return {"index": index} | choices[chunk.sequence_index].take(chunk)
+    def _chunk(self, choices: list[answers.CompletionChunkChoice]) -> answers.CompletionChunk:
+        return {**self._head, "object": "text_completion", "choices": choices}
+
+    def _index(self, position: int, sequence_index: int) -> int:
+        return position * len(self._choices[position]) + sequence_index
+
+    def _piece(self, position: int, chunk: Chunk) -> answers.CompletionPiece:
+        return self._choices[position][chunk.sequence_index].take(chunk)
 
     def _shown(self, chunk: Chunk) -> Chunk:
         return Chunk(chunk.sequence_index, chunk.offset, [], "") if self._is_echo_alone else chunk
 
-    def _finish(self, position: int, finished: Finished) -> dict[str, Any]:
+    def _finish(self, position: int, finished: Finished) -> answers.Finish:
         return CUT if self._is_echo_alone else finish_fields(finished, self._live[position].request.stopping)
 
-    def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+    def _usage(self, usages: Sequence[Usage]) -> answers.CompletionUsage:
         if self._is_echo_alone:
             usages = [dataclasses.replace(usage, generated_tokens=0) for usage in usages]
         return usage_fields(usages)
@@ -540,24 +576,19 @@ class _Choice:
         self._prompt_logprobs = prompt_logprobs
         self._logprobs = logprobs
 
-    def take(self, chunk: Chunk) -> dict[str, Any]:
+    def take(self, chunk: Chunk) -> answers.CompletionPiece:
         """The next piece of the choice: text and log probabilities."""
         text, self._echo = self._echo + chunk.text, ""
         return {"text": text, "logprobs": self._shape(chunk)}
 
-    def _shape(self, chunk: Chunk) -> dict[str, Any] | None:
+    def _shape(self, chunk: Chunk) -> answers.CompletionLogprobs | None:
         if self._logprobs is None:
             return None
-        shaped = self._logprobs.shape(chunk.token_ids, chunk.logprobs)
+        part: LogprobsPart = self._logprobs, chunk.token_ids, chunk.logprobs
         if self._prompt_logprobs is None:
-            return shaped if chunk.token_ids else None
+            return completion_logprobs(part) if chunk.token_ids else None
         # The first token of a prompt has no log probability.
-        prompt = self._prompt_logprobs.shape(
-            self._live.request.prompt_token_ids, LazyList(lambda: chain([None], self._live.prompt_logprobs))
-        )
+        entries = LazyList(lambda: chain([None], self._live.prompt_logprobs))
+        prompt: LogprobsPart = self._prompt_logprobs, self._live.request.prompt_token_ids, entries
         self._prompt_logprobs = None
-        return {name: values and _joined(values, shaped[name]) for name, values in prompt.items()}
-
-
-def _joined(first: LazyList, second: LazyList | None) -> LazyList:
-    return LazyList(lambda: chain(first, second or ()))
+        return completion_logprobs(prompt, part)

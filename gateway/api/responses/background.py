@@ -40,7 +40,7 @@ from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.body_memory import count_answer, keep_memory
 from gateway.request.generator import Generator
 from gateway.request.prepare import CallParameters
-from gateway.request.violations import renamed
+from gateway.request.violations import renaming
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
 from quire import entropy
@@ -191,7 +191,7 @@ class BackgroundResponses:
         except QuireError as error:
             if after == had:
                 raise
-            yield _EVENTS.event(error_event(error_answer(error, str), after + 1))
+            yield _EVENTS.event(error_event(error_answer(error), after + 1))
         finally:
             news.num_readers -= 1
             if not news.num_readers:
@@ -331,11 +331,9 @@ class BackgroundResponses:
         options.sampling.seed = row.seed
         with generator.call_memory(STREAMED_AND_REPEATED) as memory:
             async with AsyncExitStack() as stack:
-                try:
+                with renaming(lambda: call.names(0)):
                     admitted = generator.admitted(options, CallParameters(), memory=memory)
                     live = await stack.enter_async_context(admitted)
-                except QuireError as error:
-                    raise renamed(error, partial(call.param_name, 0)) from error
                 await _give(live, tokens)
                 generator.start(live)
                 shaper = await call.shaper(generator, [live])

@@ -7,14 +7,15 @@ from typing import Any, Self
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
-from gateway.api.fields import Conversation
+from gateway.api.fields import Conversation, Names
+from gateway.api.responses.answers import CancelledResponse
 from gateway.api.responses.read import (
     ITEM,
     InputBody,
     ResponseBody,
     conversation_of,
+    names_of,
     options_of,
-    param_name,
     references,
 )
 from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
@@ -90,7 +91,7 @@ class ResponseCall:
         """All that another gateway needs to run it."""
         return self._front_end_of([plain_message(each) for each in self._conversation.messages]).to_bytes(None)
 
-    def first_state(self) -> Mapping[str, Any]:
+    def first_state(self) -> CancelledResponse:
         """The response before its request is admitted."""
         return response_head(self._head, QUEUED)
 
@@ -112,8 +113,8 @@ class ResponseCall:
         options = options_of(self._body, self._conversation.prompt, self.id)
         return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
 
-    def param_name(self, position: int, field: str) -> str:
-        return param_name(self._body, self._conversation, field)
+    def names(self, position: int) -> Names:
+        return names_of(self._body, self._conversation)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ResponseShaper:
         texts = generator.model.tokenizer.token_texts

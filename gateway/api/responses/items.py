@@ -1,8 +1,9 @@
 """The input of a response that was kept, as items: pages of a list."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from gateway.api.responses.answers import CallHead, InputItem, InputItems, InputText, ItemHead
+from gateway.api.responses.write import output_text, reasoning_text
 from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage
 from quire.rpc.errors import invalid_field
@@ -14,35 +15,33 @@ _PARAMETERS = frozenset({"after", "include", "include[]", "limit", "order"})
 _ANSWER, _RESULT = "assistant", "tool"
 
 
-def input_items(response_id: str, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def input_items(response_id: str, messages: Sequence[ChatMessage]) -> list[InputItem]:
     """The items of a conversation, in its order. Their ids are those of this response."""
-    items: list[dict[str, Any]] = []
+    items: list[InputItem] = []
 
-    def add(prefix: str, item: dict[str, Any]) -> None:
-        items.append(
-            {"id": f"{prefix}_{response_id.removeprefix('resp_')}in{len(items)}", "status": "completed"} | item
-        )
+    def head(prefix: str) -> ItemHead:
+        return {"id": f"{prefix}_{response_id.removeprefix('resp_')}in{len(items)}", "status": "completed"}
 
     for message in messages:
+        role, text = message.role, message.content
         if message.reasoning:
-            content = [{"type": "reasoning_text", "text": message.reasoning}]
-            add("rs", {"type": "reasoning", "summary": [], "content": content})
-        if message.role == _RESULT:
-            result = {"call_id": message.tool_call_id, "output": message.content}
-            add("fco", {"type": "function_call_output"} | result)
-        elif message.role == _ANSWER and message.content:
-            part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
-            add("msg", {"type": "message", "role": _ANSWER, "content": [part]})
-        elif message.role != _ANSWER:
-            part = {"type": "input_text", "text": message.content}
-            add("msg", {"type": "message", "role": message.role, "content": [part]})
+            content = [reasoning_text(message.reasoning)]
+            items.append({**head("rs"), "type": "reasoning", "summary": [], "content": content})
+        if role == _RESULT:
+            call_id = message.tool_call_id or ""
+            items.append({**head("fco"), "type": "function_call_output", "call_id": call_id, "output": text})
+        elif role != _ANSWER:
+            part = InputText(type="input_text", text=text)
+            items.append({**head("msg"), "type": "message", "role": role, "content": [part]})
+        elif text:
+            items.append({**head("msg"), "type": "message", "role": role, "content": [output_text(text)]})
         for call in message.tool_calls:
-            fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-            add("fc", {"type": "function_call"} | fields)
+            called: CallHead = {**head("fc"), "call_id": call.id, "name": call.name}
+            items.append({"type": "function_call", **called, "arguments": call.arguments})
     return items
 
 
-def item_page(items: Sequence[dict[str, Any]], parameters: Mapping[str, str]) -> dict[str, Any]:
+def item_page(items: Sequence[InputItem], parameters: Mapping[str, str]) -> InputItems:
     """The page of a list that the parameters of a query ask for.
 
     Raises:

@@ -4,13 +4,14 @@
 content and its calls.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from gateway.api import field_rule
+from gateway.api import field_rule, fields
 from gateway.api.body import BodyLimits, max_entries
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.durable_streams import ONLY_STREAMS
@@ -19,15 +20,15 @@ from gateway.api.fields import (
     TOOL_CHOICES,
     Conversation,
     LongList,
+    Names,
     Salt,
     as_parts,
     effort_arguments,
     make_tool,
+    numbered,
     parse,
     schema_text,
     tag_of,
-    with_place_of_tool,
-    without_group,
 )
 from gateway.api.openai.constraint_fields import (
     ConstraintFields,
@@ -35,13 +36,12 @@ from gateway.api.openai.constraint_fields import (
     check_constraints,
     constraint_of,
 )
-from gateway.api.openai.read import meant
 from gateway.api.openai.schemas import Prediction, check_prediction
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
-from gateway.types import ChatMessage, ChatPrompt, Clamp, RequestOptions, write
-from quire.common.v1.common_pb2 import AnyJsonObject, Constraint, OutputOptions, SamplingParameters, StoppingParameters
+from gateway.types import ChatMessage, ChatPrompt, Clamp, RequestOptions
+from quire.common.v1.common_pb2 import AnyJsonObject, Constraint
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
@@ -53,19 +53,6 @@ _MAX_METADATA = 16
 # A limit of the list; OpenAI has fewer names.
 _MAX_INCLUDE = 32
 _MAX_EFFORT = 64
-_RENAMED = {
-    "stopping.max_tokens": "max_output_tokens",
-    "output.logprobs": "top_logprobs",
-    "output.prediction": "prediction.content",
-    "messages": "input",
-    "tool_choice.mode": "tool_choice",
-}
-# Those but the seed; the fields have the same names in the contract.
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    "thinking_token_budget",
-)
-_ALLOWED = "tool_choice.allowed"
 _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
 
@@ -505,35 +492,22 @@ def _texts_of(parts: Sequence[TextItemPart | RefusalPart]) -> list[str]:
 
 def options_of(body: ResponseBody, messages: Sequence[ChatMessage], request_id: str) -> RequestOptions:
     """The request of a checked body with these messages."""
-    as_written: dict[str, Any] = {}
-    sampling, stopping, output = SamplingParameters(), StoppingParameters(), OutputOptions()
-    for name in _SAMPLING:
-        write(sampling, f"sampling.{name}", meant(name, getattr(body, name)), as_written)
-    if body.seed not in (None, -1):
-        sampling.seed = body.seed % 2**64
+    options = fields.options_of(
+        body,
+        prompt_of(body, messages),
+        request_id,
+        seed=None if body.seed in (None, -1) else body.seed % 2**64,
+        max_tokens=body.max_output_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
+        prediction=body.prediction and body.prediction.text,
+    )
     if body.structured_outputs is not None:
         constraint = constraint_of(ConstraintFields(structured_outputs=body.structured_outputs))
         assert constraint is not None, "a checked body has one"
-        sampling.constraint.CopyFrom(constraint)
-    write(stopping, "stopping.max_tokens", body.max_output_tokens, as_written)
-    write(stopping, "stopping.stop", [body.stop] if isinstance(body.stop, str) else body.stop, as_written)
-    stopping.ignore_eos = bool(body.ignore_eos)
-    if body.shows_logprobs:
-        write(output, "output.logprobs", body.top_logprobs or 0, as_written)
-    write(output, "output.prediction", body.prediction and body.prediction.text, as_written)
-    return RequestOptions(
-        prompt_of(body, messages),
-        body.model or None,
-        sampling,
-        stopping,
-        output,
-        as_written=as_written,
-        cache_salt=body.cache_salt,
-        request_id=request_id,
-        priority=None if body.priority is None else -body.priority,
-        priority_sign=-1,
-        clamp=Clamp.AS_SET,
-    )
+        options.sampling.constraint.CopyFrom(constraint)
+    priority = None if body.priority is None else -body.priority
+    return dataclasses.replace(options, priority=priority, priority_sign=-1, clamp=Clamp.AS_SET)
 
 
 def prompt_of(body: InputBody, messages: Sequence[ChatMessage]) -> ChatPrompt:
@@ -555,20 +529,22 @@ def _tool_of(tool: FunctionTool | CustomTool) -> Tool:
     return make_tool(tool.name, tool.description, tool.parameters, tool.strict)
 
 
-def param_name(body: InputBody, conversation: Conversation, field: str) -> str:
-    """The name in the body of a field of the validator."""
-    field = with_place_of_tool(field, [*_kept_tools(body)])
-    if (path := conversation.path_of(field)) is not None:
-        return path
-    if field.startswith("response_format"):
-        return "text.format"
-    if field.startswith("sampling.constraint"):
-        return "structured_outputs"
-    if field.startswith("template_options"):
-        return "reasoning.effort"
-    if field.startswith(_ALLOWED):
-        return f"tool_choice.tools{field.removeprefix(_ALLOWED)}"
-    return _RENAMED.get(field) or without_group(field)
+def names_of(body: InputBody, conversation: Conversation) -> Names:
+    """The names that fields of the validator have in the body."""
+    begins = {
+        "messages": "input",
+        "output.logprobs": "top_logprobs",
+        "output.prediction": "prediction.content",
+        "stopping.max_tokens": "max_output_tokens",
+        "tool_choice.allowed": "tool_choice.tools",
+        "tool_choice.mode": "tool_choice",
+    }
+    whole = {
+        "response_format": "text.format",
+        "sampling.constraint": "structured_outputs",
+        "template_options": "reasoning.effort",
+    }
+    return Names(begins | numbered("tools", _kept_tools(body)), whole | numbered("messages", conversation.paths))
 
 
 def _tool_choice(choice: str | ToolChoiceObject | None) -> ToolChoice | None:

@@ -10,26 +10,33 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
-from gateway.api.event_shapes import ResponseEvent
 from gateway.api.fields import Conversation
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
+from gateway.api.responses.answers import (
+    CancelledResponse,
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseEvent,
+    ResponseObject,
+)
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
 from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read import (
     InputBody,
     ResponseBody,
-    param_name,
+    names_of,
     parse_body,
     prompt_of,
 )
 from gateway.api.responses.store import ResponseStore
 from gateway.api.responses.write import ResponseHead, cancelled_response, error_event
-from gateway.api.shapes import CancelledResponse, DeletedResponse, InputItems, InputTokens, ResponseObject
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
+from gateway.request.violations import renaming
 from quire import clock
 from quire.rpc.errors import InvalidArgument, invalid_field
 
@@ -57,9 +64,7 @@ def response_routes(
             names_events=True,
         ),
         # Before the path of any response.
-        ApiRoute(
-            "/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody, answer=InputTokens
-        ),
+        ApiRoute("/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody),
         ApiRoute(
             _PATH,
             routes.retrieve,
@@ -68,7 +73,7 @@ def response_routes(
             names_events=True,
             errors=HTTP_STATUSES,
         ),
-        ApiRoute(_PATH, routes.delete, method="DELETE", answer=DeletedResponse, errors=HTTP_STATUSES),
+        ApiRoute(_PATH, routes.delete, method="DELETE", errors=HTTP_STATUSES),
         ApiRoute(
             f"{_PATH}/cancel",
             routes.cancel,
@@ -76,7 +81,7 @@ def response_routes(
             answer=ResponseObject | CancelledResponse,
             errors=HTTP_STATUSES,
         ),
-        ApiRoute(f"{_PATH}/input_items", routes.list_input_items, answer=InputItems),
+        ApiRoute(f"{_PATH}/input_items", routes.list_input_items),
     ]
 
 
@@ -134,7 +139,7 @@ class _ResponseRoutes:
         field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
         read = partial(self._background.events, current_caller().tenant, response_id, number, field)
         headers = {"x-request-id": response_id}
-        return StreamedResponse(read, lambda: True, self._keep_alive_s, str, headers, _dialect(number))
+        return StreamedResponse(read, lambda: True, self._keep_alive_s, headers, _dialect(number))
 
     async def retrieve(self, request: Request) -> Response:
         """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
@@ -151,14 +156,14 @@ class _ResponseRoutes:
         found = await self._store.run(self._store.find, current_caller().tenant, request.path_params["response_id"])
         return Response(found.body, media_type="application/json")
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> DeletedResponse:
         """Deletes a stored response."""
         response_id = request.path_params["response_id"]
         tenant = current_caller().tenant
         was_in_background = await self._background.remove(tenant, response_id)
         if not was_in_background or await self._store.run(self._store.get, tenant, response_id) is not None:
             await self._store.run(self._store.remove, tenant, response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return {"id": response_id, "object": "response", "deleted": True}
 
     async def cancel(self, request: Request) -> Response:
         """Ends a running response of any gateway. A finished response is not changed."""
@@ -174,22 +179,23 @@ class _ResponseRoutes:
             cancelled_response(ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name))
         )
 
-    async def list_input_items(self, request: Request) -> Response:
+    async def list_input_items(self, request: Request) -> InputItems:
         """The items that a response answers, those of earlier turns included, the last one first."""
         response_id = request.path_params["response_id"]
         tenant = current_caller().tenant
         if (asked := await self._background.asked(tenant, response_id)) is None:
             # Its last message is the answer.
             asked = (await self._store.run(self._store.find, tenant, response_id)).messages[:-1]
-        return JSONResponse(item_page(input_items(response_id, asked), request.query_params))
+        return item_page(input_items(response_id, asked), request.query_params)
 
-    async def count_input_tokens(self, request: Request) -> Response:
+    async def count_input_tokens(self, request: Request) -> InputTokens:
         """The number of tokens of the prompt that a response would have."""
         body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
         conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
-        count = await self._texts.count_tokens(body.model or None, prompt, partial(param_name, body, conversation))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+        with renaming(lambda: names_of(body, conversation)):
+            tokenized = await self._texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        return {"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)}
 
 
 def _dialect(after: int) -> Dialect:

@@ -10,9 +10,11 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
-from gateway.api.answers import OPENAI, ErrorAnswer, LazyList
+from gateway.api.answers import ErrorAnswer, openai_error
 from gateway.api.custom_tools import InputPieces, custom_input
-from gateway.api.openai.write import chat_logprobs
+from gateway.api.openai.answers import ChatTokenLogprob
+from gateway.api.openai.write import chat_logprobs, output_tokens_details
+from gateway.api.responses import answers
 from gateway.api.responses.read import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
@@ -45,14 +47,27 @@ class ResponseHead:
     is_background: bool = False
 
 
-def cancelled_response(head: ResponseHead) -> dict[str, Any]:
+def cancelled_response(head: ResponseHead) -> answers.CancelledResponse:
     """A response that was cancelled while it ran. Its own call ends with an error, so its output is lost."""
     return response_head(head, _CANCELLED)
 
 
-def response_head(head: ResponseHead, status: str) -> dict[str, Any]:
+def response_head(head: ResponseHead, status: str) -> answers.CancelledResponse:
     """A response without what its call asked for."""
-    return _head_fields(head, status) | {"output": [], "usage": None}
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "completed_at": None,
+        "status": status,
+        "background": head.is_background,
+        "error": None,
+        "incomplete_details": None,
+        "model": head.model,
+        "store": head.is_stored,
+        "output": [],
+        "usage": None,
+    }
 
 
 def output_so_far(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -83,11 +98,16 @@ def output_so_far(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-def error_event(answer: ErrorAnswer, number: int) -> dict[str, Any]:
-    """The event of an error that ends a stream, with its number. It has OpenAI's documented fields, and `error`, for
-    which clients raise."""
-    fields = {"code": answer.code, "message": answer.message, "param": answer.param}
-    return {"type": "error", "sequence_number": number} | fields | {"error": OPENAI.error(answer)["error"]}
+def error_event(answer: ErrorAnswer, number: int) -> answers.ResponseErrorEvent:
+    """The event of an error that ends a stream, with its number."""
+    return {
+        "type": "error",
+        "sequence_number": number,
+        "code": answer.code,
+        "message": answer.message,
+        "param": answer.param,
+        "error": openai_error(answer)["error"],
+    }
 
 
 def answer_message(blocks: Iterable[Block]) -> ChatMessage:
@@ -132,28 +152,28 @@ class ResponseShaper:
         # Of tokens that have no text: they go out with the next one that has, or at the end.
         self._untold: list[Iterable[PositionLogprobs]] = []
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def whole(self, results: Sequence[Result]) -> answers.ResponseObject:
         (((sequence,), usage),) = results
         blocks = blocks_of(sequence) or [Block(0, BlockKind.TEXT)]
         return self._ended(blocks, sequence.finished.reason, usage, sequence.logprobs)
 
-    def begin(self) -> Iterable[Mapping[str, Any]]:
+    def begin(self) -> Iterable[answers.ResponseEvent]:
         """In the background it is queued first; `under_way` is then what its first output begins with."""
         if self._head.is_background:
-            yield self._event("response.created", response=self.state(QUEUED))
-            yield self._event("response.queued", response=self.state(QUEUED))
+            yield {"type": "response.created", **self._numbered(), "response": self.state(QUEUED)}
+            yield {"type": "response.queued", **self._numbered(), "response": self.state(QUEUED)}
             return
-        yield self._event("response.created", response=self.state(_IN_PROGRESS))
+        yield {"type": "response.created", **self._numbered(), "response": self.state(_IN_PROGRESS)}
         yield from self.under_way()
 
-    def under_way(self) -> Iterable[Mapping[str, Any]]:
-        yield self._event("response.in_progress", response=self.state(_IN_PROGRESS))
+    def under_way(self) -> Iterable[answers.ResponseEvent]:
+        yield {"type": "response.in_progress", **self._numbered(), "response": self.state(_IN_PROGRESS)}
 
-    def state(self, status: str) -> dict[str, Any]:
+    def state(self, status: str) -> answers.ResponseObject:
         """The response before its end."""
-        return self._response(status, []) | {"usage": None}
+        return self._response(status, [])
 
-    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[answers.ResponseEvent]:
         match event:
             case Chunk():
                 output = output_of(event)
@@ -172,90 +192,101 @@ class ResponseShaper:
                 for each in self._blocks.end():
                     yield from self._block_event(each)
 
-    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
+    def end(self, usages: Sequence[Usage]) -> Iterable[answers.ResponseStateEvent]:
         response = self._ended(self._blocks.all, self._reason, usages[0])
-        yield self._event(f"response.{response['status']}", response=response)
+        kind = "response.incomplete" if response["status"] == _INCOMPLETE else "response.completed"
+        yield {"type": kind, **self._numbered(), "response": response}
 
-    def error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
+    def error_event(self, answer: ErrorAnswer) -> answers.ResponseErrorEvent:
         """The event of an error that ends the stream."""
-        self._num_events += 1
-        return error_event(answer, self._num_events - 1)
+        return error_event(answer, self._numbered()["sequence_number"])
 
-    def _event(self, type: str, **fields: Any) -> dict[str, Any]:
+    def _numbered(self) -> answers.Numbered:
+        """The number of the next event."""
         self._num_events += 1
-        return {"type": type, "sequence_number": self._num_events - 1} | fields
+        return {"sequence_number": self._num_events - 1}
 
-    def _block_event(self, event: BlockEvent, logprobs: Iterable[PositionLogprobs] = ()) -> Iterator[Mapping[str, Any]]:
+    def _at_item(self, block: Block) -> answers.AtItem:
+        return {**self._numbered(), "output_index": block.position}
+
+    def _in_item(self, block: Block) -> answers.InItem:
+        return {**self._at_item(block), "item_id": self._item_id(block)}
+
+    def _in_part(self, block: Block) -> answers.InPart:
+        return {**self._in_item(block), "content_index": 0}
+
+    def _block_event(
+        self, event: BlockEvent, logprobs: Iterable[PositionLogprobs] = ()
+    ) -> Iterator[answers.ResponseEvent]:
         step, block, text = event
-        place = {"output_index": block.position}
-        in_item = place | {"item_id": self._item_id(block)}
-        in_part = in_item | {"content_index": 0}
         match step, block.kind:
             case Step.BEGIN, kind:
-                yield self._event("response.output_item.added", **place, item=self._item(block, _IN_PROGRESS))
+                item = self._item(block, _IN_PROGRESS)
+                yield {"type": "response.output_item.added", **self._at_item(block), "item": item}
                 if kind is not BlockKind.TOOL_CALL:
-                    yield self._event("response.content_part.added", **in_part, part=self._part(block))
+                    yield {"type": "response.content_part.added", **self._in_part(block), "part": self._part(block)}
             case Step.ADD, BlockKind.TEXT:
                 untold, self._untold = self._untold, []
                 shown = self._logprobs(chain(*untold, logprobs)) if self._body.shows_logprobs else []
-                yield self._event("response.output_text.delta", **in_part, delta=text, logprobs=shown)
+                yield {"type": "response.output_text.delta", **self._in_part(block), "delta": text, "logprobs": shown}
             case Step.ADD, BlockKind.REASONING:
-                yield self._event("response.reasoning_text.delta", **in_part, delta=text)
+                yield {"type": "response.reasoning_text.delta", **self._in_part(block), "delta": text}
             case Step.ADD, BlockKind.TOOL_CALL if self._is_custom(block):
                 if delta := self._inputs.setdefault(block.position, InputPieces()).push(text):
-                    yield self._event("response.custom_tool_call_input.delta", **in_item, delta=delta)
+                    yield {"type": "response.custom_tool_call_input.delta", **self._in_item(block), "delta": delta}
             case Step.END, BlockKind.TOOL_CALL if self._is_custom(block):
                 whole, pieces = custom_input(block.content), self._inputs.pop(block.position, None)
                 if rest := "" if pieces is None else pieces.rest:
-                    yield self._event("response.custom_tool_call_input.delta", **in_item, delta=rest)
-                yield self._event("response.custom_tool_call_input.done", **in_item, input=whole)
+                    yield {"type": "response.custom_tool_call_input.delta", **self._in_item(block), "delta": rest}
+                yield {"type": "response.custom_tool_call_input.done", **self._in_item(block), "input": whole}
             case Step.ADD, BlockKind.TOOL_CALL:
-                yield self._event("response.function_call_arguments.delta", **in_item, delta=text)
+                yield {"type": "response.function_call_arguments.delta", **self._in_item(block), "delta": text}
             case Step.END, BlockKind.TOOL_CALL:
-                done = {"name": block.name, "arguments": block.content}
-                yield self._event("response.function_call_arguments.done", **in_item, **done)
+                yield {
+                    "type": "response.function_call_arguments.done",
+                    **self._in_item(block),
+                    "name": block.name,
+                    "arguments": block.content,
+                }
             case Step.END, BlockKind.TEXT:
-                yield self._event("response.output_text.done", **in_part, text=block.content, logprobs=[])
+                text = block.content
+                yield {"type": "response.output_text.done", **self._in_part(block), "text": text, "logprobs": []}
             case Step.END, BlockKind.REASONING:
-                yield self._event("response.reasoning_text.done", **in_part, text=block.content)
+                yield {"type": "response.reasoning_text.done", **self._in_part(block), "text": block.content}
         if step is Step.END:
             if block.kind is not BlockKind.TOOL_CALL:
-                yield self._event("response.content_part.done", **in_part, part=self._part(block))
-            status = _status(self._reason)
-            yield self._event("response.output_item.done", **place, item=self._item(block, status))
+                yield {"type": "response.content_part.done", **self._in_part(block), "part": self._part(block)}
+            item = self._item(block, _status(self._reason))
+            yield {"type": "response.output_item.done", **self._at_item(block), "item": item}
 
-    def _item(self, block: Block, status: str, logprobs: Any = ()) -> dict[str, Any]:
+    def _item(self, block: Block, status: str, logprobs: Iterable[ChatTokenLogprob] = ()) -> answers.OutputItem:
         """A block as an item. In progress it has no content yet."""
-        fields = {"id": self._item_id(block), "status": status}
-        is_empty = status == _IN_PROGRESS
+        item: answers.ItemHead = {"id": self._item_id(block), "status": status}
+        call: answers.CallHead = {**item, "call_id": block.call_id, "name": block.name}
+        is_empty, text = status == _IN_PROGRESS, block.content
         match block.kind:
             case BlockKind.TOOL_CALL if self._is_custom(block):
-                call = {"call_id": block.call_id, "name": block.name}
-                call["input"] = "" if is_empty else custom_input(block.content)
-                return {"type": "custom_tool_call"} | fields | call
+                return {"type": "custom_tool_call", **call, "input": "" if is_empty else custom_input(text)}
             case BlockKind.TOOL_CALL:
-                call = {"call_id": block.call_id, "name": block.name, "arguments": block.content}
-                return {"type": "function_call"} | fields | call
+                return {"type": "function_call", **call, "arguments": text}
             case BlockKind.REASONING:
-                content = [] if is_empty else [self._part(block)]
-                return {"type": "reasoning"} | fields | {"summary": [], "content": content}
+                shown = [] if is_empty else [reasoning_text(text)]
+                return {"type": "reasoning", **item, "summary": [], "content": shown}
             case BlockKind.TEXT:
-                content = [] if is_empty else [self._part(block) | {"logprobs": logprobs or []}]
-                return {"type": "message"} | fields | {"role": "assistant", "content": content}
+                content: list[answers.MessagePart] = [] if is_empty else [output_text(text, logprobs)]
+                return {"type": "message", **item, "role": "assistant", "content": content}
 
     def _is_custom(self, block: Block) -> bool:
         return block.kind is BlockKind.TOOL_CALL and block.name in self._custom
 
-    def _part(self, block: Block) -> dict[str, Any]:
-        if block.kind is BlockKind.REASONING:
-            return {"type": "reasoning_text", "text": block.content}
-        return {"type": "output_text", "text": block.content, "annotations": [], "logprobs": []}
+    def _part(self, block: Block) -> answers.OutputText | answers.ReasoningText:
+        return (reasoning_text if block.kind is BlockKind.REASONING else output_text)(block.content)
 
     def _item_id(self, block: Block) -> str:
         prefix = "ctc" if self._is_custom(block) else _PREFIXES[block.kind]
         return f"{prefix}_{self._head.id.removeprefix('resp_')}{block.position}"
 
-    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> LazyList:
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> Iterable[ChatTokenLogprob]:
         return chat_logprobs(self._texts, logprobs)["content"]
 
     def _ended(
@@ -264,28 +295,31 @@ class ResponseShaper:
         reason: FinishReason,
         usage: Usage,
         logprobs: Iterable[PositionLogprobs] = (),
-    ) -> dict[str, Any]:
+    ) -> answers.ResponseObject:
         """The finished response, which may be stored."""
         status = _status(reason)
-        ended = {"completed_at": int(clock.unix_s()) if status == _COMPLETED else None, "usage": _usage_fields(usage)}
-        if status == _INCOMPLETE:
-            ended["incomplete_details"] = {"reason": "max_output_tokens"}
+        completed_at = int(clock.unix_s()) if status == _COMPLETED else None
 
-        def response(shown: Any) -> dict[str, Any]:
+        def response(shown: Iterable[ChatTokenLogprob]) -> answers.ResponseObject:
             # Only the last block can be incomplete.
             items = [self._item(block, _COMPLETED, shown) for block in blocks[:-1]]
             items += [self._item(block, status, shown) for block in blocks[-1:]]
-            return self._response(status, items) | ended
+            ended = self._response(status, items)
+            ended["completed_at"], ended["usage"] = completed_at, _usage_fields(usage)
+            if status == _INCOMPLETE:
+                ended["incomplete_details"] = {"reason": "max_output_tokens"}
+            return ended
 
         kept = response([])
         self._keep(kept, answer_message(blocks))
         return response(self._logprobs(logprobs)) if self._body.shows_logprobs else kept
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, status: str, output: list[answers.OutputItem]) -> answers.ResponseObject:
         body, sampling = self._body, self._live.request.sampling
         asked_format = body.text.format if body.text is not None else None
         shown_format = {"type": "text"} if asked_format is None else _dumped(asked_format)
-        return _head_fields(self._head, status) | {
+        return {
+            **response_head(self._head, status),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -305,7 +339,7 @@ class ResponseShaper:
             ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
-            "truncation": body.truncation or "disabled",
+            "truncation": "auto" if body.truncation == "auto" else "disabled",
             "max_tool_calls": body.max_tool_calls,
             # There is one tier, which the callers of every tier get.
             "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
@@ -315,19 +349,12 @@ class ResponseShaper:
         }
 
 
-def _head_fields(head: ResponseHead, status: str) -> dict[str, Any]:
-    return {
-        "id": head.id,
-        "object": "response",
-        "created_at": head.created,
-        "completed_at": None,
-        "status": status,
-        "background": head.is_background,
-        "error": None,
-        "incomplete_details": None,
-        "model": head.model,
-        "store": head.is_stored,
-    }
+def output_text(text: str, logprobs: Iterable[ChatTokenLogprob] = ()) -> answers.OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+
+
+def reasoning_text(text: str) -> answers.ReasoningText:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _status(reason: FinishReason) -> str:
@@ -348,15 +375,11 @@ def _tool_choice(body: ResponseBody) -> Any:
             return _dumped(named)
 
 
-def _usage_fields(usage: Usage) -> dict[str, Any]:
+def _usage_fields(usage: Usage) -> answers.ResponseUsage:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.generated_tokens,
-        "output_tokens_details": {
-            "reasoning_tokens": usage.reasoning_tokens,
-            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
-            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
-        },
+        "output_tokens_details": output_tokens_details([usage]),
         "total_tokens": usage.prompt_tokens + usage.generated_tokens,
     }

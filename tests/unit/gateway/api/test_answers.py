@@ -53,7 +53,7 @@ def test_the_entries_of_lazy_lists_are_made_as_they_are_written():
 
 async def sent(make):
     """The messages of the response that `make` makes the body of, the first of which starts it."""
-    return await messages_of(WholeResponse(make, lambda name: name, {}))
+    return await messages_of(WholeResponse(make, {}))
 
 
 async def messages_of(response):
@@ -116,7 +116,7 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
         requests=nothing,
         shaper=shaper,
         keep=lambda: asyncio.sleep(0),
-        param_name=lambda _, field: field,
+        names=lambda _: str,
     )
     response = respond(cast(Generator, generator), cast(Call, call), 15.0)
     start, *pieces = await messages_of(response)

@@ -6,13 +6,9 @@ import logging
 import pytest
 
 from gateway.api.answers import OPENAI, error_answer
-from gateway.request.violations import summary
+from gateway.request.violations import renamed, summary
 from quire.rpc import errors
 from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
-
-
-def short(field: str) -> str:
-    return field.removeprefix("sampling.")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def short(field: str) -> str:
     ],
 )
 def test_every_error_has_its_status(kind, status, type_):
-    answer = error_answer(kind("what happened"), short)
+    answer = error_answer(kind("what happened"))
     assert answer.status == status
     body = {"message": "what happened", "type": type_, "param": None, "code": kind.default_reason.lower()}
     assert json.loads(OPENAI.error_body(answer)) == {"error": body}
@@ -44,7 +40,7 @@ def test_every_error_has_its_status(kind, status, type_):
 @pytest.mark.parametrize("kind", errors.QuireError.__subclasses__())
 def test_clients_retry_exactly_the_errors_that_a_retry_may_cure(kind, retry_after_ms):
     error = kind("what happened", retry_after_ms=retry_after_ms)
-    answer = error_answer(error, short)
+    answer = error_answer(error)
     # The rule of the clients of OpenAI and Anthropic.
     is_retried = answer.status in {408, 409, 429} or answer.status >= 500
     assert (is_retried and answer.headers.get("x-should-retry") != "false") == error.is_retryable
@@ -52,23 +48,24 @@ def test_clients_retry_exactly_the_errors_that_a_retry_may_cure(kind, retry_afte
 
 def test_what_two_fields_have_wrong_that_are_one_to_the_caller_is_told_once():
     violations = [FieldViolation(f"{group}logprobs", "is 50") for group in ("sampling.", "")]
-    answer = error_answer(InvalidArgument(summary(violations), violations=violations), short)
+    error = InvalidArgument(summary(violations), violations=violations)
+    answer = error_answer(renamed(error, lambda field: field.removeprefix("sampling.")))
     assert (answer.param, answer.message) == ("logprobs", "logprobs is 50")
 
 
 @pytest.mark.parametrize(("retry_after_ms", "seconds"), [(1, "1"), (1000, "1"), (1001, "2"), (0, "1")])
 def test_the_time_to_come_back_is_in_whole_seconds(retry_after_ms, seconds):
-    answer = error_answer(ResourceExhausted("full", retry_after_ms=retry_after_ms), short)
+    answer = error_answer(ResourceExhausted("full", retry_after_ms=retry_after_ms))
     assert answer.headers == {"retry-after": seconds}
 
 
 def test_whoever_is_unavailable_says_when_to_come_back():
-    assert error_answer(Unavailable("no scheduler"), short).headers == {"retry-after": "1"}
+    assert error_answer(Unavailable("no scheduler")).headers == {"retry-after": "1"}
 
 
 def test_of_an_unexpected_error_nothing_goes_out(caplog):
     with caplog.at_level(logging.ERROR):
-        answer = error_answer(KeyError("secret"), short)
+        answer = error_answer(KeyError("secret"))
     assert answer.status == 500
     assert b"secret" not in OPENAI.error_body(answer)
     assert "secret" in caplog.text

@@ -5,9 +5,10 @@ from typing import ClassVar
 import pytest
 
 from gateway.api.field_rule import FieldRule, Part, Unread, begin_call
-from gateway.api.fields import Conversation
+from gateway.api.fields import Conversation, Names, numbered, options_of
 from gateway.request.violations import Violations
 from gateway.types import ChatMessage
+from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 
 
 class Inner(Part):
@@ -77,15 +78,52 @@ def test_instructions_stand_before_all_messages_and_join_a_system_message(instru
     conversation.add("input[0]", "user", ["c"])
     assert len(conversation.messages) == 3
     shift = 0 if instructions is None else 1
-    assert conversation.path_of(f"messages[{1 + shift}].content") == "previous"
-    assert conversation.path_of(f"messages[{2 + shift}].content") == "input[0]"
+    assert conversation.paths[1 + shift] == "previous"
+    assert conversation.paths[2 + shift] == "input[0]"
     if instructions is not None:
         assert conversation.prompt[0] == ChatMessage("system", instructions)
-        assert conversation.path_of("messages[0].content") == "instructions"
+        assert conversation.paths[0] == "instructions"
 
     with_system = Conversation(instructions=instructions)
     with_system.add_system("input[0]", ["Be kind.", "Be short."])
     with_system.add_system("input[1]", ["Now."])
     own = "Be kind.\nBe short.\n\nNow."
     assert [message.content for message in with_system.prompt] == [f"{instructions}\n\n{own}" if instructions else own]
-    assert with_system.path_of("messages[0].content") == "input[0]"
+    assert with_system.paths[0] == "input[0]"
+
+
+class Parameters(Part):
+    model: str | None = None
+    cache_salt: str | None = None
+    top_k: int | None = None
+    stop: str | None = None
+
+
+def test_only_declared_fields_are_parameters():
+    undeclared = {"constraint": {"regex": "a"}, "beam_search": True, "n": 1, "logit_bias": {"1": 1}, "min_tokens": 3}
+    body = Parameters.model_validate({"model": "", "top_k": -1, "stop": "a", **undeclared})
+    found = options_of(body, None, "id", max_tokens=7)
+    assert found.sampling == SamplingParameters(top_k=0)
+    assert found.stopping == StoppingParameters(stop=["a"], max_tokens=7)
+    assert found.output == OutputOptions()
+    assert (found.model, found.request_id, found.as_written) == (None, "id", {})
+
+
+def test_the_longest_known_beginning_of_a_field_names_it():
+    places = numbered("tools", ["tools[1]", "tools[4]"])
+    names = Names({"stopping.stop": "ends", "a.b": "c", **places}, {"a": "d", "a.b.whole": "e"})
+    assert {field: names(field) for field in (
+        "stopping.stop[2]", "chat.tools[1].parameters", "tools[2].name", "a.b[0].x", "a.x.y", "a.b.whole[3]",
+        "sampling.top_p", "sampling.beam_search.early_stopping", "stopping.stopped", "messages",
+    )} == {
+        "stopping.stop[2]": "ends[2]",
+        "chat.tools[1].parameters": "tools[4].parameters",
+        "tools[2].name": "tools[2].name",
+        "a.b[0].x": "c[0].x",
+        "a.x.y": "d",
+        "a.b.whole[3]": "e",
+        "sampling.top_p": "top_p",
+        "sampling.beam_search.early_stopping": "early_stopping",
+        "stopping.stopped": "stopped",
+        "messages": "messages",
+    }  # fmt: skip

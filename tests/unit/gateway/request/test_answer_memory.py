@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.answers import json_pieces
 from gateway.api.openai.schemas import CompletionBody
-from gateway.api.openai.write import CompletionShaper, Head
+from gateway.api.openai.write import CompletionShaper, head_of
 from gateway.replicas.events import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import AS_MESSAGE, AS_TENSORS, IN_PIECES, STREAMED, AnswerMemory
@@ -85,7 +85,7 @@ async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(
             assert held / 2 < call.num_bytes < 2 * held
             assert held / num_positions < 400
             body = CompletionBody(prompt="x", logprobs=NUM_TOP)
-            shaper = CompletionShaper(Head("id", 1, "m"), body, [None], [""], [live], TOKENIZER)
+            shaper = CompletionShaper(head_of("id", 1, "m"), body, [None], [""], [live], TOKENIZER)
             answer = shaper.whole(await results_of([live]))
             tracemalloc.reset_peak()
             sizes = [len(piece) for piece in json_pieces(answer)]

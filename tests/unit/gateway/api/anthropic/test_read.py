@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.anthropic.read import MessageBody, conversation_of, options_of, param_name, parse_body, prompt_of
+from gateway.api.anthropic.read import MessageBody, conversation_of, names_of, options_of, parse_body, prompt_of
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -55,7 +55,7 @@ async def test_blocks_are_a_conversation():
         ChatMessage("tool", "", tool_call_id="t2"),
         ChatMessage("user", "And?"),
     ]
-    paths = [param_name(body, conversation, f"messages[{position}].content") for position in range(6)]
+    paths = [names_of(body, conversation)(f"messages[{position}].content") for position in range(6)]
     assert paths == ["system", "messages[0]", "messages[2]", "messages[3]", "messages[3]", "messages[3]"]
 
 
@@ -159,7 +159,8 @@ async def test_what_is_wrong_is_refused_by_its_name(fields, param):
 
 
 async def test_names_of_the_validator_are_those_of_the_body():
-    body = await read(thinking={"type": "enabled", "budget_tokens": 1024})
+    tools = [TOOL, TOOL | {"name": "listen"}]
+    body = await read(thinking={"type": "enabled", "budget_tokens": 1024}, tools=tools)
     conversation = conversation_of(body)
     names = {
         "stopping.max_tokens": "max_tokens",
@@ -174,7 +175,7 @@ async def test_names_of_the_validator_are_those_of_the_body():
         "tool_choice.mode": "tool_choice.type",
         "messages": "messages",
     }
-    assert {field: param_name(body, conversation, field) for field in names} == names
+    assert {field: names_of(body, conversation)(field) for field in names} == names
 
 
 async def test_hints_are_accepted():

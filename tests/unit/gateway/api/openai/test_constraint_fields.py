@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai.read import chat_options, completion_options, param_name
+from gateway.api.openai.read import chat_options, completion_options, names_of
 from gateway.api.openai.schemas import ChatBody, CompletionBody
 from gateway.types import ChatPrompt
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
@@ -103,14 +103,14 @@ CASES: list[tuple[dict[str, Any], Constraint, str]] = [
 def test_every_field_becomes_a_constraint_and_is_named_in_errors(fields, constraint, path):
     completion = parse(CompletionBody, {"prompt": "a"} | fields)
     assert completion_options(completion, None, "id").sampling.constraint == constraint
-    assert param_name(completion, "sampling.constraint.json_schema") == path
+    assert names_of(completion)("sampling.constraint.json_schema") == path
     chat = parse(ChatBody, {"messages": HELLO} | fields)
     options = chat_options(chat, "id")
     assert isinstance(options.prompt, ChatPrompt)
     # What comes before the content of a chat is free, so it is no parameter of sampling.
     assert options.prompt.response_format == constraint
     assert not options.sampling.HasField("constraint")
-    assert param_name(chat, "response_format.regex") == path
+    assert names_of(chat)("response_format.regex") == path
 
 
 def test_text_is_no_constraint():

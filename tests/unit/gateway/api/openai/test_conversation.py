@@ -3,7 +3,7 @@
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from gateway.api.openai.read import chat_options, param_name
+from gateway.api.openai.read import chat_options, names_of
 from gateway.api.openai.schemas import ChatBody
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
@@ -80,7 +80,10 @@ def test_what_the_template_gets():
 
 def test_errors_name_the_fields_as_they_came():
     function = {"type": "function", "function": {"name": "f"}}
-    body = parse(ChatBody, {"messages": HELLO, "tools": [function, function, {"type": "web_search"}, function]})
+    tools = [function, function, {"type": "web_search"}, function]
+    calls = [{"id": name, "type": "function", "function": {"name": "f"}} for name in "ab"]
+    messages = [*HELLO, *HELLO, {"role": "assistant", "tool_calls": calls}]
+    body = parse(ChatBody, {"messages": messages, "tools": tools})
     for field, name in {
         "tools[2].parameters": "tools[3].function.parameters",
         "tools[0].name": "tools[0].function.name",
@@ -93,7 +96,7 @@ def test_errors_name_the_fields_as_they_came():
         "template_options.arguments.a[b]": "chat_template_kwargs.a[b]",
         "template_options.continue_final_message": "continue_final_message",
     }.items():
-        assert param_name(body, field) == name
+        assert names_of(body)(field) == name
 
 
 def test_an_integer_that_no_template_can_get_is_refused():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.api.openai.completion_calls import CompletionCall
-from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
+from gateway.api.openai.read import chat_options, completion_options, completion_prompts, names_of
 from gateway.api.openai.schemas import ChatBody, CompletionBody
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
@@ -114,15 +114,15 @@ def test_a_seed_of_minus_one_is_none_as_vllm_has_it():
     ],
 )
 def test_errors_name_the_field_that_the_caller_knows(body, field, expected):
-    assert param_name(body, field) == expected
+    assert names_of(body)(field) == expected
 
 
 def test_errors_name_the_prompt_among_several():
     call = CompletionCall(completion(prompt=[[1], [2, 9999]]), "m")
-    assert call.param_name(1, "token_ids.ids[1]") == "prompt[1][1]"
-    assert call.param_name(1, "sampling.top_p") == "top_p"
+    assert call.names(1)("token_ids.ids[1]") == "prompt[1][1]"
+    assert call.names(1)("sampling.top_p") == "top_p"
     assert (
-        CompletionCall(completion(prompt=["a", "b"], prompt_logprobs=3), "m").param_name(0, "output.prompt_logprobs")
+        CompletionCall(completion(prompt=["a", "b"], prompt_logprobs=3), "m").names(0)("output.prompt_logprobs")
         == "prompt_logprobs"
     )
 

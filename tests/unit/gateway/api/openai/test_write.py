@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gateway.api.answers import as_json
-from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
 from gateway.replicas.events import Logprob, PositionLogprobs
 from gateway.text.tokenizer import TokenTexts
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
@@ -32,7 +32,7 @@ class Completion:
         self._shaper = shaper
 
     def shape(self, token_ids, logprobs):
-        return written(self._shaper.shape(token_ids, logprobs))
+        return written(completion_logprobs((self._shaper, token_ids, logprobs)))
 
 
 def completion(texts, num_top=1, **fields) -> Completion:
@@ -65,7 +65,7 @@ def test_what_is_excluded_has_a_number_that_json_can_write(texts):
     for shaped in (
         completion(texts).shape(CAT[:1], [position]),
         written(chat_logprobs(texts, [position])),
-        written(prompt_logprobs(texts, [position], 1)["prompt_logprobs"]),
+        written(prompt_logprobs(texts, [position], 1)),
     ):
         assert "-9999.0" in json.dumps(shaped, allow_nan=False)
 
@@ -78,7 +78,7 @@ def test_chat_entries_have_the_token_s_bytes(texts):
 
 
 def test_prompt_entries_are_by_token_id_and_the_first_has_none(texts):
-    shaped = written(prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1)["prompt_logprobs"])
+    shaped = written(prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1))
     assert shaped == [
         None,
         {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.responses.read import ResponseBody, conversation_of, options_of, param_name, parse_body
+from gateway.api.responses.read import ResponseBody, conversation_of, names_of, options_of, parse_body
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -61,8 +61,8 @@ async def test_items_are_a_conversation():
         ChatMessage("assistant", "Here.", reasoning="so"),
         ChatMessage("user", "Thanks."),
     ]
-    assert param_name(body, conversation, "messages[3].content") == "input[5]"
-    assert param_name(body, conversation, "messages") == "input"
+    assert names_of(body, conversation)("messages[3].content") == "input[5]"
+    assert names_of(body, conversation)("messages") == "input"
 
 
 async def test_parameters_become_those_of_the_contract():

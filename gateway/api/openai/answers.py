@@ -1,0 +1,293 @@
+"""What completions and chat completions answer, whole and as chunks, and the answers about models and tokens.
+
+Writers build these objects, and /openapi.json is made from them. A field that may be absent is NotRequired; a list that
+may be long is an Iterable, so that its entries are made as they are written.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from gateway.api.answers import ErrorBody
+
+
+class TokenCounts(TypedDict):
+    """The usage so far, with `continuous_usage_stats`: the number of cached tokens is known only at the end."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """`reasoning_tokens` count the reasoning with the marks around it; the other counts are about the prediction of the
+    request."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class CompletionUsage(TokenCounts):
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: OutputTokensDetails
+
+
+class TokenLogprob(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+LogprobsByTokenId = dict[str, TokenLogprob]
+PromptLogprobs = Iterable[LogprobsByTokenId | None]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: Iterable[str]
+    token_logprobs: Iterable[float | None]
+    top_logprobs: Iterable[dict[str, float] | None]
+    text_offset: Iterable[int]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: Iterable[ChatTokenLogprob]
+    refusal: None
+
+
+class RequestMetrics(TypedDict):
+    """With `include_metrics`, of a request with one sequence. The first token is timed from the request's arrival."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: NotRequired[float]
+    tokens_per_second: float | None
+
+
+class Metrics(TypedDict, total=False):
+    metrics: RequestMetrics | None
+
+
+class Head(Metrics):
+    """The first fields of every answer and every chunk of a call."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class _Answer(Head):
+    usage: CompletionUsage
+
+
+class OfPrompt(TypedDict):
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class Finish(TypedDict):
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class _Choice(Finish):
+    index: int
+    token_ids: list[int] | None
+
+
+class CompletionPiece(TypedDict):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionChoice(_Choice, CompletionPiece, OfPrompt):
+    pass
+
+
+class Completion(_Answer):
+    object: Literal["text_completion"]
+    choices: Iterable[CompletionChoice]
+
+
+class CallOfFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CallOfFunction
+
+
+class CallOfCustom(TypedDict):
+    name: str
+    input: str
+
+
+class ChatCustomToolCall(TypedDict):
+    id: str
+    type: Literal["custom"]
+    custom: CallOfCustom
+
+
+class ReasoningFields(TypedDict, total=False):
+    reasoning_content: str
+    reasoning: str
+
+
+class ChatAnswer(ReasoningFields):
+    """`reasoning_content` and `reasoning` are equal: vLLM's older and newer name."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ChatToolCall | ChatCustomToolCall]]
+
+
+class ChatChoice(_Choice):
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(_Answer, OfPrompt):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+# Chunks.
+
+
+class ChunkUsage(TypedDict, total=False):
+    usage: CompletionUsage | TokenCounts | None
+
+
+class _Chunk(Head, ChunkUsage):
+    """With `include_usage`, `usage` is null until the last chunk, which has no choices."""
+
+
+class ChunkOfPrompt(TypedDict, total=False):
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int]
+
+
+class ChunkTokenIds(TypedDict, total=False):
+    token_ids: list[int]
+
+
+class ChunkFinish(TypedDict):
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class _ChunkChoice(ChunkFinish, ChunkTokenIds):
+    index: int
+
+
+class CompletionChunkChoice(_ChunkChoice, CompletionPiece, ChunkOfPrompt):
+    """The log probabilities and the tokens of the prompt are in the first chunk of a choice, whose end is a chunk of
+    its own."""
+
+
+class CompletionChunk(_Chunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CustomDelta(TypedDict):
+    name: NotRequired[str]
+    input: str
+
+
+class ToolCallDeltaShape(TypedDict):
+    """The first delta of a call has `id`, `type` and the name; later ones have arguments. A call has `function` or
+    `custom`."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[FunctionDelta]
+    custom: NotRequired[CustomDelta]
+
+
+class ChatDelta(ReasoningFields, total=False):
+    """`role` is in the first chunk of each choice. `reasoning_content` and `reasoning` are equal."""
+
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ToolCallDeltaShape]
+
+
+class ChatChunkChoice(_ChunkChoice):
+    """The end of a choice is a chunk of its own."""
+
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(_Chunk, ChunkOfPrompt):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+CompletionEvent = CompletionChunk | ErrorBody
+ChatEvent = ChatCompletionChunk | ErrorBody
+
+
+# Models, tokens and calls.
+
+
+class CancelledRequest(TypedDict):
+    id: str
+    object: Literal["request"]
+    cancelled: Literal[True]
+
+
+class ServedModelShape(TypedDict):
+    """`parent` is the model that an adapter adapts. `max_model_len` is null until a scheduler was reached."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ServedModels(TypedDict):
+    object: Literal["list"]
+    data: list[ServedModelShape]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(TypedDict):
+    prompt: str
