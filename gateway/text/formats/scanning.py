@@ -152,8 +152,10 @@ class Match:
     detail: str = ""
 
 
-_SHORT = {"\n": Part.SPACES, "{}": None}
 _WORDS = {Part.KEY: (_KEY, _MAX_KEY), Part.QUOTED: (_QUOTED, _MAX_KEY), Part.DETAIL: (_DETAIL, _MAX_KEY)}
+
+
+_SHORT = re.compile(r"(\n|\{\}|\(.*? or .*?\))", re.DOTALL)
 
 
 class Unmatched(Enum):
@@ -176,10 +178,20 @@ class Pattern:
 
     @classmethod
     def of(cls, text: str, *words: Part, before: Sequence[str] = ()) -> "Pattern":
-        """A pattern in short: a line break stands for any number of spaces, and each {} for the next of `words`."""
-        places = iter(words)
-        pieces = (piece for piece in re.split(r"(\n|\{\})", text) if piece)
-        return cls(*(_SHORT[piece] or next(places) if piece in _SHORT else piece for piece in pieces), before=before)
+        """A pattern in short: a line break stands for any number of spaces, each {} for the next of `words`, and
+        (a or b) for alternatives."""
+        places, parts = iter(words), list[str | tuple[str, ...] | Part]()
+        for piece in filter(None, _SHORT.split(text)):
+            match piece[0], piece[-1]:
+                case "\n", _:
+                    parts.append(Part.SPACES)
+                case "{", "}":
+                    parts.append(next(places))
+                case "(", ")":
+                    parts.append(tuple(piece[1:-1].split(" or ")))
+                case _:
+                    parts.append(piece)
+        return cls(*parts, before=before)
 
     @property
     def texts(self) -> frozenset[str]:
