@@ -28,6 +28,7 @@ from gateway.text.formats.rendered import (
     ProbeCall,
     Render,
     RenderedCalls,
+    num_common,
     rendered_calls,
     written_calls,
 )
@@ -379,10 +380,7 @@ def special_token_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 def common_prefix(first: list[int], second: list[int]) -> list[int]:
     """The longest common prefix."""
-    for position, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return first[:position]
-    return min(first, second, key=len)
+    return first[: num_common(first, second)]
 
 
 def _continuations(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:

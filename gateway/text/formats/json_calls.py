@@ -17,11 +17,11 @@ from gateway.text.formats.scanning import (
 )
 
 _FIELDS = '("name" or "tool_name")\n:\n"{}"\n,\n("arguments" or "parameters")\n:\n'
-ENVELOPE = Pattern.of(f"\n{{\n{_FIELDS}", Part.NAME, before="{")
+ENVELOPE = Pattern(f"\n{{\n{_FIELDS}", Part.NAME, before="{")
 """The header of an object with the name and the arguments of a call, up to the arguments."""
-ENVELOPE_WITH_ID = Pattern.of(f'\n{{\n"tool_call_id"\n:\n"{{}}"\n,\n{_FIELDS}', Part.DETAIL, Part.NAME, before="{")
-LIST_BEGIN = Pattern.of("\n[\n")
-_LIST_SEPARATOR = Pattern.of("\n,\n")
+ENVELOPE_WITH_ID = Pattern(f'\n{{\n"tool_call_id"\n:\n"{{}}"\n,\n{_FIELDS}', Part.DETAIL, Part.NAME, before="{")
+LIST_BEGIN = Pattern("\n[\n")
+_LIST_SEPARATOR = Pattern("\n,\n")
 
 
 class JsonCallParser(CallParser):
@@ -41,9 +41,9 @@ class JsonCallParser(CallParser):
 
     headers: Sequence[Pattern] = (ENVELOPE,)
     item = ENVELOPE
-    list_end = Pattern.of("\n]")
+    list_end = Pattern("\n]")
     separator: Pattern | None = None
-    trailer = Pattern()
+    trailer = Pattern("")
     has_ids = False
 
     def _read_call(self, marker: str) -> Reading[None]:

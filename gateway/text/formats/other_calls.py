@@ -159,7 +159,7 @@ class BracedParser(WholeCallParser):
         quote: The quote around strings.
     """
 
-    header = Pattern.of("\ncall:{}", Part.NAME, before="{")
+    header = Pattern("\ncall:{}", Part.NAME, before="{")
     quote: str
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -194,7 +194,7 @@ class MiniMaxM3Parser(WholeCallParser):
     mark = "]<]minimax[>["
     begins = (f"{mark}<tool_call>",)
     tokens = (mark, "<tool_call>", "</tool_call>")
-    header = Pattern(Part.SPACES, f'{mark}<invoke name="', Part.NAME, before='"')
+    header = Pattern(f'\n{mark}<invoke name="{{}}', Part.NAME, before='"')
     call_end = f"{mark}</tool_call>"
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -250,7 +250,7 @@ class PythonicParser(WholeCallParser):
     """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code."""
 
     begins = ("```tool_code",)
-    header = Pattern("[", Part.NAME, before="(")
+    header = Pattern("[{}", Part.NAME, before="(")
     call_end = "```"
     is_bare = True
 

@@ -231,8 +231,8 @@ def _cut(whole: str, plain: str | None) -> str:
     if plain is None:
         return whole
     others = _ATOM.findall(plain)
-    begin = _num_common(atoms, others)
-    end = _num_common(atoms[begin:][::-1], others[begin:][::-1])
+    begin = num_common(atoms, others)
+    end = num_common(atoms[begin:][::-1], others[begin:][::-1])
     text = "".join(atoms[begin : len(atoms) - end])
     if (cut := _BEGIN_OF_MARK.search(text)) is not None:
         text = text[: cut.start()]
@@ -241,13 +241,10 @@ def _cut(whole: str, plain: str | None) -> str:
     return text
 
 
-def _num_common(one: Sequence[str], other: Sequence[str]) -> int:
-    count = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((count for count, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 class _Core(NamedTuple):
@@ -303,12 +300,12 @@ def _as_many_marks(close: str, opening: str) -> str:
 
 def _common_beginning(one: str, other: str) -> str:
     atoms = _ATOM.findall(one)
-    return "".join(atoms[: _num_common(atoms, _ATOM.findall(other))])
+    return "".join(atoms[: num_common(atoms, _ATOM.findall(other))])
 
 
 def _common_end(one: str, other: str) -> str:
     atoms = _ATOM.findall(one)
-    return "".join(atoms[len(atoms) - _num_common(atoms[::-1], _ATOM.findall(other)[::-1]) :])
+    return "".join(atoms[len(atoms) - num_common(atoms[::-1], _ATOM.findall(other)[::-1]) :])
 
 
 def _objects(text: str, begin: int, end: int) -> list[tuple[int, int, dict[str, Any]]]:

@@ -165,8 +165,8 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {
         "headers": (
             LIST_BEGIN,
-            Pattern.of("\n{}([ARGS] or )\n", Part.NAME, before="{"),
-            Pattern.of("\n{}[CALL_ID]{}[ARGS]\n", Part.NAME, Part.NAME, before="{"),
+            Pattern("\n{}([ARGS] or )\n", Part.NAME, before="{"),
+            Pattern("\n{}[CALL_ID]{}[ARGS]\n", Part.NAME, Part.NAME, before="{"),
         ),
         "tokens": ("[ARGS]", "[CALL_ID]"),
     },
@@ -177,34 +177,34 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "hunyuan_a13b": {
         "begins": ("<tool_calls>", "<tool_call>"),
-        "headers": (LIST_BEGIN, Pattern.of("\n(<tool_call> or ){}\n```json\n", Part.NAME, before="{")),
+        "headers": (LIST_BEGIN, Pattern("\n(<tool_call> or ){}\n```json\n", Part.NAME, before="{")),
         "dropped": (),
-        "trailer": Pattern.of("\n(``` or )\n(</tool_call> or )\n(</tool_calls> or )"),
-        "list_end": Pattern.of("\n]\n(</tool_calls> or )"),
+        "trailer": Pattern("\n(``` or )\n(</tool_call> or )\n(</tool_calls> or )"),
+        "list_end": Pattern("\n]\n(</tool_calls> or )"),
     },
     "cohere_command3": {"item": ENVELOPE_WITH_ID, "dropped": _COHERE_MARKS},
     "cohere_command4": {"item": ENVELOPE_WITH_ID, "dropped": _COHERE_MARKS},
-    "apertus": {"item": Pattern.of('\n{\n"{}"\n:\n', Part.NAME, before="{")},
+    "apertus": {"item": Pattern('\n{\n"{}"\n:\n', Part.NAME, before="{")},
     "step3": {
         "begins": ('function<｜tool_sep｜><steptml:invoke name="',),
-        "headers": (Pattern.of('\n{}">\n', Part.NAME, before=('<steptml:parameter name="', "</steptml:invoke>")),),
-        "end": Pattern.of("\n</steptml:invoke>"),
-        "trailer": Pattern(),
+        "headers": (Pattern('\n{}">\n', Part.NAME, before=('<steptml:parameter name="', "</steptml:invoke>")),),
+        "end": Pattern("\n</steptml:invoke>"),
+        "trailer": Pattern(""),
         "dropped": tuple(f"<｜tool_{part}｜>" for part in ("calls_begin", "call_begin", "call_end", "calls_end")),
     },
     "minicpm5": {
-        "argument": Pattern.of('\n<param name="{}">(<![CDATA[ or )', Part.QUOTED),
+        "argument": Pattern('\n<param name="{}">(<![CDATA[ or )', Part.QUOTED),
         "padding": "]]>",
     },
     "kimi_k2": {
         "headers": (
-            Pattern.of("\n(functions. or ){}:{}\n<|tool_call_argument_begin|>\n", Part.NAME, Part.NAME, before="{"),
+            Pattern("\n(functions. or ){}:{}\n<|tool_call_argument_begin|>\n", Part.NAME, Part.NAME, before="{"),
         ),
     },
     "granite": {"begins": ("<|tool_call|>", "<tool_call>")},
     "phi4_mini_json": {
         "begins": ("functools", "<|tool_call|>"),
-        "list_end": Pattern.of("\n]\n(<|/tool_call|> or )"),
+        "list_end": Pattern("\n]\n(<|/tool_call|> or )"),
         "tokens": ("<|/tool_call|>",),
     },
 }
@@ -222,7 +222,7 @@ def _parser_of(name: str, shape: CallShape) -> type[CallParser]:
         case Layout.PYTHON:
             parser, attributes = PythonicParser, {}
             if begin := shape.section_open.removesuffix("["):
-                header = Pattern.of("\n([ or )\n{}", Part.NAME, before="(")
+                header = Pattern("\n([ or )\n{}", Part.NAME, before="(")
                 end = shape.section_close.removeprefix("]")
                 attributes = {"begins": (begin,), "call_end": end, "header": header, "is_bare": False}
         case Layout.BRACED:
@@ -246,19 +246,19 @@ def _around_json(shape: CallShape) -> dict[str, Any]:
         texts = shape.call_open.removeprefix(begin), shape.name_close
         before, after = (re.sub(f"[{ID}{INDEX}]", "{}", text) for text in texts)
         words = [Part.DETAIL] * before.count("{}") + [Part.NAME] + [Part.DETAIL] * after.count("{}")
-        attributes["headers"] = (Pattern.of(f"{before}{{}}{after}\n", *words, before="{"),)
+        attributes["headers"] = (Pattern(f"{before}{{}}{after}\n", *words, before="{"),)
         attributes["has_ids"] = len(words) > 1
     elif section[0].endswith("["):
         begin, *fence = section[0].removesuffix("[").strip().split("\n")
         opening = "".join(f"\n({text} or )" for text in fence)
         closing = "".join(f"\n({text} or )" for text in section[1].removeprefix("]").split())
-        attributes = {"headers": (Pattern.of(f"{opening}\n[\n"),), "list_end": Pattern.of(f"\n]{closing}")}
+        attributes = {"headers": (Pattern(f"{opening}\n[\n"),), "list_end": Pattern(f"\n]{closing}")}
     elif not begin:
         begin, close = section
-        attributes = {"separator": Pattern.of(f"\n({shape.separator.strip()} or )\n", before="{")}
+        attributes = {"separator": Pattern(f"\n({shape.separator.strip()} or )\n", before="{")}
     *further, last = re.findall(r"```|[^\s`]+", close) or [""]
     trailer = "".join(f"\n({text} or )" for text in further) + (f"\n{last}" if last else "")
-    return {"begins": (begin,) if begin else (), "is_bare": not begin, "trailer": Pattern.of(trailer)} | attributes
+    return {"begins": (begin,) if begin else (), "is_bare": not begin, "trailer": Pattern(trailer)} | attributes
 
 
 def _between_tags(shape: CallShape, tags: TagShape) -> dict[str, Any]:
@@ -275,12 +275,12 @@ def _between_tags(shape: CallShape, tags: TagShape) -> dict[str, Any]:
     padding = "(\n or )" if breaks else ""
     return {
         "begins": tuple(begins),
-        "headers": [Pattern.of(header, Part.NAME, before=follows) for header in begins.values()],
-        "argument": Pattern.of(f"\n{tags.open}{{}}{key_close}{padding}", key, Part.DETAIL),
+        "headers": [Pattern(header, Part.NAME, before=follows) for header in begins.values()],
+        "argument": Pattern(f"\n{tags.open}{{}}{key_close}{padding}", key, Part.DETAIL),
         "value_end": tags.close.strip(),
         "padding": "\n" if breaks else "",
-        "end": Pattern.of(f"\n{end}"),
-        "trailer": Pattern.of(f"\n{after[-1]}" if around else ""),
+        "end": Pattern(f"\n{end}"),
+        "trailer": Pattern(f"\n{after[-1]}" if around else ""),
     }
 
 

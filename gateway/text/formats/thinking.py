@@ -6,7 +6,7 @@ from enum import Enum
 
 from gateway.text.formats.output import Output, joined
 from gateway.text.formats.parser import OutputParser, Reading
-from gateway.text.formats.scanning import SPACE, Match, Part, Pattern, held_length, trailing_space
+from gateway.text.formats.scanning import SPACE, Match, Pattern, held_length, trailing_space
 
 _TOKEN = re.compile(r"<[^<>]+>")
 
@@ -55,7 +55,7 @@ class ThinkingParser(OutputParser):
     def __init__(self, marks: ThinkingMarks, begins: Thinking, content: OutputParser) -> None:
         super().__init__()
         self._marks = marks
-        self._opening = Pattern(Part.SPACES, marks.begin, (marks.label, "") if marks.label else "")
+        self._opening = Pattern(f"\n{marks.begin}({marks.label} or )")
         self._content = content
         self._state = begins
 
