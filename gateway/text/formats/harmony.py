@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from gateway.text.formats.output import ToolCallDelta
-from gateway.text.formats.parser import CallIds, OfferedTools, OutputParser, Reading
+from gateway.text.formats.parser import CallIds, CallParser, OfferedTools, Reading
 from gateway.text.formats.scanning import first_marker, held_length
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -18,7 +17,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 
 
-class HarmonyParser(OutputParser):
+class HarmonyParser(CallParser):
     """Parses the text that follows <|start|>assistant in the prompt.
 
     A message consists of a header with its channel and its recipient, <|message|>, its text, and an end token. Text
@@ -29,10 +28,7 @@ class HarmonyParser(OutputParser):
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds, *, in_analysis: bool = False) -> None:
         """`in_analysis`: the prompt ends with the header of the reasoning."""
-        super().__init__()
-        self._tools = tools
-        self._call_ids = call_ids
-        self._num_calls = 0
+        super().__init__(tools, call_ids)
         self._in_header = not in_analysis
         self._channel = "analysis"
         self._in_call = False
@@ -63,9 +59,7 @@ class HarmonyParser(OutputParser):
             return
         if recipient is not None and recipient.group(1) in self._tools:
             self._in_call = True
-            call_id = self._call_ids(self._num_calls)
-            self._add(call=ToolCallDelta(self._num_calls, call_id, recipient.group(1)))
-            self._num_calls += 1
+            self._open_call(recipient.group(1))
         elif recipient is not None or channel is None:
             # An unknown header: it and its text are content.
             return
@@ -88,10 +82,8 @@ class HarmonyParser(OutputParser):
         self._in_header = mark != _MESSAGE
 
     def _deliver(self, text: str) -> None:
-        if not text:
-            return
         if self._in_call:
-            self._add(call=ToolCallDelta(self._num_calls - 1, arguments=text))
+            self._add_arguments(text)
         elif self._channel == "analysis":
             self._add(reasoning=text)
         else:

@@ -83,15 +83,14 @@ class JsonCallParser(CallParser):
                 return False
             # Fields after the arguments are dropped.
             return scanner.depth > depth or not depth or (yield from self._read_json(scanner, 0, lambda _: None))
-        is_begun = bool(self._opening) or '"name"' in self._rest
-        if "{" not in header.texts or not self._rest[: MAX_SPACE + 1].lstrip(SPACE).startswith("{"):
-            self._end_unread(found is Unmatched.MORE and is_begun)
-            return False
-        scanner = JsonScanner()
-        end = yield from self._position(lambda text, start: scanner.end(text, start, 0))
+        end, is_cut = None, found is Unmatched.MORE
+        if "{" in header.texts and self._rest[: MAX_SPACE + 1].lstrip(SPACE).startswith("{"):
+            scanner = JsonScanner()
+            end = yield from self._position(lambda text, start: scanner.end(text, start, 0))
+            is_cut = end is None
         call = None if end is None else _call_in(self._rest[:end])
         if end is None or call is None or call[0] not in self._tools:
-            self._end_unread(end is None and (bool(self._opening) or '"name"' in self._rest))
+            self._end_unread(is_cut and (bool(self._opening) or '"name"' in self._rest))
             return False
         self._consume(end)
         self._open_call(call[0])
@@ -99,7 +98,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _read_json(self, scanner: JsonScanner, depth: int, use: Callable[[str], None]) -> Reading[bool]:
-        """Hands the text to `use` until only `depth` brackets are open; returns whether the text comes to that."""
+        """Passes text to `use` until only `depth` brackets are open; returns whether the text has that point."""
         while True:
             end = scanner.end(self._rest, 0, depth)
             use(self._consume(len(self._rest) if end is None else end))

@@ -237,6 +237,7 @@ def _parser_of(name: str, shape: CallShape) -> type[CallParser]:
 
 
 def _around_json(shape: CallShape) -> dict[str, Any]:
+    """The attributes of a `JsonCallParser`."""
     section = shape.section_open.strip(), shape.section_close.strip()
     attributes: dict[str, Any] = {"dropped": tuple(filter(None, section))}
     begin, close = shape.call_open.strip(), shape.call_close
@@ -262,6 +263,7 @@ def _around_json(shape: CallShape) -> dict[str, Any]:
 
 
 def _between_tags(shape: CallShape, tags: TagShape) -> dict[str, Any]:
+    """The attributes of a `TagCallParser`."""
     *around, begin = f"{shape.section_open}{shape.call_open}".split("\n")
     end, *after = f"{shape.call_close}{shape.section_close}".split("\n")
     # Other formats begin in the same way, so that only an argument or the end may follow a name.
