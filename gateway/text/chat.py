@@ -26,7 +26,6 @@ from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
     PROBE_TOOLS,
     ProbeCall,
-    Render,
     RenderedCalls,
     num_common,
     rendered_calls,
@@ -180,7 +179,7 @@ class ChatTemplate:
         with_tools, without = (self._tried(ChatPrompt(_TEXT.messages, tools), _CallsAs()) for tools in (_PROBED, ()))
         return "" if with_tools is None or with_tools == without else with_tools
 
-    def _probed_calls(self) -> tuple["_CallsAs", RenderedCalls | None]:
+    def _probed_calls(self) -> tuple[_CallsAs, RenderedCalls | None]:
         """The form in which the template takes past calls, and what it renders for them.
 
         Most templates write the arguments as JSON themselves; some take them as text. Some show calls only of messages
@@ -188,26 +187,24 @@ class ChatTemplate:
         """
         shown: list[tuple[_CallsAs, RenderedCalls]] = []
         for form in _FORMS:
-            calls = rendered_calls(self._probe(form)) or rendered_calls(self._probe(form, has_results=True))
+            probes = (functools.partial(self._probe, form, has_results) for has_results in (False, True))
+            calls = next(filter(None, map(rendered_calls, probes)), None)
             if calls is not None:
                 if tool_format_of(calls) is not None:
                     return form, calls
                 shown.append((form, calls))
         return shown[0] if shown else (_CallsAs(), None)
 
-    def _probe(self, form: "_CallsAs", *, has_results: bool = False) -> Render:
-        def render(content: str, calls: Sequence[ProbeCall] = ()) -> str | None:
-            made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
-            messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
-            if has_results:
-                messages += [ChatMessage("tool", _RESULT, call.name, tool_call_id=call.id) for call in calls]
-            options = None if has_results else _UNANSWERED
-            text = self._tried(ChatPrompt(messages, _PROBED, template_options=options), form)
-            return text and text.partition(_RESULT)[0]
+    def _probe(self, form: _CallsAs, has_results: bool, content: str, calls: Sequence[ProbeCall]) -> str | None:
+        made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
+        messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
+        if has_results:
+            messages += [ChatMessage("tool", _RESULT, call.name, tool_call_id=call.id) for call in calls]
+        options = None if has_results else _UNANSWERED
+        text = self._tried(ChatPrompt(messages, _PROBED, template_options=options), form)
+        return text and text.partition(_RESULT)[0]
 
-        return Render(lambda calls: render("", calls), render)
-
-    def _tried(self, prompt: ChatPrompt, form: "_CallsAs") -> str | None:
+    def _tried(self, prompt: ChatPrompt, form: _CallsAs) -> str | None:
         try:
             return self._render(prompt, form)
         except Exception:
@@ -216,7 +213,7 @@ class ChatTemplate:
     def _shows_text(self) -> bool:
         return _TEXT.messages[0].content in (self._tried(_TEXT, _CallsAs()) or "")
 
-    def _render(self, prompt: ChatPrompt, form: "_CallsAs") -> str:
+    def _render(self, prompt: ChatPrompt, form: _CallsAs) -> str:
         options = prompt.template_options or _NO_OPTIONS
         messages, continues = list(prompt.messages), options.continue_final_message
         if not self._knows_developers:

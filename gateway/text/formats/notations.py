@@ -47,12 +47,10 @@ def text_parameters(schema: str) -> frozenset[str]:
     """The parameters that the schema of the arguments restricts to strings."""
     try:
         root: Any = json.loads(schema or "{}")
-        properties: Any = _followed(root, root).get("properties", {})
+        properties = cast(dict[str, Any], _followed(root, root).get("properties", {}))
+        return frozenset(name for name, value in properties.items() if _is_text(root, value))
     except (ValueError, AttributeError, RecursionError):
         return frozenset()
-    if not isinstance(properties, dict):
-        return frozenset()
-    return frozenset(name for name, value in cast(dict[str, Any], properties).items() if _is_text(root, value))
 
 
 def _is_text(root: Any, schema: Any) -> bool:

@@ -21,26 +21,19 @@ ID, INDEX = "\ue000", "\ue001"
 """In a text of a shape: the place of a call's id, and of its position among the calls."""
 _CONTENT = "Quire answers 7"
 _FIRST, _LAST = "Aq1 b", "Cq2\nDq3"
-# In the order of their names, since some templates sort them; a string begins and ends.
-_VALUES: dict[str, Any] = {
-    "quire_a": _FIRST,
-    "quire_b": 70417,
-    "quire_c": True,
-    "quire_d": None,
-    "quire_e": [1, "Eq4"],
-    "quire_f": {"quire_key": False},
-    "quire_g": _LAST,
-}
 _KEY: dict[str, Any] = {"quire_key": {"type": "boolean", "description": "d"}}
-_TYPES: tuple[dict[str, Any], ...] = (
-    {"type": "string"},
-    {"type": "integer"},
-    {"type": "boolean"},
-    {"type": "string"},
-    {"type": "array", "items": {"type": "string"}},
-    {"type": "object", "properties": _KEY, "required": [], "additionalProperties": {"type": "boolean"}},
-    {"type": "string"},
-)
+_OBJECT = {"type": "object", "properties": _KEY, "required": [], "additionalProperties": {"type": "boolean"}}
+# Values and schemas in the order of their names, since some templates sort them; a string begins and ends.
+_PARAMETERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "quire_a": (_FIRST, {"type": "string"}),
+    "quire_b": (70417, {"type": "integer"}),
+    "quire_c": (True, {"type": "boolean"}),
+    "quire_d": (None, {"type": "string"}),
+    "quire_e": ([1, "Eq4"], {"type": "array", "items": {"type": "string"}}),
+    "quire_f": ({"quire_key": False}, _OBJECT),
+    "quire_g": (_LAST, {"type": "string"}),
+}
+_VALUES = {name: value for name, (value, _) in _PARAMETERS.items()}
 # Marks are compared whole: <a_begin> and <a_end> have no common beginning.
 _ATOM = re.compile(f"{MARK.pattern}|.", re.DOTALL)
 # The marks of reasoning without text, which some templates write before calls.
@@ -83,7 +76,7 @@ PROBE_TEXTS = frozenset(("quire_a", "quire_g"))
 """The parameters of the tools that are strings."""
 PROBE_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {name: kind | {"description": "d"} for name, kind in zip(_VALUES, _TYPES, strict=True)},
+    "properties": {name: schema | {"description": "d"} for name, (_, schema) in _PARAMETERS.items()},
     "required": [],
 }
 """The schema of both tools."""
@@ -91,12 +84,8 @@ PROBE_SCHEMA: dict[str, Any] = {
 _PROBE_ARGUMENTS = (_VALUES, {name: _VALUES[name] for name in sorted(PROBE_TEXTS)})
 
 
-class Render(NamedTuple):
-    """Renders a user's message and an assistant's with this content and these calls, or only the user's message if both
-    are None. Its answer is None if the template refuses."""
-
-    with_calls: Callable[[Sequence[ProbeCall]], str | None]
-    with_content: Callable[[str], str | None]
+Render = Callable[[str, Sequence[ProbeCall]], str | None]
+"""Renders a user's message and an assistant's with a content and calls; None if the template refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +196,14 @@ def _written(shape: CallShape, name: str, arguments: str, index: int) -> str:
 
 def rendered_calls(render: Render) -> RenderedCalls | None:
     """What a template renders for calls; None if it leaves them out."""
-    plain = render.with_content(_CONTENT)
+    plain = render(_CONTENT, ())
     without_names = None
     for arguments in _PROBE_ARGUMENTS:
         for count in (2, 1):
             for made in (_PLAIN_ID, _ID_WITH_NAME):
                 names = enumerate(PROBE_TOOLS[:count])
                 calls = tuple(ProbeCall(name, arguments, made.format(name, index)) for index, name in names)
-                whole = render.with_calls(calls)
+                whole = render("", calls)
                 if whole is None or _FIRST not in whole:
                     continue
                 text = _cut(whole, plain)
