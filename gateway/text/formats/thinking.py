@@ -90,9 +90,11 @@ class ThinkingParser(OutputParser):
 
     def _skip_spaces(self) -> Reading[None]:
         """Drops the spaces next to a mark."""
-        while not self._rest.strip(SPACE) and not self._is_last:
+        while True:
+            self._rest = self._rest.lstrip(SPACE)
+            if self._rest or self._is_last:
+                return
             yield
-        self._rest = self._rest.lstrip(SPACE)
 
     def _read_reasoning(self) -> Reading[None]:
         end = self._marks.end
