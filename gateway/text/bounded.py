@@ -104,13 +104,18 @@ def _memory_file() -> int:
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def own_memory() -> int:
+    """The address space of this process, in bytes."""
+    return int(os.pread(_memory_file(), 64, 0).split()[0]) * resource.getpagesize()
+
+
 def _arm(thread: int) -> None:
     """Bodies that run at once share one limit of memory."""
     global _usual_limit
     with _lock:
         if not _armed:
             _usual_limit, hard = resource.getrlimit(resource.RLIMIT_AS)
-            limit = int(os.pread(_memory_file(), 64, 0).split()[0]) * resource.getpagesize() + MAX_MEMORY_BYTES
+            limit = own_memory() + MAX_MEMORY_BYTES
             known = [each for each in (limit, _usual_limit, hard) if each != resource.RLIM_INFINITY]
             resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
         _armed.add(thread)

@@ -26,14 +26,14 @@ from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
     PROBE_TOOLS,
     ProbeCall,
-    Render,
     RenderedCalls,
+    num_common,
     rendered_calls,
     written_calls,
 )
 from gateway.text.formats.shapes import JSON_LIST, SHAPES
 from gateway.text.formats.thinking import Thinking
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer, named_tokens
 from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
 from quire import clock
@@ -48,7 +48,6 @@ _CHARACTERS_OF_A_MESSAGE = 32
 # A prompt has at most so many characters of the template itself, and so many for each character of its conversation.
 _OF_TEMPLATE, _TIMES_WRITTEN = 1 << 18, 5
 _MAX_BITS = 1 << 16
-_SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
 _PROBES = ("a", "\n7")
 _ASKED_ROLES = frozenset({"user", "tool"})
@@ -137,18 +136,18 @@ class ChatTemplate:
                 with contextlib.suppress(*_REFUSALS):
                     return self._render(replace(prompt, messages=messages), self._calls_as)
             description = f"the model's chat template refuses the conversation: {error!s:.1000}"
-            raise InvalidArgument(
-                description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
-            ) from error
+            raise _refusal("messages", description) from error
 
     def _check(self, prompt: ChatPrompt) -> None:
         """Raises InvalidArgument for tools, calls and arguments that the template would ignore."""
         if prompt.tools and "tools" not in self.variables:
-            raise _refusal("tools", "cannot be used: the model's chat template has no tools", reason="NO_TOOLS")
+            description = "cannot be used: the model's chat template has no tools"
+            raise _refusal("tools", description, subject="tools", reason="NO_TOOLS")
         for position, message in enumerate(prompt.messages):
             if message.tool_calls and self.calls is None and "tools" not in self.variables:
                 field = f"messages[{position}].tool_calls"
-                raise _refusal(field, "cannot be used: the model's chat template has no tool calls", reason="NO_TOOLS")
+                description = "cannot be used: the model's chat template has no tool calls"
+                raise _refusal(field, description, subject=field, reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
         for name, value in _arguments(prompt.template_options).items():
             field = f"template_options.arguments.{name:.80}"
@@ -166,13 +165,9 @@ class ChatTemplate:
             return messages
         if self.calls is not None and len(self.calls.calls) == 1:
             messages = _with_one_call_each(messages)
-        leaves_out = self.calls is None
-        return [
-            self._written(each)
-            if each.tool_calls and (leaves_out or (self._calls_as.has_null and each.content))
-            else each
-            for each in messages
-        ]
+        leaves_out, has_null = self.calls is None, self._calls_as.has_null
+        is_left_out = (bool(each.tool_calls) and (leaves_out or (has_null and each.content)) for each in messages)
+        return [self._written(each) if is_out else each for each, is_out in zip(messages, is_left_out, strict=True)]
 
     def _written(self, message: ChatMessage) -> ChatMessage:
         calls = written_calls(self._call_shape, [(call.name, call.arguments, call.id) for call in message.tool_calls])
@@ -184,7 +179,7 @@ class ChatTemplate:
         with_tools, without = (self._tried(ChatPrompt(_TEXT.messages, tools), _CallsAs()) for tools in (_PROBED, ()))
         return "" if with_tools is None or with_tools == without else with_tools
 
-    def _probed_calls(self) -> tuple["_CallsAs", RenderedCalls | None]:
+    def _probed_calls(self) -> tuple[_CallsAs, RenderedCalls | None]:
         """The form in which the template takes past calls, and what it renders for them.
 
         Most templates write the arguments as JSON themselves; some take them as text. Some show calls only of messages
@@ -192,38 +187,33 @@ class ChatTemplate:
         """
         shown: list[tuple[_CallsAs, RenderedCalls]] = []
         for form in _FORMS:
-            calls = rendered_calls(self._probe(form)) or rendered_calls(self._probe(form, has_results=True))
+            probes = (functools.partial(self._probe, form, has_results) for has_results in (False, True))
+            calls = next(filter(None, map(rendered_calls, probes)), None)
             if calls is not None:
                 if tool_format_of(calls) is not None:
                     return form, calls
                 shown.append((form, calls))
         return shown[0] if shown else (_CallsAs(), None)
 
-    def _probe(self, form: "_CallsAs", *, has_results: bool = False) -> Render:
-        def render(content: str, calls: Sequence[ProbeCall] = ()) -> str | None:
-            made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
-            messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
-            if has_results:
-                messages += [ChatMessage("tool", _RESULT, call.name, tool_call_id=call.id) for call in calls]
-            options = None if has_results else _UNANSWERED
-            text = self._tried(ChatPrompt(messages, _PROBED, template_options=options), form)
-            return text and text.partition(_RESULT)[0]
+    def _probe(self, form: _CallsAs, has_results: bool, content: str, calls: Sequence[ProbeCall]) -> str | None:
+        made = [ToolCall(id=call.id, name=call.name, arguments=_to_json(call.arguments)) for call in calls]
+        messages = [*_TEXT.messages, ChatMessage("assistant", content, tool_calls=made)]
+        if has_results:
+            messages += [ChatMessage("tool", _RESULT, call.name, tool_call_id=call.id) for call in calls]
+        options = None if has_results else _UNANSWERED
+        text = self._tried(ChatPrompt(messages, _PROBED, template_options=options), form)
+        return text and text.partition(_RESULT)[0]
 
-        return Render(lambda calls: render("", calls), render)
-
-    def _tried(self, prompt: ChatPrompt, form: "_CallsAs") -> str | None:
+    def _tried(self, prompt: ChatPrompt, form: _CallsAs) -> str | None:
         try:
             return self._render(prompt, form)
         except Exception:
             return None
 
     def _shows_text(self) -> bool:
-        try:
-            return _TEXT.messages[0].content in self._render(_TEXT, _CallsAs())
-        except Exception:
-            return False
+        return _TEXT.messages[0].content in (self._tried(_TEXT, _CallsAs()) or "")
 
-    def _render(self, prompt: ChatPrompt, form: "_CallsAs") -> str:
+    def _render(self, prompt: ChatPrompt, form: _CallsAs) -> str:
         options = prompt.template_options or _NO_OPTIONS
         messages, continues = list(prompt.messages), options.continue_final_message
         if not self._knows_developers:
@@ -320,7 +310,7 @@ class Chat:
             template = self.tool_template
         if template is None:
             description = f'cannot be used: model "{self._model_name}" has no chat template; send text instead'
-            raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
+            raise _refusal("messages", description, subject="messages", reason="NO_CHAT_TEMPLATE")
         size = _size(prompt)
         if size <= _INLINE_CHARACTERS:
             return _written(template, prompt, size)
@@ -380,29 +370,14 @@ class Chat:
 
 
 def special_token_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens by their names in templates.
-
-    transformers writes a token as its text or as an object with `content`, and has sections for tokens that only some
-    models have.
-    """
-    named = dict(tokenizer_config)
-    for section in _SPECIAL_TOKEN_SECTIONS:
-        if isinstance(further := tokenizer_config.get(section), dict):
-            named |= further
-    found: dict[str, str] = {}
-    for name, value in named.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    """Texts of the special tokens by their names in templates. Raises ConfigurationError for a malformed token."""
+    tokens = named_tokens(tokenizer_config)
+    return {name: token.content for name, token in tokens.items() if name.endswith("_token")}
 
 
 def common_prefix(first: list[int], second: list[int]) -> list[int]:
     """The longest common prefix."""
-    for position, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return first[:position]
-    return min(first, second, key=len)
+    return first[: num_common(first, second)]
 
 
 def _continuations(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
@@ -440,19 +415,13 @@ def _written(template: ChatTemplate, prompt: ChatPrompt, size: int) -> str:
             text = template.render(prompt)
     except (TookTooLong, MemoryError, OverflowError) as error:
         description = f"the model's chat template takes {_excess(error)} to render the conversation; make it simpler"
-        raise InvalidArgument(
-            description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
-        ) from error
+        raise _refusal("messages", description) from error
     if len(text) > _OF_TEMPLATE + _TIMES_WRITTEN * size:
         description = (
             f"becomes {len(text):,} characters by the model's chat template, which indents JSON by its depth; make the "
             "parameters of tools, or the arguments of calls, less deep"
         )
-        raise InvalidArgument(
-            f"the conversation {description}",
-            reason="CHAT_TEMPLATE",
-            violations=[FieldViolation("tools" if prompt.tools else "messages", description)],
-        )
+        raise _refusal("tools" if prompt.tools else "messages", description, subject="the conversation")
     return text
 
 
@@ -516,16 +485,12 @@ def _with_one_call_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         if len(message.tool_calls) < 2:
             made.append(message)
             continue
+        ids = {call.id for call in message.tool_calls}
         count = next((place for place, each in enumerate(rest) if each.tool_call_id is None), len(rest))
         results, rest = rest[:count], rest[count:]
-        for number, call in enumerate(message.tool_calls):
-            made.append(
-                replace(message, tool_calls=[call])
-                if not number
-                else replace(message, content="", reasoning=None, tool_calls=[call])
-            )
-            made += [each for each in results if each.tool_call_id == call.id]
-        ids = {call.id for call in message.tool_calls}
+        for call in message.tool_calls:
+            made += [replace(message, tool_calls=[call]), *(each for each in results if each.tool_call_id == call.id)]
+            message = replace(message, content="", reasoning=None)
         made += [each for each in results if each.tool_call_id not in ids]
     return made
 
@@ -573,8 +538,10 @@ def _until_final_message(text: str, content: str) -> str:
     return text[:end] if is_as_written else text[:end].rstrip()
 
 
-def _refusal(field: str, description: str, *, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} {description}", reason=reason, violations=[FieldViolation(field, description)])
+def _refusal(field: str, description: str, *, subject: str = "", reason: str = "CHAT_TEMPLATE") -> InvalidArgument:
+    """`subject` is what the message says before the description, which names the field itself."""
+    violations = [FieldViolation(field, description)]
+    return InvalidArgument(f"{subject} {description}".lstrip(), reason=reason, violations=violations)
 
 
 _NO_OPTIONS = TemplateOptions()

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
+from gateway.text.bounded import own_memory
 from gateway.text.chat import ChatTemplate
 from gateway.types import ChatPrompt
 from quire.progress import shown_bytes
@@ -153,15 +153,11 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
 
 
-def _own_memory() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 def main() -> None:
     """Answers the jobs of standard input until it ends."""
     _template_of("", ()).render(ChatPrompt([]))
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, _own_memory() + MAX_MEMORY_BYTES)
+    _limit(resource.RLIMIT_AS, own_memory() + MAX_MEMORY_BYTES)
     while (job := _read(sys.stdin.buffer)) is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         # In whole seconds. The system ends a process that exceeds it.

@@ -294,7 +294,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> N
     A token of the vocabulary keeps its id; a new one gets the next id. Raises ConfigurationError for a malformed token.
     """
     present = tokenizer.get_added_tokens_decoder()
-    named, unnamed = list(_named_tokens(config)), list(_unnamed_tokens(config))
+    named, unnamed = list(named_tokens(config).values()), list(_unnamed_tokens(config))
     listed = [*_tokens_by_id(config), *_tokens_of_older_file(config, present, named + unnamed)]
     written = {repr(token) for token in present.values()}
     added = [token for token in listed if repr(token) not in written]
@@ -335,8 +335,9 @@ def _tokens_of_older_file(
     ]
 
 
-def _named_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
-    """Named special tokens: bos_token and the like, and further ones that this model names."""
+def named_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
+    """Special tokens by their names: bos_token and the like, and further ones that this model names. Raises
+    ConfigurationError for a malformed token."""
     own = {
         name: value
         for name, value in config.items()
@@ -347,9 +348,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
     for section in (*_FURTHER, _NAMED_FURTHER):
         if isinstance(further := config.get(section), dict):
             own |= further
-    for name, value in ({name: config.get(name) for name in _NAMES} | own).items():
-        if value is not None:
-            yield _token(value, name, special=True)
+    named = {name: config.get(name) for name in _NAMES} | own
+    return {name: _token(value, name, special=True) for name, value in named.items() if value is not None}
 
 
 def _unnamed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:

@@ -6,50 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
-from gateway.text.formats.json_calls import (
-    JSON_CALLS,
-    DeepSeekV3Parser,
-    DeepSeekV31Parser,
-    GraniteParser,
-    HermesParser,
-    JsonListParser,
-    KimiK2Parser,
-    Llama3Parser,
-    MistralParser,
-    Phi4MiniParser,
-)
-from gateway.text.formats.other_calls import (
-    TAGGED_CALLS,
-    FunctionGemmaParser,
-    GemmaParser,
-    MiniMaxM3Parser,
-    PythonicParser,
-)
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
 from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
-from gateway.text.formats.shapes import HARMONY, JSON_LIST, MARKED, parser_of
+from gateway.text.formats.shapes import CALL_PARSERS, HARMONY, JSON_LIST
 from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
 HARMONY_REASONING = "openai_gptoss"
-CALL_PARSERS: Mapping[str, type[CallParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": Llama3Parser,
-    "mistral": MistralParser,
-    "deepseek_v3": DeepSeekV3Parser,
-    "deepseek_v31": DeepSeekV31Parser,
-    **{name: parser_of(shape) for name, shape in MARKED.items()},
-    **JSON_CALLS,
-    **TAGGED_CALLS,
-    "gemma4": GemmaParser,
-    "functiongemma": FunctionGemmaParser,
-    "minimax_m3": MiniMaxM3Parser,
-    "pythonic": PythonicParser,
-    "kimi_k2": KimiK2Parser,
-    "granite": GraniteParser,
-    "phi4_mini_json": Phi4MiniParser,
-    JSON_LIST: JsonListParser,
-}
 TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
 """Formats of tool calls, by vLLM's names."""
 
@@ -187,7 +150,7 @@ class AnswerFormat:
         dropped = () if marks is None else marks.dropped
         parser = CallParser if self.tool_format is None else CALL_PARSERS[self.tool_format]
         if dropped:
-            parser = parser.with_marks(*parser.begins, dropped=(*parser.dropped, *dropped))
+            parser = parser.variant(dropped=(*parser.dropped, *dropped))
         content = PlainText() if parser is CallParser else parser(tools, call_ids)
         if marks is not None and self.thinking is not Thinking.NONE:
             return ThinkingParser(marks, self.thinking, content)

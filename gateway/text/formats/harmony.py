@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from gateway.text.formats.output import ToolCallDelta
-from gateway.text.formats.parser import CallIds, OfferedTools, OutputParser
+from gateway.text.formats.parser import CallIds, CallParser, OfferedTools, Reading
 from gateway.text.formats.scanning import first_marker, held_length
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -18,7 +17,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 
 
-class HarmonyParser(OutputParser):
+class HarmonyParser(CallParser):
     """Parses the text that follows <|start|>assistant in the prompt.
 
     A message consists of a header with its channel and its recipient, <|message|>, its text, and an end token. Text
@@ -29,10 +28,7 @@ class HarmonyParser(OutputParser):
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds, *, in_analysis: bool = False) -> None:
         """`in_analysis`: the prompt ends with the header of the reasoning."""
-        super().__init__()
-        self._tools = tools
-        self._call_ids = call_ids
-        self._num_calls = 0
+        super().__init__(tools, call_ids)
         self._in_header = not in_analysis
         self._channel = "analysis"
         self._in_call = False
@@ -41,13 +37,17 @@ class HarmonyParser(OutputParser):
     def is_reasoning(self) -> bool:
         return not self._in_header and self._channel == "analysis"
 
-    def _step(self) -> bool:
-        return self._read_header() if self._in_header else self._read_text()
+    def _read(self) -> Reading[None]:
+        while True:
+            if self._in_header:
+                yield from self._read_header()
+            yield from self._read_text()
 
-    def _read_header(self) -> bool:
-        end = self._rest.find(_MESSAGE, 0, _MAX_HEADER)
-        if end < 0 and len(self._rest) < _MAX_HEADER and not self._is_last:
-            return False
+    def _read_header(self) -> Reading[None]:
+        while (end := self._rest.find(_MESSAGE, 0, _MAX_HEADER)) < 0:
+            if len(self._rest) >= _MAX_HEADER or self._is_last:
+                break
+            yield
         self._in_header = False
         self._in_call, self._channel = False, "final"
         header = self._rest if end < 0 else self._rest[:end]
@@ -56,41 +56,34 @@ class HarmonyParser(OutputParser):
             if self._is_last and channel is not None and self._may_be_offered(recipient):
                 # The text ends within a header.
                 self._consume(len(self._rest))
-            return True
+            return
         if recipient is not None and recipient.group(1) in self._tools:
             self._in_call = True
-            call_id = self._call_ids(self._num_calls)
-            self._add(call=ToolCallDelta(self._num_calls, call_id, recipient.group(1)))
-            self._num_calls += 1
+            self._open_call(recipient.group(1))
         elif recipient is not None or channel is None:
             # An unknown header: it and its text are content.
-            return True
+            return
         else:
             self._channel = channel.group(1)
         self._consume(end + len(_MESSAGE))
-        return True
 
     def _may_be_offered(self, recipient: re.Match[str] | None) -> bool:
         return recipient is None or any(tool.startswith(recipient.group(1)) for tool in self._tools)
 
-    def _read_text(self) -> bool:
+    def _read_text(self) -> Reading[None]:
         marks = (*_ENDS, _MESSAGE) if self._channel == "final" else _ENDS
-        found = first_marker(self._rest, marks)
-        if found is None:
+        while (found := first_marker(self._rest, marks)) is None:
             held = 0 if self._is_last else held_length(self._rest, marks)
             self._deliver(self._consume(len(self._rest) - held))
-            return False
+            yield
         position, mark = found
         self._deliver(self._consume(position))
         self._consume(len(mark))
         self._in_header = mark != _MESSAGE
-        return True
 
     def _deliver(self, text: str) -> None:
-        if not text:
-            return
         if self._in_call:
-            self._add(call=ToolCallDelta(self._num_calls - 1, arguments=text))
+            self._add_arguments(text)
         elif self._channel == "analysis":
             self._add(reasoning=text)
         else:

@@ -47,12 +47,10 @@ def text_parameters(schema: str) -> frozenset[str]:
     """The parameters that the schema of the arguments restricts to strings."""
     try:
         root: Any = json.loads(schema or "{}")
-        properties: Any = _followed(root, root).get("properties", {})
+        properties = cast(dict[str, Any], _followed(root, root).get("properties", {}))
+        return frozenset(name for name, value in properties.items() if _is_text(root, value))
     except (ValueError, AttributeError, RecursionError):
         return frozenset()
-    if not isinstance(properties, dict):
-        return frozenset()
-    return frozenset(name for name, value in cast(dict[str, Any], properties).items() if _is_text(root, value))
 
 
 def _is_text(root: Any, schema: Any) -> bool:
@@ -216,7 +214,7 @@ class Notation:
     def arguments(self) -> str:
         """The expression of the arguments. Raises ConstraintError for what cannot be enforced."""
         root = _followed(self._root, self._root)
-        self._check(root, "object")
+        _refuse(root.keys() - _KEYWORDS["object"] - _NEUTRAL)
         return self._members(root, is_top=True)
 
     def _text(self, schema: Mapping[str, Any]) -> str:
@@ -241,14 +239,15 @@ class Notation:
         if alternatives := schema.get("anyOf") or schema.get("oneOf"):
             if "oneOf" in schema and not _exclude_each_other(alternatives):
                 _refuse({"oneOf"})
-            self._check_alone(schema, "anyOf" if "anyOf" in schema else "oneOf")
+            _refuse(schema.keys() - {"anyOf" if "anyOf" in schema else "oneOf"} - _NEUTRAL)
             return f"({' | '.join(self._value(each) for each in alternatives)})"
         kinds = schema.get("type", list(_KEYWORDS))
         kinds = kinds if isinstance(kinds, list) else [kinds]
         return f"({' | '.join(self._typed(schema, kind, is_one=len(kinds) == 1) for kind in kinds)})"
 
     def _typed(self, schema: Mapping[str, Any], kind: str, *, is_one: bool) -> str:
-        self._check(schema, kind if is_one else None)
+        known = _KEYWORDS.get(kind, frozenset()) if is_one else frozenset().union(*_KEYWORDS.values())
+        _refuse(schema.keys() - known - _NEUTRAL)
         match kind:
             case "string":
                 return self._text(schema)
@@ -319,23 +318,16 @@ class Notation:
                 raise ConstraintError("", "has a const or an enum of lists or objects")
 
     def _referred(self, schema: Mapping[str, Any]) -> str:
-        self._check_alone(schema, "$ref")
+        _refuse(schema.keys() - {"$ref"} - _NEUTRAL)
         place = f"#{schema['$ref'].removeprefix('#')}"
         if place not in self._known:
             name = self._known[place] = self._rules.reserve()
             self._rules.define(name, self._value(_followed(self._root, schema)))
         return self._known[place]
 
-    def _check(self, schema: Mapping[str, Any], kind: str | None) -> None:
-        """Raises ConstraintError for a keyword that is not enforced with this type; None has several."""
-        known = frozenset().union(*_KEYWORDS.values()) if kind is None else _KEYWORDS.get(kind, frozenset())
-        _refuse(schema.keys() - known - _NEUTRAL)
-
-    def _check_alone(self, schema: Mapping[str, Any], keyword: str) -> None:
-        _refuse(schema.keys() - {keyword} - _NEUTRAL)
-
 
 def _refuse(keywords: Sequence[str] | set[str]) -> None:
+    """Raises ConstraintError for keywords that are not enforced."""
     if keywords:
         raise ConstraintError("", f'uses "{min(keywords)}"')
 

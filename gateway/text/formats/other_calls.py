@@ -1,16 +1,16 @@
 """Calls whose arguments are converted to JSON: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
 
 import ast
+import contextlib
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools, StagedCallParser
+from gateway.text.formats.parser import CallParser, Reading
 from gateway.text.formats.scanning import (
     SPACE,
-    JsonScanner,
     Match,
     Part,
     Pattern,
@@ -21,12 +21,13 @@ from gateway.text.formats.scanning import (
     write_json,
 )
 
-_SPACES = frozenset(SPACE)
 MAX_WHOLE_CALL = 1 << 16
 """The maximum length of calls that are parsed only when they are complete; longer ones are content."""
+# What is raised for a text that is no call.
+_PROBLEMS = SyntaxError, TypeError, ValueError, LookupError, RecursionError, MemoryError
 
 
-class TagCallParser(StagedCallParser):
+class TagCallParser(CallParser):
     """A tag with the name, then for each argument tags with its name and its value.
 
     A value is the text between its tags: unchanged for a parameter that is a string, JSON for others. Where a tag says
@@ -36,156 +37,74 @@ class TagCallParser(StagedCallParser):
         headers: The pattern between each of `begins` and the first argument.
         argument: The pattern before a value.
         value_end: The text after a value.
-        padding: Optional texts before and after a value that do not belong to it.
+        padding: An optional text after a value that does not belong to it.
         end: The text after the last argument.
+        trailer: The optional text after a call.
     """
 
     headers: Sequence[Pattern]
     argument: Pattern
     value_end: str
-    padding = ("", "")
+    padding: str
     end: Pattern
+    trailer: Pattern
 
-    @classmethod
-    def of_tags(
-        cls,
-        call: str,
-        argument: str,
-        value_end: str,
-        end: str,
-        *,
-        around: Sequence[str] = (),
-        padding: tuple[str, str] = ("", ""),
-        dropped: Sequence[str] = (),
-        tokens: Sequence[str] = (),
-    ) -> type[Self]:
-        """The parser of other tags.
-
-        Args:
-            call: The tag before the arguments, with a place for the name; as `Pattern.of`.
-            argument: The tags before a value, with a place for the name and perhaps one for whether it is a string.
-            around: The marks around all calls, which may be missing.
-        """
-        begin, _, rest = call.partition("{}")
-        opening, _, further = argument.partition("{}")
-        # Other formats begin in the same way, so that only an argument or the end may follow a name.
-        named, follows = f"\n{{}}{rest}\n", (opening, end, *around[1:])
-        key = Part.QUOTED if further.startswith('"') else Part.KEY
-        begins = {around[0]: f"\n{begin}{named}"} if around else {}
-        begins[begin] = named
-        before_value = Pattern.of(f"\n{argument}", key, Part.DETAIL)
-        return cls.with_marks(
-            *begins,
-            headers=[Pattern.of(header, Part.NAME, before=follows) for header in begins.values()],
-            argument=Pattern(*before_value.parts, (padding[0], "")) if padding[0] else before_value,
-            value_end=value_end,
-            padding=padding,
-            dropped=dropped,
-            end=Pattern.of(f"\n{end}"),
-            trailer=Pattern.of(f"\n{around[1]}" if around else ""),
-            tokens=(*before_value.texts, *Pattern.of(rest).texts, value_end, end, *around, *tokens),
-        )
-
-    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
-        super().__init__(tools, call_ids)
-        self._header = self.headers[0]
-        self._tool = OfferedTool("")
-        self._is_text = False
-        self._num_arguments = 0
-        self._num_searched = 0
-
-    def _begin(self, marker: str, opening: str) -> None:
-        super()._begin(marker, opening)
-        self._header = self.headers[self.begins.index(marker)]
-
-    def _read_header(self) -> bool:
-        found = self._header.match(self._rest)
-        if found is Unmatched.MORE and not self._is_last:
-            return False
-        if not isinstance(found, Match):
-            return self._drop() if found is Unmatched.MORE else self._gave_back()
-        if found.name not in self._tools:
-            return self._gave_back()
+    def _read_call(self, marker: str) -> Reading[None]:
+        found = yield from self._matched(self.headers[self.begins.index(marker)])
+        if not isinstance(found, Match) or found.name not in self._tools:
+            self._end_unread(found is Unmatched.MORE)
+            return
         self._consume(found.end)
         self._open_call(found.name)
         self._add_arguments("{")
-        self._tool, self._num_arguments = self._tools[found.name], 0
-        self._stage = self._read_argument
+        texts, separator = self._tools[found.name].text_parameters, ""
+        while True:
+            found, end = self.argument.match(self._rest), self.end.match(self._rest)
+            if isinstance(found, Match):
+                self._consume(found.end)
+                is_text = found.detail == "true" if found.detail else found.name in texts
+                self._add_arguments(f"{separator}{write_json(found.name)}: " + ('"' if is_text else ""))
+                separator = ", "
+                if not (yield from self._read_value(is_text)):
+                    return
+            elif Unmatched.MORE in (found, end) and not self._is_last:
+                yield
+            elif isinstance(end, Match):
+                self._add_arguments("}")
+                self._consume(end.end)
+                break
+            elif self._is_last:
+                self._consume(len(self._rest) if Unmatched.MORE in (found, end) else 0)
+                return
+            else:
+                # The next mark shows that a call is over whose end is missing. Before any other text the call stays
+                # open, as one that was cut: it must not run with only the arguments that were understood.
+                marks, rest = (*self.trailer.texts, *self.begins), self._rest.lstrip(SPACE)
+                if not any(mark.startswith(rest) for mark in marks):
+                    self._add_arguments("}" if rest.startswith(marks) else "")
+                    break
+                yield
+        yield from self._skip(self.trailer)
+
+    def _read_value(self, is_text: bool) -> Reading[bool]:
+        """Delivers a value; returns whether it is complete."""
+        num_searched = 0
+        while (position := self._rest.find(self.value_end, max(num_searched - len(self.value_end), 0))) < 0:
+            num_searched = len(self._rest)
+            if self._is_last:
+                value = self._consume(num_searched)
+                self._add_arguments(write_json(value)[1:-1] if is_text else value)
+                return False
+            if is_text:
+                ends = (self.value_end, self.padding + self.value_end)
+                certain = self._consume(num_searched - held_length(self._rest, ends))
+                self._add_arguments(write_json(certain)[1:-1])
+                num_searched = 0
+            yield
+        value = self._rest[:position].removesuffix(self.padding)
+        self._consume(position + len(self.value_end))
+        self._add_arguments(write_json(value)[1:] if is_text else _as_json(value))
         return True
-
-    def _read_argument(self) -> bool:
-        found = self.argument.match(self._rest)
-        end = self.end.match(self._rest)
-        if isinstance(found, Match):
-            self._consume(found.end)
-            self._is_text = found.detail == "true" if found.detail else found.name in self._tool.text_parameters
-            separator = ", " if self._num_arguments else ""
-            self._add_arguments(f"{separator}{write_json(found.name)}: " + ('"' if self._is_text else ""))
-            self._num_arguments += 1
-            self._num_searched = 0
-            self._stage = self._read_value
-            return True
-        if not self._is_last and Unmatched.MORE in (found, end):
-            return False
-        if self._is_last and not isinstance(end, Match):
-            self._consume(len(self._rest) if Unmatched.MORE in (found, end) else 0)
-            self._end_call()
-            return True
-        if isinstance(end, Match):
-            self._add_arguments("}")
-            self._consume(end.end)
-            self._stage = self._read_trailer
-            return True
-        # The next mark shows that a call is over whose end is missing. Before any other text the call stays open, as
-        # one that was cut: it must not run with only the arguments that were understood.
-        marks = {*self.trailer.texts, *self.begins}
-        rest = self._rest.lstrip(SPACE)
-        if not self._is_last and any(mark.startswith(rest) for mark in marks):
-            return False
-        if rest.startswith(tuple(marks)):
-            self._add_arguments("}")
-        self._stage = self._read_trailer
-        return True
-
-    def _gave_back(self) -> bool:
-        self._give_back()
-        return True
-
-    def _read_value(self) -> bool:
-        position = self._rest.find(self.value_end, max(self._num_searched - len(self.value_end), 0))
-        if position >= 0:
-            value = self._rest[:position].removesuffix(self.padding[1])
-            self._consume(position + len(self.value_end))
-            self._add_arguments(write_json(value)[1:] if self._is_text else _as_json(value))
-            self._stage = self._read_argument
-            return True
-        self._num_searched = len(self._rest)
-        if self._is_last:
-            value = self._consume(len(self._rest))
-            self._add_arguments(write_json(value)[1:-1] if self._is_text else value)
-            self._end_call()
-        elif self._is_text:
-            ends = (self.value_end, self.padding[1] + self.value_end)
-            certain = self._consume(len(self._rest) - held_length(self._rest, ends))
-            self._add_arguments(write_json(certain)[1:-1])
-            self._num_searched = 0
-        return False
-
-
-TAGGED_CALLS: Mapping[str, type[TagCallParser]] = {
-    "step3": TagCallParser.of_tags(
-        'function<｜tool_sep｜><steptml:invoke name="{}">',
-        '<steptml:parameter name="{}">',
-        *("</steptml:parameter>", "</steptml:invoke>"),
-        dropped=[f"<｜tool_{part}｜>" for part in ("calls_begin", "call_begin", "call_end", "calls_end")],
-        tokens=("<｜tool_sep｜>",),
-    ),
-    "minicpm5": TagCallParser.of_tags(
-        *('<function name="{}">', '<param name="{}">', "</param>", "</function>"),
-        padding=("<![CDATA[", "]]>"),
-    ),
-}
-"""Formats with tags that are not in a shape: with marks and spaces between them, and with optional ones."""
 
 
 class WholeCallParser(CallParser):
@@ -199,154 +118,72 @@ class WholeCallParser(CallParser):
     header: Pattern
     call_end: str
 
-    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
-        super().__init__(tools, call_ids)
-        self._num_scanned = 0
+    def _find_end(self, marker: str) -> Callable[[str, int], int | None]:
+        """Finds the position after the calls in a text of which a number of characters was searched before; None if
+        more text is needed."""
+        end = self.call_end
 
-    def _begin(self, marker: str, opening: str) -> None:
-        super()._begin(marker, opening)
-        self._num_scanned = 0
+        def find(text: str, num_seen: int) -> int | None:
+            position = text.find(end, max(num_seen - len(end), 0))
+            return None if position < 0 else position + len(end)
 
-    def _end_of_calls(self) -> int | None:
-        """The position after the calls; None if more text is needed. Looks at what follows `_num_scanned`."""
-        position = self._rest.find(self.call_end, max(self._num_scanned - len(self.call_end), 0))
-        return None if position < 0 else position + len(self.call_end)
+        return find
 
-    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        """The name and the arguments of each call in a text; None if the text is not calls."""
+    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        """The name and the arguments of each call in a text. Raises one of _PROBLEMS if the text is not calls."""
         raise NotImplementedError
 
-    def _is_begun(self, text: str) -> bool:
-        """Whether a text without an end begins a call."""
-        found = self.header.match(text)
-        return found is Unmatched.MORE or (isinstance(found, Match) and found.name in self._tools)
-
-    def _call_step(self) -> bool:
-        end = self._end_of_calls()
-        self._num_scanned = len(self._rest)
-        if end is None and not self._is_last:
-            return False
-        if end is None and self._is_begun(self._rest):
-            return self._drop()
+    def _read_call(self, marker: str) -> Reading[None]:
+        end = yield from self._position(self._find_end(marker))
+        begun = self.header.match(self._rest) if end is None else Unmatched.NEVER
+        calls: list[tuple[str, str]] = []
         # Parsing a long call at once would block the event loop.
-        calls = self._calls_in(self._rest[:end]) if end is not None and end <= MAX_WHOLE_CALL else None
-        try:
-            found = [(name, write_json(arguments)) for name, arguments in calls or ()]
-        except (TypeError, ValueError, RecursionError):
-            found = []
-        if not found or any(name not in self._tools for name, _ in found):
-            self._give_back()
-            return True
+        if end is not None and end <= MAX_WHOLE_CALL:
+            with contextlib.suppress(*_PROBLEMS):
+                calls = [(name, write_json(arguments)) for name, arguments in self._calls_in(self._rest[:end])]
+        if not calls or any(name not in self._tools for name, _ in calls):
+            is_known = isinstance(begun, Match) and begun.name in self._tools
+            self._end_unread(begun is Unmatched.MORE or is_known)
+            return
         self._consume(end or 0)
-        for name, arguments in found:
+        for name, arguments in calls:
             self._open_call(name)
             self._add_arguments(arguments)
-        self._end_call()
-        return True
 
 
-class GemmaParser(WholeCallParser):
-    """<|tool_call>call:NAME{key:<|"|>text<|"|>,other:1}<tool_call|>"""
+class BracedParser(WholeCallParser):
+    """call:NAME{key:"text",other:1}: names of fields are bare, strings are between quotes of the format, and the rest
+    is JSON.
 
-    begins = ("<|tool_call>",)
-    tokens = ("<tool_call|>", '<|"|>')
-    call_end = "<tool_call|>"
-    header = Pattern(Part.SPACES, "call:", Part.NAME, before="{")
-    quote = '<|"|>'
-
-    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        found = self.header.match(text)
-        if not isinstance(found, Match):
-            return None
-        try:
-            reader = _GemmaReader(text, found.end, self.quote)
-            arguments = reader.read()
-        except (ValueError, RecursionError):
-            return None
-        return [(found.name, arguments)] if text[reader.position :].strip() == self.call_end else None
-
-
-class FunctionGemmaParser(GemmaParser):
-    """<start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>"""
-
-    begins = ("<start_function_call>",)
-    tokens = ("<end_function_call>", "<escape>")
-    call_end = "<end_function_call>"
-    quote = "<escape>"
-
-
-class _GemmaReader:
-    """Parses Gemma's notation of values: names of fields are bare, strings are between quote tokens, the rest is JSON.
-
-    Raises ValueError for anything else.
+    Attributes:
+        quote: The quote around strings.
     """
 
-    def __init__(self, text: str, position: int, quote: str) -> None:
-        self.position = position
-        self._text = text
-        self._quote = quote
-        self._bare = re.compile(rf"(?:(?!{re.escape(quote)})[^,:{{}}\[\]])+")
+    header = Pattern("\ncall:{}", Part.NAME, before="{")
+    quote: str
 
-    def read(self) -> Any:
-        self._skip_spaces()
-        if self._takes(self._quote):
-            return self._until_quote()
-        if self._takes("{"):
-            return self._object()
-        if self._takes("["):
-            return self._list()
-        bare = self._word()
-        try:
-            return read_json(bare)
-        except ValueError:
-            return _LITERALS.get(bare, bare)
-
-    def _object(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        while not self._is_closed("}", bool(fields)):
-            key = self._until_quote() if self._takes(self._quote) else self._word()
-            if not self._takes(":"):
-                raise ValueError("a field without a value")
-            fields[key] = self.read()
-        return fields
-
-    def _list(self) -> list[Any]:
-        values: list[Any] = []
-        while not self._is_closed("]", bool(values)):
-            values.append(self.read())
-        return values
-
-    def _is_closed(self, bracket: str, has_values: bool) -> bool:
-        self._skip_spaces()
-        if self._takes(bracket):
-            return True
-        if has_values and not self._takes(","):
-            raise ValueError("two values without a comma")
-        self._skip_spaces()
-        return False
-
-    def _until_quote(self) -> str:
-        end = self._text.find(self._quote, self.position)
-        if end < 0:
-            raise ValueError("a text without an end")
-        begin, self.position = self.position, end + len(self._quote)
-        return self._text[begin:end]
-
-    def _word(self) -> str:
-        found = self._bare.match(self._text, self.position)
-        if found is None:
-            raise ValueError("nothing where a value was expected")
-        self.position = found.end()
-        return found.group().strip()
-
-    def _takes(self, text: str) -> bool:
-        takes = self._text.startswith(text, self.position)
-        self.position += len(text) if takes else 0
-        return takes
-
-    def _skip_spaces(self) -> None:
-        while self._text[self.position : self.position + 1] in _SPACES:
-            self.position += 1
+    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        found = self.header.match(text)
+        if not isinstance(found, Match):
+            raise ValueError("no call")
+        quote = re.escape(self.quote)
+        parts = re.compile(
+            rf"{quote}(?P<text>.*?){quote}|(?P<bare>(?:(?!{quote})[^,:{{}}\[\]])+)|[,:{{}}\[\]]", re.DOTALL
+        )
+        written, position, body = list[str](), 0, text[found.end :].rstrip(SPACE).removesuffix(self.call_end)
+        while position < len(body):
+            part = parts.match(body, position)
+            if part is None:
+                raise ValueError("a text without an end")
+            position = part.end()
+            bare = (part["bare"] or "").strip()
+            if part["text"] is not None or (bare and body.startswith(":", position)):
+                written.append(json.dumps(bare or part["text"]))
+            elif bare:
+                written.append(_as_json(bare))
+            elif part["bare"] is None:
+                written.append(part[0])
+        return [(found.name, read_json("".join(written)))]
 
 
 class MiniMaxM3Parser(WholeCallParser):
@@ -357,30 +194,27 @@ class MiniMaxM3Parser(WholeCallParser):
     mark = "]<]minimax[>["
     begins = (f"{mark}<tool_call>",)
     tokens = (mark, "<tool_call>", "</tool_call>")
-    header = Pattern(Part.SPACES, f'{mark}<invoke name="', Part.NAME, before='"')
+    header = Pattern(f'\n{mark}<invoke name="{{}}', Part.NAME, before='"')
     call_end = f"{mark}</tool_call>"
 
-    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
         # Each piece but the first is a tag and the text after it; the last one ends the calls.
         before, *pieces = text.split(self.mark)
         pieces = pieces[-2::-1]
         if before.strip():
-            return None
+            raise ValueError("text before the calls")
         calls: list[tuple[str, dict[str, Any]]] = []
-        try:
-            while pieces:
-                name = _INVOKED.fullmatch(pieces.pop())
-                if name is None or name[1] not in self._tools:
-                    return None
-                texts = self._tools[name[1]].text_parameters
-                arguments: dict[str, Any] = {}
-                while pieces[-1].rstrip() != "</invoke>":
-                    key, value = _element(pieces)
-                    arguments[key] = value if isinstance(value, str) and key in texts else _converted(value)
-                pieces.pop()
-                calls.append((name[1], arguments))
-        except (IndexError, ValueError, RecursionError):
-            return None
+        while pieces:
+            name = _INVOKED.fullmatch(pieces.pop())
+            if name is None:
+                raise ValueError("no call")
+            texts = self._tools[name[1]].text_parameters
+            arguments: dict[str, Any] = {}
+            while pieces[-1].rstrip() != "</invoke>":
+                key, value = _element(pieces)
+                arguments[key] = value if isinstance(value, str) and key in texts else _converted(value)
+            pieces.pop()
+            calls.append((name[1], arguments))
         return calls
 
 
@@ -413,87 +247,46 @@ def _converted(value: Any) -> Any:
 
 
 class PythonicParser(WholeCallParser):
-    """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code.
-
-    Attributes:
-        is_bare: Whether calls without marks are calls.
-    """
+    """[name(key="value"), ...] from the first character on, or a block of Python after ```tool_code."""
 
     begins = ("```tool_code",)
-    header = Pattern("[", Part.NAME, before="(")
+    header = Pattern("[{}", Part.NAME, before="(")
     call_end = "```"
     is_bare = True
 
-    @classmethod
-    def between(cls, begin: str, end: str) -> type[Self]:
-        """The parser of the same notation between two marks."""
-        header = Pattern(Part.SPACES, ("[", ""), Part.SPACES, Part.NAME, before="(")
-        return cls.with_marks(begin, call_end=end, header=header, tokens=(end,), is_bare=False)
+    def _find_end(self, marker: str) -> Callable[[str, int], int | None]:
+        if marker:
+            return super()._find_end(marker)
+        scanner = PythonScanner()
+        return lambda text, num_seen: scanner.end(text, num_seen, 0) if text[:1] in ("", "[") else 0
 
-    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
-        super().__init__(tools, call_ids)
-        self._is_block = False
-        self._scanner: JsonScanner = PythonScanner()
-        if self.is_bare:
-            self._begin("", "")
-
-    def _begin(self, marker: str, opening: str) -> None:
-        super()._begin(marker, opening)
-        self._is_block = bool(marker)
-
-    def _end_of_calls(self) -> int | None:
-        if self._is_block:
-            return super()._end_of_calls()
-        if self._rest[:1] not in ("", "["):
-            return 0
-        return self._scanner.end(self._rest, self._num_scanned, 0)
-
-    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
         source = text.removesuffix(self.call_end).strip()
-        # LFM2.5's chat templates write line breaks in strings as they are.
-        tree = _parsed(source) or _parsed(_STRING.sub(lambda found: found[0].replace("\n", "\\n"), source))
-        if tree is None:
-            return None
-        calls: list[tuple[str, dict[str, Any]]] = []
-        for statement in tree.body:
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            for node in value.elts if isinstance(value, ast.List) else [value]:
-                call = _python_call(node)
-                if call is None:
-                    return None
-                calls.append(call)
-        return calls
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                tree = ast.parse(source)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                # LFM2.5's chat templates write line breaks in strings as they are.
+                tree = ast.parse(_STRING.sub(lambda found: found[0].replace("\n", "\\n"), source))
+        values = [statement.value if isinstance(statement, ast.Expr) else None for statement in tree.body]
+        return [
+            _python_call(node) for value in values for node in (value.elts if isinstance(value, ast.List) else [value])
+        ]
 
 
 _STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
-def _parsed(source: str) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:
-    """The call of an expression, also inside print(...)."""
-    if not isinstance(node, ast.Call):
-        return None
-    try:
-        name = ast.unparse(node.func)
-    except RecursionError:
-        return None
-    if name == "print" and len(node.args) == 1:
-        return _python_call(node.args[0])
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return None
-    try:
-        return name, {
-            keyword.arg or "": ast.literal_eval(_PythonNames().visit(keyword.value)) for keyword in node.keywords
-        }
-    except (ValueError, TypeError, RecursionError):
-        return None
+def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]]:
+    """The call of an expression, also inside print(...). Raises one of _PROBLEMS if it is not one."""
+    match node:
+        case ast.Call(ast.Name("print"), [inner]):
+            return _python_call(inner)
+        case ast.Call(function, [], keywords) if all(keyword.arg for keyword in keywords):
+            values = (ast.literal_eval(_PythonNames().visit(keyword.value)) for keyword in keywords)
+            return ast.unparse(function), dict(zip((keyword.arg or "" for keyword in keywords), values, strict=True))
+        case _:
+            raise ValueError("no call")
 
 
 class _PythonNames(ast.NodeTransformer):

@@ -7,11 +7,11 @@ The text of the calls is cut into parts that repeat:
 CALL is the variable part, in one of the layouts of `Layout`.
 """
 
-import dataclasses
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
@@ -21,33 +21,27 @@ ID, INDEX = "\ue000", "\ue001"
 """In a text of a shape: the place of a call's id, and of its position among the calls."""
 _CONTENT = "Quire answers 7"
 _FIRST, _LAST = "Aq1 b", "Cq2\nDq3"
-# In the order of their names, since some templates sort them; a string begins and ends.
-_VALUES: dict[str, Any] = {
-    "quire_a": _FIRST,
-    "quire_b": 70417,
-    "quire_c": True,
-    "quire_d": None,
-    "quire_e": [1, "Eq4"],
-    "quire_f": {"quire_key": False},
-    "quire_g": _LAST,
-}
 _KEY: dict[str, Any] = {"quire_key": {"type": "boolean", "description": "d"}}
-_TYPES: tuple[dict[str, Any], ...] = (
-    {"type": "string"},
-    {"type": "integer"},
-    {"type": "boolean"},
-    {"type": "string"},
-    {"type": "array", "items": {"type": "string"}},
-    {"type": "object", "properties": _KEY, "required": [], "additionalProperties": {"type": "boolean"}},
-    {"type": "string"},
-)
+_OBJECT = {"type": "object", "properties": _KEY, "required": [], "additionalProperties": {"type": "boolean"}}
+# Values and schemas in the order of their names, since some templates sort them; a string begins and ends.
+_PARAMETERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "quire_a": (_FIRST, {"type": "string"}),
+    "quire_b": (70417, {"type": "integer"}),
+    "quire_c": (True, {"type": "boolean"}),
+    "quire_d": (None, {"type": "string"}),
+    "quire_e": ([1, "Eq4"], {"type": "array", "items": {"type": "string"}}),
+    "quire_f": ({"quire_key": False}, _OBJECT),
+    "quire_g": (_LAST, {"type": "string"}),
+}
+_VALUES = {name: value for name, (value, _) in _PARAMETERS.items()}
 # Marks are compared whole: <a_begin> and <a_end> have no common beginning.
 _ATOM = re.compile(f"{MARK.pattern}|.", re.DOTALL)
 # The marks of reasoning without text, which some templates write before calls.
 _NO_REASONING = re.compile(r"(\s*<[^<>\s]*think[^<>\s]*>){1,2}", re.IGNORECASE)
 _MARK = re.compile(r"<[^<>\s]{1,64}>")
 _BEGIN_OF_MARK = re.compile(r"<[^<>\s]{0,64}\Z")
-_ID_WITH_NAME = "functions.{}:{}"
+# Mistral's templates accept only ids of nine letters and digits; that of Kimi K2 writes an id in the place of a name.
+_PLAIN_ID, _ID_WITH_NAME = "quireId0{1}", "functions.{0}:{1}"
 
 
 class Layout(Enum):
@@ -82,7 +76,7 @@ PROBE_TEXTS = frozenset(("quire_a", "quire_g"))
 """The parameters of the tools that are strings."""
 PROBE_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {name: kind | {"description": "d"} for name, kind in zip(_VALUES, _TYPES, strict=True)},
+    "properties": {name: schema | {"description": "d"} for name, (_, schema) in _PARAMETERS.items()},
     "required": [],
 }
 """The schema of both tools."""
@@ -90,12 +84,8 @@ PROBE_SCHEMA: dict[str, Any] = {
 _PROBE_ARGUMENTS = (_VALUES, {name: _VALUES[name] for name in sorted(PROBE_TEXTS)})
 
 
-class Render(NamedTuple):
-    """Renders a user's message and an assistant's with this content and these calls, or only the user's message if both
-    are None. Its answer is None if the template refuses."""
-
-    with_calls: Callable[[Sequence[ProbeCall]], str | None]
-    with_content: Callable[[str], str | None]
+Render = Callable[[str, Sequence[ProbeCall]], str | None]
+"""Renders a user's message and an assistant's with a content and calls; None if the template refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +116,6 @@ class TagShape:
         """The constants of JSON as the template writes them."""
         true, null = self.constants
         return {"true": true, "false": {"True": "False"}.get(true, "false"), "null": null}
-
-
-_NO_TAGS = TagShape("", "", "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +196,14 @@ def _written(shape: CallShape, name: str, arguments: str, index: int) -> str:
 
 def rendered_calls(render: Render) -> RenderedCalls | None:
     """What a template renders for calls; None if it leaves them out."""
-    plain = render.with_content(_CONTENT)
+    plain = render(_CONTENT, ())
     without_names = None
     for arguments in _PROBE_ARGUMENTS:
         for count in (2, 1):
-            for made in (_with_plain_ids, _with_named_ids):
-                calls = tuple(made(name, arguments, index) for index, name in enumerate(PROBE_TOOLS[:count]))
-                whole = render.with_calls(calls)
+            for made in (_PLAIN_ID, _ID_WITH_NAME):
+                names = enumerate(PROBE_TOOLS[:count])
+                calls = tuple(ProbeCall(name, arguments, made.format(name, index)) for index, name in names)
+                whole = render("", calls)
                 if whole is None or _FIRST not in whole:
                     continue
                 text = _cut(whole, plain)
@@ -226,24 +214,14 @@ def rendered_calls(render: Render) -> RenderedCalls | None:
     return without_names
 
 
-def _with_plain_ids(name: str, arguments: dict[str, Any], index: int) -> ProbeCall:
-    # Mistral's templates accept only ids of nine letters and digits.
-    return ProbeCall(name, arguments, f"quireId0{index}")
-
-
-def _with_named_ids(name: str, arguments: dict[str, Any], index: int) -> ProbeCall:
-    """For templates that write an id in the place of a name, as that of Kimi K2 does."""
-    return ProbeCall(name, arguments, _ID_WITH_NAME.format(name, index))
-
-
 def _cut(whole: str, plain: str | None) -> str:
     """The calls in a rendering, by comparison with that of a message without any."""
     atoms = _ATOM.findall(whole)
     if plain is None:
         return whole
     others = _ATOM.findall(plain)
-    begin = _num_common(atoms, others)
-    end = _num_common(atoms[begin:][::-1], others[begin:][::-1])
+    begin = num_common(atoms, others)
+    end = num_common(atoms[begin:][::-1], others[begin:][::-1])
     text = "".join(atoms[begin : len(atoms) - end])
     if (cut := _BEGIN_OF_MARK.search(text)) is not None:
         text = text[: cut.start()]
@@ -252,24 +230,18 @@ def _cut(whole: str, plain: str | None) -> str:
     return text
 
 
-def _num_common(one: Sequence[str], other: Sequence[str]) -> int:
-    count = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((count for count, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 class _Core(NamedTuple):
-    """The variable part of one call: where it is, and how it is written."""
+    """The variable part of one call: where it is, and its part of the shape."""
 
     begin: int
     end: int
-    layout: Layout
-    fields: tuple[tuple[str, Slot | str], ...] = ()
-    name_close: str = ""
-    tags: TagShape | None = None
+    shape: CallShape
 
 
 def _shape(rendered: str, calls: Sequence[ProbeCall]) -> tuple[CallShape | None, int]:
@@ -300,24 +272,12 @@ def _shape(rendered: str, calls: Sequence[ProbeCall]) -> tuple[CallShape | None,
         section_open = head[: len(head) - len(call_open)]
         section_close = _as_many_marks(tail[len(call_close) :], section_open) if section_open else ""
     end = len(rendered) - (len(text) - last.end) + len(call_close) + len(section_close)
-    texts = section_open, call_open, call_close, separator, section_close, first.name_close
-    repeats = any("quire" in each for each in (*texts, *dataclasses.astuple(first.tags or _NO_TAGS)))
-    if repeats or first[2:] != last[2:]:
+    around = CallShape(first.shape.layout, section_open, call_open, call_close, separator, section_close)
+    if first.shape != last.shape or "quire" in repr((around, replace(first.shape, fields=()))):
         # A part repeats what varies, or the calls are written in different ways.
         return None, end
-    shape = CallShape(
-        first.layout,
-        section_open,
-        call_open,
-        call_close,
-        separator,
-        section_close,
-        first.fields,
-        first.name_close,
-        first.tags,
-        is_parallel=len(calls) > 1,
-    )
-    return shape, end
+    own = {name: getattr(first.shape, name) for name in ("fields", "name_close", "tags")}
+    return replace(around, **own, is_parallel=len(calls) > 1), end
 
 
 def _as_many_marks(close: str, opening: str) -> str:
@@ -329,27 +289,27 @@ def _as_many_marks(close: str, opening: str) -> str:
 
 def _common_beginning(one: str, other: str) -> str:
     atoms = _ATOM.findall(one)
-    return "".join(atoms[: _num_common(atoms, _ATOM.findall(other))])
+    return "".join(atoms[: num_common(atoms, _ATOM.findall(other))])
 
 
 def _common_end(one: str, other: str) -> str:
     atoms = _ATOM.findall(one)
-    return "".join(atoms[len(atoms) - _num_common(atoms[::-1], _ATOM.findall(other)[::-1]) :])
+    return "".join(atoms[len(atoms) - num_common(atoms[::-1], _ATOM.findall(other)[::-1]) :])
 
 
-def _objects(text: str, begin: int, end: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The JSON objects that begin in a part of a text, from the last to the first."""
-    for found in reversed(list(re.finditer(r"\{", text[begin:end]))):
-        try:
+def _objects(text: str, begin: int, end: int) -> list[tuple[int, int, dict[str, Any]]]:
+    """The JSON objects that begin in a part of a text."""
+    objects: list[tuple[int, int, dict[str, Any]]] = []
+    for found in re.finditer(r"\{", text[begin:end]):
+        with contextlib.suppress(ValueError, RecursionError):
             value, after = json.JSONDecoder().raw_decode(text, begin + found.start())
-        except (ValueError, RecursionError):
-            continue
-        yield begin + found.start(), after, value
+            objects.append((begin + found.start(), after, value))
+    return objects
 
 
 def _envelope(text: str, after: int, call: ProbeCall, index: int) -> _Core | None:
     place = text.find(call.name, after)
-    for begin, end, value in _objects(text, after, place):
+    for begin, end, value in reversed(_objects(text, after, place)):
         if call.arguments not in value.values() or end < place:
             continue
         fields: list[tuple[str, Slot | str]] = []
@@ -363,78 +323,55 @@ def _envelope(text: str, after: int, call: ProbeCall, index: int) -> _Core | Non
             elif str(held) == str(index):
                 slot = Slot.INDEX
             fields.append((key, slot))
-        return _Core(begin, end, Layout.ENVELOPE, tuple(fields))
+        return _Core(begin, end, CallShape(Layout.ENVELOPE, fields=tuple(fields)))
     return None
 
 
 def _named(text: str, after: int, call: ProbeCall, index: int) -> _Core | None:
     begin = text.find(call.name, after)
     name_end = begin + len(call.name)
-    for found in re.finditer(r"\{", text[name_end : name_end + 256]):
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, name_end + found.start())
-        except (ValueError, RecursionError):
-            continue
-        if value != call.arguments:
-            return None
-        name_close = text[name_end : name_end + found.start()]
-        return _Core(begin, end, Layout.NAMED, name_close=re.sub(rf"(?<!\w){index}(?!\w)", INDEX, name_close))
+    for place, end, value in _objects(text, name_end, name_end + 256)[:1]:
+        if value == call.arguments:
+            name_close = re.sub(rf"(?<!\w){index}(?!\w)", INDEX, text[name_end:place])
+            return _Core(begin, end, CallShape(Layout.NAMED, name_close=name_close))
     return None
 
 
 def _tagged(text: str, after: int, before: int, call: ProbeCall) -> _Core | None:
     """A call with marks around each argument, in a text up to `before`."""
     begin = text.find(call.name, after)
-    places: dict[str, int] = {}
-    position = begin + len(call.name)
-    for key in call.arguments:
-        if (place := text.find(key, position, before)) >= 0:
-            places[key] = place
-            position = place + len(key)
-    # The text around the first value, and after the last one.
-    keys = list(places)
-    if len(keys) < 2 or [*call.arguments][:: len(call.arguments) - 1] != [keys[0], keys[-1]]:
+    before_first, *parts = re.split(f"({'|'.join(call.arguments)})", text[begin + len(call.name) : before])
+    # What follows each key up to the next one. Some templates leave out nulls.
+    values = dict(zip(parts[::2], parts[1::2], strict=True))
+    if (
+        list(values) != parts[::2]
+        or [*values][:1] + [*values][1:][-1:] != [*call.arguments][:: len(call.arguments) - 1]
+    ):
         return None
-    value = text.find(_FIRST, places[keys[0]])
-    value_end = value + len(_FIRST)
-    last = text.find(_LAST.partition("\n")[2], places[keys[-1]], before)
-    if not places[keys[0]] < value < places[keys[1]] or last < 0:
+    key_close, is_first, until_next = values["quire_a"].partition(_FIRST)
+    before_last, is_last, tail = values["quire_g"].partition(_LAST.partition("\n")[2])
+    if not is_first or not is_last or not before_last.startswith(key_close + _LAST[:3]):
         return None
-    key_close, other_close = text[places[keys[0]] + len(keys[0]) : value], ""
-    if not text.startswith(key_close + _LAST[:3], places[keys[-1]] + len(keys[-1])):
-        return None
-    if "quire_b" in places:
-        number = places["quire_b"] + len("quire_b")
-        other_close = text[number : text.find(str(_VALUES["quire_b"]), number)]
-    else:
-        other_close = key_close.rstrip("\"'")
+    other_close = key_close.rstrip("\"'")
+    if "quire_b" in values:
+        other_close = values["quire_b"].partition(str(_VALUES["quire_b"]))[0]
     quote = key_close.removeprefix(other_close) if key_close.startswith(other_close) else ""
-    if quote and not text.startswith(quote, value_end):
+    if not until_next.startswith(quote):
         return None
-    until_next = text[value_end + len(quote) : places[keys[1]]]
-    last += len(_LAST.partition("\n")[2]) + len(quote)
-    tail = text[last:before]
-    before_first = text[begin + len(call.name) : places[keys[0]]]
+    until_next, tail = until_next[len(quote) :], tail[len(quote) :]
     close = _common_beginning(until_next, tail)
     opened = _common_end(until_next[len(close) :], before_first)
     name_close = before_first[: len(before_first) - len(opened)]
     constants: list[str] = []
     for key, usual in (("quire_c", "true"), ("quire_d", "null")):
-        start = places.get(key, -1) + len(key) + len(other_close)
-        end = text.find(until_next, start) if until_next else -1
-        constants.append(text[start:end] if key in places and 0 <= end <= start + len("False") else usual)
-    shape = TagShape(
-        opened,
-        key_close.removesuffix(quote),
-        other_close,
-        close,
-        until_next[len(close) : len(until_next) - len(opened)],
-        quote,
-        (constants[0], constants[1]),
+        constant, is_next, _ = values.get(key, "")[len(other_close) :].partition(until_next or usual)
+        constants.append(constant if is_next and until_next and len(constant) <= len("False") else usual)
+    separator = until_next[len(close) : len(until_next) - len(opened)]
+    tags = TagShape(
+        opened, key_close.removesuffix(quote), other_close, close, separator, quote, (constants[0], constants[1])
     )
-    layout = Layout.TAGS
-    if name_close.strip() == "(" and other_close.strip() == "=":
-        layout = Layout.PYTHON
-    elif name_close.strip() == "{" and other_close.strip() == ":":
-        layout = Layout.BRACED
-    return _Core(begin, last + len(close), layout, name_close=name_close, tags=shape)
+    layout = _LAYOUTS.get((name_close.strip(), other_close.strip()), Layout.TAGS)
+    return _Core(begin, before - len(tail) + len(close), CallShape(layout, name_close=name_close, tags=tags))
+
+
+_LAYOUTS = {("(", "="): Layout.PYTHON, ("{", ":"): Layout.BRACED}

@@ -16,12 +16,6 @@ MAX_SPACE = 256
 """Longer runs of spaces are text; this bounds the cost of a search."""
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 """A mark of a format, as most are spelled."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,65}")
-_MAX_NAME = 64
-_KEY = re.compile(r"[^<>\n]{1,129}")
-_QUOTED = re.compile(r'[^"\n]{1,129}')
-_DETAIL = re.compile(r'[^\s<>"]{1,129}')
-_MAX_KEY = 128
 _STRING_ENDS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 
@@ -152,8 +146,16 @@ class Match:
     detail: str = ""
 
 
-_SHORT = {"\n": Part.SPACES, "{}": None}
-_WORDS = {Part.KEY: (_KEY, _MAX_KEY), Part.QUOTED: (_QUOTED, _MAX_KEY), Part.DETAIL: (_DETAIL, _MAX_KEY)}
+# The characters of a word, and their maximum number. One more is looked at.
+_WORDS = {
+    Part.NAME: (re.compile(r"[A-Za-z0-9_.-]{1,65}"), 64),
+    Part.KEY: (re.compile(r"[^<>\n]{1,129}"), 128),
+    Part.QUOTED: (re.compile(r'[^"\n]{1,129}'), 128),
+    Part.DETAIL: (re.compile(r'[^\s<>"]{1,129}'), 128),
+}
+
+
+_SHORT = re.compile(r"(\n|\{\}|\(.*? or .*?\))", re.DOTALL)
 
 
 class Unmatched(Enum):
@@ -164,32 +166,33 @@ class Unmatched(Enum):
 
 
 class Pattern:
-    """A sequence of fixed texts (a tuple has alternatives, of which the first that matches counts), spaces and names.
-    The first name is that of the match.
+    """A sequence of fixed texts, spaces and names. The first name is that of the match."""
 
-    One of the texts `before` must follow the match and is not part of it.
-    """
-
-    def __init__(self, *parts: str | tuple[str, ...] | Part, before: Sequence[str] = ()) -> None:
-        self.parts = parts
-        self._before = tuple(before)
-
-    @classmethod
-    def of(cls, text: str, *words: Part, before: Sequence[str] = ()) -> "Pattern":
-        """A pattern in short: a line break stands for any number of spaces, and each {} for the next of `words`."""
-        places = iter(words)
-        pieces = (piece for piece in re.split(r"(\n|\{\})", text) if piece)
-        return cls(*(_SHORT[piece] or next(places) if piece in _SHORT else piece for piece in pieces), before=before)
+    def __init__(self, text: str, *words: Part, before: Sequence[str] = ()) -> None:
+        """In `text` a line break stands for any number of spaces, each {} for the next of `words`, and (a or b) for
+        alternatives, the first of which that matches counts. One of the texts `before` must follow the match and is not
+        part of it."""
+        places, self._before = iter(words), tuple(before)
+        self._parts: list[tuple[str, ...] | Part] = []
+        for piece in filter(None, _SHORT.split(text)):
+            match piece[0], piece[-1]:
+                case "\n", _:
+                    self._parts.append(Part.SPACES)
+                case "{", "}":
+                    self._parts.append(next(places))
+                case "(", ")":
+                    self._parts.append(tuple(piece[1:-1].split(" or ")))
+                case _:
+                    self._parts.append((piece,))
 
     @property
     def texts(self) -> frozenset[str]:
         """The fixed texts."""
-        tuples = ((part,) if isinstance(part, str) else part for part in self.parts if not isinstance(part, Part))
-        return frozenset(text for texts in tuples for text in texts if text)
+        return frozenset(text for part in self._parts if not isinstance(part, Part) for text in part if text)
 
-    def match(self, text: str, start: int = 0) -> Match | Unmatched:
-        position, name, detail = start, "", ""
-        for part in self.parts:
+    def match(self, text: str) -> Match | Unmatched:
+        position, name, detail = 0, "", ""
+        for part in self._parts:
             match part:
                 case Part.SPACES:
                     found = _spaces(text, position)
@@ -200,7 +203,7 @@ class Pattern:
                     elif isinstance(found, int):
                         name = name or text[position:found]
                 case _:
-                    found = _literal(text, position, (part,) if isinstance(part, str) else part)
+                    found = _literal(text, position, part)
             if isinstance(found, Unmatched):
                 return found
             position = found
@@ -217,7 +220,7 @@ def _spaces(text: str, position: int) -> int | Unmatched:
 
 
 def _word(text: str, position: int, part: Part) -> int | Unmatched:
-    regex, longest = _WORDS.get(part, (_NAME, _MAX_NAME))
+    regex, longest = _WORDS[part]
     found = regex.match(text, position)
     if found is None:
         return Unmatched.MORE if position == len(text) else Unmatched.NEVER

@@ -1,14 +1,15 @@
-"""How calls are usually written in each format, and the parsers of the formats that differ only by marks and tags."""
+"""How calls are usually written in each format, and the parser of each."""
 
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from gateway.text.formats.json_calls import HermesParser, JsonCallParser, JsonListParser
-from gateway.text.formats.other_calls import PythonicParser, TagCallParser
+from gateway.text.formats.json_calls import ENVELOPE_WITH_ID, LIST_BEGIN, JsonCallParser
+from gateway.text.formats.other_calls import BracedParser, MiniMaxM3Parser, PythonicParser, TagCallParser
 from gateway.text.formats.parser import CallParser
 from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot, TagShape
-from gateway.text.formats.scanning import Part, Pattern
+from gateway.text.formats.scanning import MARK, Part, Pattern
 
 HARMONY = "openai"
 JSON_LIST = "json_list"
@@ -74,7 +75,18 @@ def _braced(opened: str, closed: str, quote: str) -> CallShape:
     return CallShape(Layout.BRACED, call_open=f"{opened}call:", call_close=f"}}{closed}", name_close="{", tags=tags)
 
 
-MARKED: Mapping[str, CallShape] = {
+_COHERE = _list(
+    "<|START_ACTION|>[", "]<|END_ACTION|>", (("tool_call_id", Slot.INDEX), ("tool_name", Slot.NAME), _PARAMETERS)
+)
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+SHAPES: Mapping[str, CallShape] = {
+    "hermes": _object("<tool_call>\n", "\n</tool_call>", "\n"),
+    "llama3_json": _object("", "", "; ", (("name", Slot.NAME), _PARAMETERS)),
+    "mistral": _list("[TOOL_CALLS][", "]"),
+    "deepseek_v3": _name(
+        *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", _DEEPSEEK, "\n")
+    ),
+    "deepseek_v31": _name("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK),
     "longcat": _object("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     "internlm": _object("<|action_start|><|plugin|>\n", "\n<|action_end|>", "\n", (("name", Slot.NAME), _PARAMETERS)),
     "step3_vl": dataclasses.replace(
@@ -114,36 +126,15 @@ MARKED: Mapping[str, CallShape] = {
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
-}
-"""Formats whose parsers are made of their shapes."""
-
-_COHERE = _list(
-    "<|START_ACTION|>[", "]<|END_ACTION|>", (("tool_call_id", Slot.INDEX), ("tool_name", Slot.NAME), _PARAMETERS)
-)
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-SHAPES: Mapping[str, CallShape] = MARKED | {
-    "hermes": _object("<tool_call>\n", "\n</tool_call>", "\n"),
-    "llama3_json": _object("", "", "; ", (("name", Slot.NAME), _PARAMETERS)),
-    "mistral": _list("[TOOL_CALLS][", "]"),
-    "granite": _list("<|tool_call|>[", "]"),
-    "phi4_mini_json": _list("functools[", "]"),
     "gigachat3": dataclasses.replace(_object("<|function_call|>", ""), is_parallel=False),
-    "cohere_command3": _COHERE,
-    "cohere_command4": _COHERE,
-    "command_r": _list("Action:\n```json\n[", "]\n```", (("tool_name", Slot.NAME), _PARAMETERS)),
-    "deepseek_v3": _name(
-        *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", _DEEPSEEK, "\n")
-    ),
-    "deepseek_v31": _name("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK),
-    "kimi_k2": _name(
-        *("<|tool_call_begin|>functions.", f":{INDEX}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ),
     "solar_open": _name(
         *(f"<|tool_call:begin|>{ID}<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"),
         ("<|tool_calls|>", "<|calls|>"),
     ),
     "hunyuan_a13b": _name("<tool_call>", "\n```json\n", "\n```</tool_call>", ("<tool_calls>", "</tool_calls>"), "\n"),
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "command_r": _list("Action:\n```json\n[", "]\n```", (("tool_name", Slot.NAME), _PARAMETERS)),
     "step3": _tags(
         '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
         *('">', ('<steptml:parameter name="', '">', "</steptml:parameter>")),
@@ -154,6 +145,12 @@ SHAPES: Mapping[str, CallShape] = MARKED | {
     "gemma4": _braced("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _braced("<start_function_call>", "<end_function_call>", "<escape>"),
     "pythonic": _python(("[", "]"), ", ", '"', ("True", "None")),
+    "kimi_k2": _name(
+        *("<|tool_call_begin|>functions.", f":{INDEX}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "granite": _list("<|tool_call|>[", "]"),
+    "phi4_mini_json": _list("functools[", "]"),
     HARMONY: dataclasses.replace(
         _name(" to=functions.", "<|channel|>commentary json<|message|>", ""), is_parallel=False
     ),
@@ -161,44 +158,135 @@ SHAPES: Mapping[str, CallShape] = MARKED | {
 }
 """How calls of each format are usually written: where a template renders none, or writes another format."""
 
+_COHERE_MARKS = tuple(f"<|{edge}_{part}|>" for part in ("RESPONSE", "TEXT") for edge in ("START", "END"))
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    # Llama 4 writes <|python_start|><|python_end|> before calls.
+    "llama3_json": {"begins": ("<|python_tag|>", "<|python_end|>"), "dropped": ("<|python_start|>",)},
+    "mistral": {
+        "headers": (
+            LIST_BEGIN,
+            Pattern("\n{}([ARGS] or )\n", Part.NAME, before="{"),
+            Pattern("\n{}[CALL_ID]{}[ARGS]\n", Part.NAME, Part.NAME, before="{"),
+        ),
+        "tokens": ("[ARGS]", "[CALL_ID]"),
+    },
+    "gigachat3": {
+        "begins": ("<|function_call|>", "function call<|role_sep|>"),
+        "dropped": ("<|message_sep|>",),
+        "tokens": ("<|role_sep|>",),
+    },
+    "hunyuan_a13b": {
+        "begins": ("<tool_calls>", "<tool_call>"),
+        "headers": (LIST_BEGIN, Pattern("\n(<tool_call> or ){}\n```json\n", Part.NAME, before="{")),
+        "dropped": (),
+        "trailer": Pattern("\n(``` or )\n(</tool_call> or )\n(</tool_calls> or )"),
+        "list_end": Pattern("\n]\n(</tool_calls> or )"),
+    },
+    "cohere_command3": {"item": ENVELOPE_WITH_ID, "dropped": _COHERE_MARKS},
+    "cohere_command4": {"item": ENVELOPE_WITH_ID, "dropped": _COHERE_MARKS},
+    "apertus": {"item": Pattern('\n{\n"{}"\n:\n', Part.NAME, before="{")},
+    "step3": {
+        "begins": ('function<｜tool_sep｜><steptml:invoke name="',),
+        "headers": (Pattern('\n{}">\n', Part.NAME, before=('<steptml:parameter name="', "</steptml:invoke>")),),
+        "end": Pattern("\n</steptml:invoke>"),
+        "trailer": Pattern(""),
+        "dropped": tuple(f"<｜tool_{part}｜>" for part in ("calls_begin", "call_begin", "call_end", "calls_end")),
+    },
+    "minicpm5": {
+        "argument": Pattern('\n<param name="{}">(<![CDATA[ or )', Part.QUOTED),
+        "padding": "]]>",
+    },
+    "kimi_k2": {
+        "headers": (
+            Pattern("\n(functions. or ){}:{}\n<|tool_call_argument_begin|>\n", Part.NAME, Part.NAME, before="{"),
+        ),
+    },
+    "granite": {"begins": ("<|tool_call|>", "<tool_call>")},
+    "phi4_mini_json": {
+        "begins": ("functools", "<|tool_call|>"),
+        "list_end": Pattern("\n]\n(<|/tool_call|> or )"),
+        "tokens": ("<|/tool_call|>",),
+    },
+}
+"""Attributes of parsers of calls that models also write in other ways than in the shape of their format."""
 
-def parser_of(shape: CallShape) -> type[CallParser]:
-    """A parser of calls of a shape, which may have any spaces between its marks."""
-    section = shape.section_open.strip(), shape.section_close.strip()
+
+def _parser_of(name: str, shape: CallShape) -> type[CallParser]:
+    """The parser of a format. There may be any spaces between the marks of its shape."""
+    tags = shape.tags or TagShape("", "", "", "")
+    parser: type[CallParser] = JsonCallParser
+    attributes: dict[str, Any]
     match shape.layout:
-        case Layout.TAGS if shape.tags is not None:
-            parser = _tag_parser(shape, shape.tags)
+        case Layout.TAGS:
+            parser, attributes = TagCallParser, _between_tags(shape, tags)
         case Layout.PYTHON:
-            parser = PythonicParser.between(section[0].removesuffix("["), section[1].removeprefix("]"))
-        case Layout.NAMED:
-            begin, *further = shape.call_open.split("\n")
-            header = Pattern.of("\n".join((*further, "")) + "{}" + shape.name_close + "\n", Part.NAME, before="{")
-            parser = JsonCallParser.between(begin, shape.call_close.strip(), header=header, is_envelope=False)
-        case _ if section[0].endswith("["):
-            begin, end = section[0].removesuffix("[").strip(), section[1].removeprefix("]").strip()
-            key_is_name = {} if shape.fields[0][0] else {"header": Pattern.of('{\n"{}"\n:\n', Part.NAME, before="{")}
-            parser = JsonListParser.between(begin, end, **key_is_name) if begin else JsonListParser
-        case _ if shape.call_open:
-            dropped = tuple(filter(None, section))
-            parser = HermesParser.between(shape.call_open.strip(), shape.call_close.strip(), dropped=dropped)
+            parser, attributes = PythonicParser, {}
+            if begin := shape.section_open.removesuffix("["):
+                header = Pattern("\n([ or )\n{}", Part.NAME, before="(")
+                end = shape.section_close.removeprefix("]")
+                attributes = {"begins": (begin,), "call_end": end, "header": header, "is_bare": False}
+        case Layout.BRACED:
+            begin, end = shape.call_open.removesuffix("call:"), shape.call_close.removeprefix("}")
+            parser, attributes = BracedParser, {"begins": (begin,), "call_end": end, "quote": tags.quote}
         case _:
-            parser = HermesParser.between(*section, separator=Pattern(Part.SPACES, before="{"))
-    texts = (*dataclasses.astuple(shape), *(dataclasses.astuple(shape.tags) if shape.tags else ()))
+            attributes = _around_json(shape)
+    variant = _VARIANTS.get(name, {})
+    texts = (*dataclasses.astuple(shape), *dataclasses.astuple(tags))
     tokens = [token for text in texts if isinstance(text, str) for token in _TOKEN.findall(text)]
-    return parser.with_marks(*parser.begins, tokens=tokens)
+    return parser.variant(**{**attributes, **variant, "tokens": (*tokens, *variant.get("tokens", ()))})
 
 
-def _tag_parser(shape: CallShape, tags: TagShape) -> type[TagCallParser]:
+def _around_json(shape: CallShape) -> dict[str, Any]:
+    """The attributes of a `JsonCallParser`."""
+    section = shape.section_open.strip(), shape.section_close.strip()
+    attributes: dict[str, Any] = {"dropped": tuple(filter(None, section))}
+    begin, close = shape.call_open.strip(), shape.call_close
+    if shape.layout is Layout.NAMED:
+        mark = MARK.match(shape.call_open)
+        begin = mark[0] if mark else shape.call_open
+        texts = shape.call_open.removeprefix(begin), shape.name_close
+        before, after = (re.sub(f"[{ID}{INDEX}]", "{}", text) for text in texts)
+        words = [Part.DETAIL] * before.count("{}") + [Part.NAME] + [Part.DETAIL] * after.count("{}")
+        attributes["headers"] = (Pattern(f"{before}{{}}{after}\n", *words, before="{"),)
+        attributes["has_ids"] = len(words) > 1
+    elif section[0].endswith("["):
+        begin, *fence = section[0].removesuffix("[").strip().split("\n")
+        opening = "".join(f"\n({text} or )" for text in fence)
+        closing = "".join(f"\n({text} or )" for text in section[1].removeprefix("]").split())
+        attributes = {"headers": (Pattern(f"{opening}\n[\n"),), "list_end": Pattern(f"\n]{closing}")}
+    elif not begin:
+        begin, close = section
+        attributes = {"separator": Pattern(f"\n({shape.separator.strip()} or )\n", before="{")}
+    *further, last = re.findall(r"```|[^\s`]+", close) or [""]
+    trailer = "".join(f"\n({text} or )" for text in further) + (f"\n{last}" if last else "")
+    return {"begins": (begin,) if begin else (), "is_bare": not begin, "trailer": Pattern(trailer)} | attributes
+
+
+def _between_tags(shape: CallShape, tags: TagShape) -> dict[str, Any]:
+    """The attributes of a `TagCallParser`."""
     *around, begin = f"{shape.section_open}{shape.call_open}".split("\n")
     end, *after = f"{shape.call_close}{shape.section_close}".split("\n")
-    # Where the tag says whether a value is a string, it has a place for that.
-    says_kind = tags.key_close != tags.other_close
-    key_close = tags.key_close.replace("true", "{}") if says_kind else tags.key_close
-    return TagCallParser.of_tags(
-        f"{begin}{{}}{shape.name_close.rstrip()}",
-        f"{tags.open}{{}}{key_close.rstrip()}",
-        tags.close.strip(),
-        end,
-        around=(around[0], after[-1]) if around else (),
-        padding=("\n", "\n") if key_close.endswith("\n") else ("", ""),
-    )
+    # Other formats begin in the same way, so that only an argument or the end may follow a name.
+    named, follows = f"\n{{}}{shape.name_close.rstrip()}\n", (tags.open, end, *(after[-1:] if around else ()))
+    begins = {around[0]: f"\n{begin}{named}", begin: named} if around else {begin: named}
+    key_close, breaks = tags.key_close.rstrip(), tags.key_close.endswith("\n")
+    if tags.key_close != tags.other_close:
+        # The tag says whether a value is a string.
+        key_close = key_close.replace("true", "{}")
+    key = Part.QUOTED if key_close.startswith('"') else Part.KEY
+    padding = "(\n or )" if breaks else ""
+    return {
+        "begins": tuple(begins),
+        "headers": [Pattern(header, Part.NAME, before=follows) for header in begins.values()],
+        "argument": Pattern(f"\n{tags.open}{{}}{key_close}{padding}", key, Part.DETAIL),
+        "value_end": tags.close.strip(),
+        "padding": "\n" if breaks else "",
+        "end": Pattern(f"\n{end}"),
+        "trailer": Pattern(f"\n{after[-1]}" if around else ""),
+    }
+
+
+CALL_PARSERS: Mapping[str, type[CallParser]] = {
+    **{name: _parser_of(name, shape) for name, shape in SHAPES.items() if name != HARMONY},
+    "minimax_m3": MiniMaxM3Parser,
+}

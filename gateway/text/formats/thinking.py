@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.text.formats.output import Output, joined
-from gateway.text.formats.parser import OutputParser
-from gateway.text.formats.scanning import SPACE, Match, Part, Pattern, Unmatched, held_length, trailing_space
+from gateway.text.formats.parser import OutputParser, Reading
+from gateway.text.formats.scanning import SPACE, Match, Pattern, held_length, trailing_space
 
 _TOKEN = re.compile(r"<[^<>]+>")
 
@@ -55,12 +55,9 @@ class ThinkingParser(OutputParser):
     def __init__(self, marks: ThinkingMarks, begins: Thinking, content: OutputParser) -> None:
         super().__init__()
         self._marks = marks
-        self._opening = Pattern(Part.SPACES, marks.begin, (marks.label, "") if marks.label else "")
+        self._opening = Pattern(f"\n{marks.begin}({marks.label} or )")
         self._content = content
         self._state = begins
-        self._before_answer = marks.answer
-        # Spaces at this point are next to a mark.
-        self._after_mark = begins is Thinking.BEGUN
 
     def finish(self) -> Output:
         own = super().finish()
@@ -70,47 +67,44 @@ class ThinkingParser(OutputParser):
     def is_reasoning(self) -> bool:
         return self._state is Thinking.BEGUN
 
-    def _step(self) -> bool:
-        if self._after_mark:
-            self._rest = self._rest.lstrip(SPACE)
-            if self._state is Thinking.NONE and self._before_answer:
-                if self._before_answer.startswith(self._rest) and not self._is_last:
-                    return False
-                self._rest = self._rest.removeprefix(self._before_answer).lstrip(SPACE)
-                self._before_answer = ""
-            self._after_mark = not self._rest
-            return bool(self._rest)
-        match self._state:
-            case Thinking.MAY_BEGIN:
-                return self._read_opening()
-            case Thinking.BEGUN:
-                return self._read_reasoning()
-            case Thinking.NONE:
-                self._pieces.append(self._content.push(self._consume(len(self._rest))))
-                return False
-
-    def _read_opening(self) -> bool:
-        found = self._opening.match(self._rest)
-        if found is Unmatched.MORE and not self._is_last:
-            return False
-        if isinstance(found, Match):
-            self._consume(found.end)
-            self._state, self._after_mark = Thinking.BEGUN, True
-        else:
+    def _read(self) -> Reading[None]:
+        if self._state is Thinking.MAY_BEGIN:
+            found = yield from self._matched(self._opening)
             self._state = Thinking.NONE
-        return True
+            if isinstance(found, Match):
+                self._consume(found.end)
+                self._state = Thinking.BEGUN
+        if self._state is Thinking.BEGUN:
+            yield from self._skip_spaces()
+            yield from self._read_reasoning()
+            self._state = Thinking.NONE
+            yield from self._skip_spaces()
+            if answer := self._marks.answer:
+                while answer.startswith(self._rest) and not self._is_last:
+                    yield
+                self._rest = self._rest.removeprefix(answer)
+                yield from self._skip_spaces()
+        while True:
+            self._pieces.append(self._content.push(self._consume(len(self._rest))))
+            yield
 
-    def _read_reasoning(self) -> bool:
-        position = self._rest.find(self._marks.end)
-        if position >= 0:
-            reasoning = self._consume(position)
-            self._consume(len(self._marks.end))
-            self._state, self._after_mark = Thinking.NONE, True
-            self._add(reasoning=reasoning[: len(reasoning) - trailing_space(reasoning)])
-            return True
-        certain = len(self._rest)
-        if not self._is_last:
-            certain -= held_length(self._rest, (self._marks.end,))
-            certain -= trailing_space(self._rest[:certain])
-        self._add(reasoning=self._consume(certain))
-        return False
+    def _skip_spaces(self) -> Reading[None]:
+        """Drops the spaces next to a mark."""
+        while True:
+            self._rest = self._rest.lstrip(SPACE)
+            if self._rest or self._is_last:
+                return
+            yield
+
+    def _read_reasoning(self) -> Reading[None]:
+        end = self._marks.end
+        while (position := self._rest.find(end)) < 0:
+            certain = len(self._rest)
+            if not self._is_last:
+                certain -= held_length(self._rest, (end,))
+                certain -= trailing_space(self._rest[:certain])
+            self._add(reasoning=self._consume(certain))
+            yield
+        reasoning = self._consume(position)
+        self._consume(len(end))
+        self._add(reasoning=reasoning[: len(reasoning) - trailing_space(reasoning)])
