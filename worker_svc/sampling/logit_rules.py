@@ -46,7 +46,7 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
 
     In this order: tokens that a constraint excludes or the caller does not allow get -infinity; biases are added,
     and stop tokens before min_tokens, last tokens of bad words and of repeated sequences get -infinity; then
-    repetition, frequency and presence penalty (`apply_penalties`).
+    repetition, frequency and presence penalty (`_penalise`).
 
     Logits of rows that report candidates (beam search) are converted to log probabilities first and not normalised
     again: their rules change scores, as in transformers.
@@ -68,7 +68,8 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     _add_bias(logits, ruled, history)
     _add_sequence_biases(logits, ruled, history)
     _ban_repetitions(logits, ruled, history)
-    apply_penalties(logits, [each for each in ruled if each.rules.has_penalties], history)
+    for piece in _pieces([each for each in ruled if each.rules.has_penalties], history):
+        _penalise(logits, piece, history)
 
 
 def _normalise_candidates(logits: Tensor, places: NDArray[np.integer]) -> None:
@@ -158,24 +159,45 @@ def _ban_repetitions(logits: Tensor, ruled: list[RuledRow], history: History) ->
             by_size.setdefault(size, []).append(each)
     for size, rows in by_size.items():
         for piece in _pieces(rows, history):
-            _ban_repeated(logits, size, np.array([row.place for row in piece]), history)
+            _ban_repeated(logits, size, piece, history)
 
 
-def _ban_repeated(logits: Tensor, size: int, places: NDArray[np.integer], history: History) -> None:
-    numbers = np.stack((places, history.rows[places], history.num_tokens[places])).astype(np.int64)
-    lines, rows, ends = to_device(numbers, logits.device)[:, :, None]
-    tokens = history.token_ids[:, : int(numbers[2].max())].index_select(0, rows.squeeze(1)).long()
+def _ban_repeated(logits: Tensor, size: int, piece: list[RuledRow], history: History) -> None:
+    lines, _, ends, tokens = _table(piece, history, logits.device)
     num_starts = tokens.shape[1] - size + 1
     repeats = torch.arange(size, tokens.shape[1] + 1, device=logits.device) <= ends
     for offset in range(size - 1):
         repeats &= tokens[:, offset : offset + num_starts] == tokens.gather(1, ends - (size - 1) + offset)
-    # Entries beyond a row's end are undefined; the row's first token replaces them.
     last = torch.where(repeats, tokens[:, size - 1 :], tokens[:, :1])
     values = torch.where(repeats, -torch.inf, 0.0)
     logits.index_put_((lines.expand_as(last), last), values, accumulate=True)
 
 
-def apply_penalties(logits: Tensor, penalised: Sequence[RuledRow], history: History) -> None:
+def _pieces(rows: Sequence[RuledRow], history: History) -> Iterator[list[RuledRow]]:
+    """Rows in groups that share a table. Shortest first, so that the last row of a group has the table's width."""
+    piece: list[RuledRow] = []
+    for row in sorted(rows, key=lambda row: int(history.num_tokens[row.place])):
+        if piece and (len(piece) + 1) * int(history.num_tokens[row.place]) > _MAX_ENTRIES:
+            yield piece
+            piece = []
+        piece.append(row)
+    if piece:
+        yield piece
+
+
+def _table(piece: list[RuledRow], history: History, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Places, prompt ends and ends of the rows, [m, 1] each, and their tokens, [m, longest]: a row's first token stands
+    for what is beyond its end."""
+    places = np.array([row.place for row in piece])
+    columns = (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
+    numbers = np.stack(columns).astype(np.int64)
+    lines, rows, prompt_ends, ends = to_device(numbers, device)[:, :, None]
+    longest = int(numbers[3].max())
+    tokens = history.token_ids[:, :longest].index_select(0, rows.squeeze(1)).long()
+    return lines, prompt_ends, ends, torch.where(torch.arange(longest, device=device) < ends, tokens, tokens[:, :1])
+
+
+def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
     """Changes the logits of these rows in place: those of the tokens that a row has, and no others.
 
     The penalties are those of vLLM: repetition divides positive logits and multiplies the others, of each token in
@@ -188,35 +210,11 @@ def apply_penalties(logits: Tensor, penalised: Sequence[RuledRow], history: Hist
 
     Args:
         logits: [n, vocab] float32, contiguous.
-        penalised: Rows that have at least one token each.
+        piece: Rows that have at least one token each.
         history: Tokens of the n rows.
     """
-    for piece in _pieces(penalised, history):
-        _penalise(logits, piece, history)
-
-
-def _pieces(penalised: Sequence[RuledRow], history: History) -> Iterator[list[RuledRow]]:
-    """Rows in groups that share a table. Shortest first, so that the last row of a group has the table's width."""
-    piece: list[RuledRow] = []
-    for row in sorted(penalised, key=lambda row: int(history.num_tokens[row.place])):
-        if piece and (len(piece) + 1) * int(history.num_tokens[row.place]) > _MAX_ENTRIES:
-            yield piece
-            piece = []
-        piece.append(row)
-    if piece:
-        yield piece
-
-
-def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
-    places = np.array([row.place for row in piece])
-    columns = (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
-    numbers = np.stack(columns).astype(np.int64)
-    lines, rows, prompt_ends, ends = to_device(numbers, logits.device)[:, :, None]
-    longest = int(numbers[3].max())
-    tokens = history.token_ids[:, :longest].index_select(0, rows.squeeze(1)).long()
-    positions = torch.arange(longest, device=logits.device)
-    # Entries beyond a row's end are undefined; the row's first token replaces them.
-    entries = torch.where(positions < ends, tokens, tokens[:, :1]) + lines * logits.shape[1]
+    lines, prompt_ends, ends, tokens = _table(piece, history, logits.device)
+    entries = tokens + lines * logits.shape[1]
     flat = logits.view(-1)
     values = flat.take(entries)
     penalties = np.array([_penalties(row.rules) for row in piece], np.float32).T
@@ -225,8 +223,8 @@ def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
     if (penalties[0] != 1).any():
         penalised = torch.where(values > 0, values / repetition, values * repetition)
     if penalties[1:].any():
-        is_output = (positions >= prompt_ends) & (positions < ends)
-        counts = _counts(flat, entries, is_output)
+        positions = torch.arange(tokens.shape[1], device=logits.device)
+        counts = _counts(flat, entries, (positions >= prompt_ends) & (positions < ends))
         penalised = penalised - frequency * counts - presence * (counts > 0)
     # A token that occurs several times is written as often, with the same value.
     flat.put_(entries, penalised)
