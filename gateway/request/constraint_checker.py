@@ -18,7 +18,7 @@ from typing import Protocol
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.check_process import CUT_SHORT, HEADER
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
-from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
+from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable, invalid_field
 from quire.rpc.process import command_of, environ_of
 
 MAX_RUNNING = 2
@@ -121,8 +121,7 @@ class ConstraintChecker:
 
 def _refusal(verdict: tuple[str, str]) -> InvalidArgument:
     field, description = verdict
-    violation = FieldViolation(f"{_FIELD}.{field}" if field else _FIELD, description)
-    return InvalidArgument(f"{violation.field} {description}", violations=[violation])
+    return invalid_field(f"{_FIELD}.{field}" if field else _FIELD, description)
 
 
 class FairTurns:
@@ -264,7 +263,7 @@ class TrialProcess:
                 if payload == CUT_SHORT:
                     answer.set_exception(_unavailable("the trial of a constraint was cut short; try again"))
                 else:
-                    answer.set_result(_verdict_from(payload))
+                    answer.set_result(tuple(json.loads(payload)) if payload else None)
         except (asyncio.IncompleteReadError, ConnectionError):
             _logger.warning("the process that compiles constraints ended; the next constraint starts it again")
             self._reading = None
@@ -288,13 +287,6 @@ class TrialProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def _verdict_from(payload: bytes) -> Verdict:
-    if not payload:
-        return None
-    field, description = json.loads(payload)
-    return field, description
 
 
 def _ended() -> Unavailable:

@@ -28,22 +28,16 @@ from gateway.request.violations import Violations, shortened, shown, utf8_size
 from gateway.types import MAX_ENTRIES, ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import Constraint, EarlyStopping
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
+from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
-def check_model(model: str | None, served_model: str | None) -> None:
-    """Raises InvalidArgument if a request names another model than the served one."""
+def check_model(model: str | None, served_model: str | None, error: type[QuireError] = InvalidArgument) -> None:
+    """Raises an error if a request names another model than the served one: NotFound where a model is looked up."""
     if (violation := wrong_model(model, served_model)) is not None:
-        raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
-
-
-def find_model(model: str, served_model: str | None) -> None:
-    """Raises NotFound when another model than the served one is looked up."""
-    if (violation := wrong_model(model, served_model)) is not None:
-        raise NotFound(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+        raise error.of_field("model", violation.description, reason="MODEL_NOT_FOUND")
 
 
 def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
@@ -135,30 +129,24 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
             f"is {per_request:,} for each of {num_requests:,} prompts, {count:,} sequences together; a call may have "
             f"at most {limits.max_call_sequences:,}; send fewer prompts at once, or ask for fewer sequences of each",
         )
+    copied: list[tuple[str, int, str, int, str, int, str]] = []
     stop = request.asked("stopping.stop")
     if is_in_range and len(stop) <= limits.max_stop_strings:
-        num_bytes = sum(map(utf8_size, stop))
-        if num_bytes * count > MAX_CALL_STOP_BYTES:
-            violations.add(
-                "stopping.stop",
-                f"has {num_bytes:,} bytes for each of {count:,} sequences, {num_bytes * count:,} together; a call may "
-                f"have at most {MAX_CALL_STOP_BYTES:,}; send fewer prompts at once, or shorter stop strings",
-            )
+        num_bytes, way_out = sum(map(utf8_size, stop)), ", or shorter stop strings"
+        copied.append(("stopping.stop", num_bytes, "bytes", count, "sequences", MAX_CALL_STOP_BYTES, way_out))
+    of_each = num_requests, "prompts", MAX_CALL_PARAMETER_ENTRIES, ""
     for field in ("sampling.allowed_token_ids", "sampling.logit_bias", "stopping.stop_token_ids"):
-        count = len(request.asked(field))
-        if count * num_requests > MAX_CALL_PARAMETER_ENTRIES and count <= limits.vocab_size:
+        if (num_entries := len(request.asked(field))) <= limits.vocab_size:
+            copied.append((field, num_entries, "entries", *of_each))
+    if num_requests > 1:
+        copied.append(("output.prediction", utf8_size(request.asked("output.prediction") or ""), "bytes", *of_each))
+    for field, size, unit, copies, of, limit, way_out in copied:
+        if size * copies > limit:
             violations.add(
                 field,
-                f"has {count:,} entries for each of {num_requests:,} prompts, {count * num_requests:,} together; a "
-                f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
+                f"has {size:,} {unit} for each of {copies:,} {of}, {size * copies:,} together; a call may have at most "
+                f"{limit:,}; send fewer prompts at once{way_out}",
             )
-    num_bytes = utf8_size(request.asked("output.prediction") or "") if num_requests > 1 else 0
-    if num_bytes * num_requests > MAX_CALL_PARAMETER_ENTRIES:
-        violations.add(
-            "output.prediction",
-            f"has {num_bytes:,} bytes for each of {num_requests:,} prompts, {num_bytes * num_requests:,} together; a "
-            f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
-        )
     violations.raise_if_any()
 
 
