@@ -290,8 +290,10 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         return parts_of(directory)
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
     if single.is_file() or index.is_file():
-        files = (single,) if single.is_file() else _files_of_index(index)
+        files = (single,) if single.is_file() else tuple(index.parent / name for name in shard_names(index))
         for file in files:
+            if not file.is_file():
+                raise ConfigurationError(f"{index}: shard {file.name} is missing")
             check_no_pointer(file)
         return files
     pickled = sorted(directory.glob("pytorch_model*.bin"))
@@ -329,14 +331,6 @@ def shard_names(index: Path) -> list[str]:
         if Path(name).name != name:
             raise ConfigurationError(f"{index}: shard {name!r} is not a plain file name")
     return names
-
-
-def _files_of_index(index: Path) -> tuple[Path, ...]:
-    names = shard_names(index)
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise ConfigurationError(f"{index}: shard {name} is missing")
-    return tuple(index.parent / name for name in names)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -26,7 +26,6 @@ from quire import entropy
 from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
-    Constraint,
     OutputOptions,
     RowSampling,
     SamplingParameters,
@@ -213,7 +212,9 @@ async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: Serv
     if chat.constraint is None:
         return encoded
     field = "response_format" if prompt.response_format is not None else "tools"
-    return replace(encoded, options=_with_constraint(options, chat.constraint), constraint_field=field)
+    sampling = copy.deepcopy(options.sampling)
+    sampling.constraint.CopyFrom(chat.constraint)
+    return replace(encoded, options=replace(options, sampling=sampling), constraint_field=field)
 
 
 def _with_max_tokens(stopping: StoppingParameters, max_tokens: int) -> StoppingParameters:
@@ -253,12 +254,6 @@ async def _without_oldest(
             low = middle + 1
             found = chat if len(found.token_ids) > longest else found
     return found
-
-
-def _with_constraint(options: RequestOptions, constraint: Constraint) -> RequestOptions:
-    sampling = copy.deepcopy(options.sampling)
-    sampling.constraint.CopyFrom(constraint)
-    return replace(options, sampling=sampling)
 
 
 def _field_of_constraint(name: str, field: str) -> str:

@@ -97,16 +97,11 @@ def _record_error(span: Span, error: BaseException | None) -> None:
 
 def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
     """The request with all defaults, without its content."""
-    sampling, stopping = request.sampling, request.stopping
+    names = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "n")
     return {
         "gen_ai.request.id": request.request_id,
-        "gen_ai.request.max_tokens": stopping.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.n": request.sampling.n,
+        "gen_ai.request.max_tokens": request.stopping.max_tokens,
+        **{f"gen_ai.request.{name}": getattr(request.sampling, name) for name in names},
         "gen_ai.request.sampling.best_of": request.sampling.best_of,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "quire.tenant": request.tenant,

@@ -112,7 +112,8 @@ class TextService:
                 field, token_ids = await self._encode_prefix(prefix)
                 check_prompt_tokens(field, token_ids, limits)
                 caller.account.charge_prompt(use, len(token_ids))
-                use.refund = _refund_of_pin
+                # A pin that ended while it was computed was not refused.
+                use.refund = lambda error: Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL
                 calls = self._generator.replicas.calls
                 return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s, adapter=adapter)
 
@@ -142,8 +143,3 @@ class TextService:
         limits = await self._generator.limits()
         check_model(model, self._generator.adapters.visible(caller, model))
         return caller, limits
-
-
-def _refund_of_pin(error: QuireError) -> Refund:
-    """A pin that ended while it was computed was not refused."""
-    return Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL

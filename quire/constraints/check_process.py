@@ -96,7 +96,8 @@ def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: b
         signal.alarm(WALL_SECONDS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        limit = _address_space() + MEMORY_BYTES
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = num_pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         _answer(number, check(vocabulary, content))
         status = 0
@@ -106,10 +107,6 @@ def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: b
         status = 0
     finally:
         os._exit(status)
-
-
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _answer(number: int, problem: list[str] | None) -> None:

@@ -111,9 +111,13 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
         alphabet = byte_level_alphabet()
         # The others of these characters are no bytes: then the decoder takes the token as it is.
         table = dict.fromkeys(range(256), "\uffff") | {ord(each): byte for each, byte in alphabet.items()}
-        return [_latin_1(text.translate(table)) or text.encode() for text in texts]
+        found = ((text, text.translate(table).encode("latin-1", "ignore")) for text in texts)
+        return [data if len(data) == len(text) else text.encode() for text, data in found]
     if not kinds & {"ByteFallback", "Metaspace"}:
-        raise ValueError(f"its decoder is {' and '.join(sorted(kinds)) or 'absent'}; {_KINDS}")
+        raise ValueError(
+            f"its decoder is {' and '.join(sorted(kinds)) or 'absent'}; byte-level BPE, byte fallback and "
+            "SentencePiece can be read"
+        )
     for each in decoders:
         old, new = None, " "
         if each["type"] == "Metaspace":
@@ -127,16 +131,6 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
         if len(text) == 6 and (match := _BYTE_TOKEN.fullmatch(text)):
             encoded[token_id] = bytes.fromhex(match[1])
     return encoded
-
-
-_KINDS = "byte-level BPE, byte fallback and SentencePiece can be read"
-
-
-def _latin_1(text: str) -> bytes | None:
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return None
 
 
 @cache

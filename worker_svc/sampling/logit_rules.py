@@ -217,7 +217,10 @@ def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
     entries = tokens + lines * logits.shape[1]
     flat = logits.view(-1)
     values = flat.take(entries)
-    penalties = np.array([_penalties(row.rules) for row in piece], np.float32).T
+    rules = [row.rules for row in piece]
+    penalties = np.array(
+        [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in rules], np.float32
+    ).T
     repetition, frequency, presence = to_device(penalties.copy(), logits.device)[:, :, None]
     penalised = values
     if (penalties[0] != 1).any():
@@ -228,10 +231,6 @@ def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
         penalised = penalised - frequency * counts - presence * (counts > 0)
     # A token that occurs several times is written as often, with the same value.
     flat.put_(entries, penalised)
-
-
-def _penalties(rules: LogitRules) -> tuple[float, float, float]:
-    return rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
 
 
 def _counts(scratch: Tensor, entries: Tensor, counted: Tensor) -> Tensor:
