@@ -370,16 +370,12 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
         return config
     special_tokens = _read_json(path / "special_tokens_map.json") or {}
     special = {name: value for name, value in special_tokens.items() if name.endswith(_SPECIAL_TOKEN_NAMES)}
-    added_tokens = _added_tokens(path / "added_tokens.json")
-    return config | special | ({"added_tokens": added_tokens} if added_tokens else {})
-
-
-def _added_tokens(file: Path) -> dict[str, int]:
-    ids = _read_json(file) or {}
-    for text, token_id in ids.items():
+    added_tokens = _read_json(path / "added_tokens.json") or {}
+    for text, token_id in added_tokens.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            file = path / "added_tokens.json"
             raise ConfigurationError(f"{file} gives {text!r:.80} the token id {token_id!r:.80}")
-    return ids
+    return config | special | ({"added_tokens": added_tokens} if added_tokens else {})
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -43,26 +43,31 @@ def _replacing(class_name: str, method_name: str, method: Callable[..., Any]) ->
     return adapter
 
 
-def _divided_by(divisor: str) -> Callable[..., Attended]:
-    """GPT-J, CodeGen and GPT-NeoX Japanese, whose scores are divided by an attribute of the module."""
+def _attending(
+    scaling: Callable[[Any], float], window: Callable[[Any], int | None] | None = None
+) -> Callable[..., Attended]:
+    """The method that attends of GPT-J and its like. `window`: for modules that name their window themselves, whose
+    masks are causal."""
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> Attended:
         """query, key, value [1, H, T, D]; returns the same shape."""
-        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=1 / getattr(module, divisor))
+        options = {} if window is None else {"sliding_window": window(module)}
+        mask = mask if window is None else None
+        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=scaling(module), **options)
         return attended.transpose(1, 2), None
 
     return attend
 
 
-def _windowed(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: torch.Tensor | None = None
-) -> Attended:
-    """GPT-Neo, which does not scale. Its mask is causal; local layers name their window themselves."""
-    window = module.config.window_size if module.attention_type == "local" else None
-    attended, _weights = attend_by_hook(module, query, key, value, None, scaling=1.0, sliding_window=window)
-    return attended.transpose(1, 2), None
+def _divided_by(divisor: str) -> Callable[..., Attended]:
+    """Scores are divided by an attribute of the module."""
+    return _attending(lambda module: 1 / getattr(module, divisor))
+
+
+def _window_of_gpt_neo(module: Any) -> int | None:
+    return module.config.window_size if module.attention_type == "local" else None
 
 
 def _first_gpt(
@@ -227,7 +232,7 @@ _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _divided_by("scale_attn")),
     "FalconForCausalLM": adapt_falcon,
     "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _divided_by("scale_attn")),
-    "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _windowed),
+    "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _attending(lambda _: 1.0, _window_of_gpt_neo)),
     "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _divided_by("norm_factor")),
     "Llama4ForCausalLM": _keep_temperature,
     "MptForCausalLM": adapt_mpt,

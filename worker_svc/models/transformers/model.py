@@ -173,8 +173,7 @@ def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
 
 def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
     """Raises UnsupportedModelError for what the calls of attention show before any weight is read."""
-    model_class = _model_class(config)
-    assert model_class is not None, "checked by read_config"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     device = torch.device("meta")
     try:
         with device:
@@ -276,7 +275,9 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(described.path, local_files_only=True, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"{described.architecture} of {described.path} has an encoder; decoders are served")
-    known = _model_class(config)
+    # A few model types have several classes.
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = known if isinstance(known, type) else None
     if known is None or known.__name__ != described.architecture:
         raise ConfigurationError(
             f"architecture {described.architecture} of {described.path} is no causal language model of transformers: "
@@ -297,11 +298,9 @@ def load_pretrained(
     checkpoint = with_quantized_weights(Checkpoint.of_model(described), described)
     # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
     vars(config).pop("quantization_config", None)
-    model_class = _model_class(config)
-    assert model_class is not None, "checked by read_config"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with refusals(described), _quiet():
-        # Its signature omits the pair that `output_loading_info` makes it return.
-        loaded: Any = model_class.from_pretrained(
+        model, found = model_class.from_pretrained(
             None,
             state_dict=_lazy_tensors(checkpoint.tensors, progress),
             config=config,
@@ -311,8 +310,6 @@ def load_pretrained(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    model: PreTrainedModel
-    model, found = loaded
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise ConfigurationError(
             f"{described.path}: tensor {name} has shape {list(stored)}; config.json asks for {list(expected)}"
@@ -355,12 +352,6 @@ class _LazyTensor:
         tensor = self.stored.read()[index]
         self.count(self.stored.num_bytes)
         return tensor
-
-
-def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    # A few model types have several classes.
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return known if isinstance(known, type) else None
 
 
 def _place(model: PreTrainedModel, device: torch.device) -> None:

@@ -184,18 +184,7 @@ class _PagedLayer:
         if self._repeats > 1:
             key, value = (tensor.repeat_interleave(self._repeats, dim=1) for tensor in (key, value))
         ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
-        attended = self._attend(query, kv_cache, metadata)
-        # Models may view it in another shape.
-        return attended[..., : self._shape.value_dim].to(call.query.dtype).contiguous()[None]
-
-    def _lines(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[1, H, T, D] -> [T, H, head size of the pool]. Zeros change neither scores nor sums of values."""
-        lines = tensor[0].transpose(0, 1).to(dtype)
-        missing = self._pool.head_dim - lines.shape[-1]
-        return functional.pad(lines, (0, missing)) if missing else lines
-
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        return ops.paged_attention(
+        attended = ops.paged_attention(
             query,
             kv_cache,
             metadata.block_tables,
@@ -209,6 +198,14 @@ class _PagedLayer:
             alibi_slopes=self._alibi_slopes,
             sinks=self._sinks,
         )
+        # Models may view it in another shape.
+        return attended[..., : self._shape.value_dim].to(call.query.dtype).contiguous()[None]
+
+    def _lines(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[1, H, T, D] -> [T, H, head size of the pool]. Zeros change neither scores nor sums of values."""
+        lines = tensor[0].transpose(0, 1).to(dtype)
+        missing = self._pool.head_dim - lines.shape[-1]
+        return functional.pad(lines, (0, missing)) if missing else lines
 
 
 def _numbers(each: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:

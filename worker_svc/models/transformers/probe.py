@@ -133,7 +133,14 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
         UnsupportedModelError: it cannot be served.
     """
     tokens, positions = _first_tokens(vocab_size, device)
-    first = _first_run(forward, recorder, tokens, positions)
+    try:
+        first = _run(forward, recorder, tokens, positions)
+    except Exception as error:
+        if recorder.calls or isinstance(error, UnsupportedModelError | torch.OutOfMemoryError):
+            raise
+        # Attention of the model's own may fail, for lack of a mask, before it shows that ours was not called.
+        reason = f"it fails before it attends through transformers' attention interface ({one_line(error)})"
+        raise UnsupportedModelError(reason) from error
     shapes = _shapes_of(first, num_layers)
     other_start = tokens.clone()
     other_start[0] = (tokens[0] + NUM_TOKENS) % vocab_size
@@ -161,20 +168,6 @@ def _shapes_of(run: "_Run", num_layers: int) -> tuple[LayerShape, ...]:
             f"{len(run.calls)} of its {num_layers} layers attend through transformers' attention interface"
         )
     return tuple(map(_shape_of, run.calls))
-
-
-def _first_run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
-    """Attention of the model's own may fail, for lack of a mask, before it shows that ours was not called."""
-    try:
-        return _run(forward, recorder, tokens, positions)
-    except (UnsupportedModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if recorder.calls:
-            raise
-        raise UnsupportedModelError(
-            f"it fails before it attends through transformers' attention interface ({one_line(error)})"
-        ) from error
 
 
 def _run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
