@@ -21,7 +21,7 @@ _ITEM = re.compile(
     |(?P<look>\(\?<?[=!])
     |(?P<flags>\(\?[a-zA-Z-]*[:)])
     |(?P<repeated>(?:[*+?]|\{[0-9]+,?[0-9]*\})[*+])
-    |\[(?P<negated>\^?)(?P<first>\]?)(?P<class>(?>\\(?:[xuUpP]\{[^}]*\}|.)|[^\]\\])*+)\]
+    |\[(?P<negated>\^?+)(?P<first>\]?+)(?P<class>(?>\\(?:[xuUpP]\{[^}]*\}|.)|[^\]\\])*+)\]
     |(?P<open>\[)
     |.""",
     re.DOTALL | re.VERBOSE,
