@@ -77,7 +77,7 @@ _EXPECTED = (
 )
 _HUB_NAME = re.compile(
     r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)"
-    r"(?:(?P<file>/[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
+    r"(?:/(?P<file>[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
     re.ASCII,
 )
 
@@ -263,8 +263,7 @@ class HubName:
         match = _HUB_NAME.fullmatch(text)
         if match is None or match["repository"].endswith(GGUF_SUFFIX):
             return None
-        file = match["file"] and match["file"].removeprefix("/")
-        return cls(match["repository"], match["revision"], file, match["quantization"])
+        return cls(**match.groupdict())
 
 
 def is_gguf(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """JSON schemas as constraints: the enforced keywords, and errors for all others.
 
-A schema is read without recursion, so a deeply nested one is refused and not a crash.
+A schema is read to a limited depth, so a deeply nested one is refused and not a crash.
 """
 
 import json
@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
@@ -193,36 +194,36 @@ def _loaded(text: str) -> dict[str, Any]:
 
 def _clean(root: dict[str, Any], *, large_allowed: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The schema as it is enforced, and all schemas in it."""
-    cleaned: dict[str, Any] = {}
-    pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
     results: list[dict[str, Any]] = []
-    num_subschemas = 0
-    while pending:
-        path, depth, schema, parent, key = pending.pop()
-        num_subschemas += 1
-        if num_subschemas > MAX_SUBSCHEMAS:
+    numbers = count(1)
+
+    def read(path: str, depth: int, schema: Any) -> Any:
+        if next(numbers) > MAX_SUBSCHEMAS:
             raise ValueError(f"has more than {MAX_SUBSCHEMAS:,} subschemas")
         if depth > MAX_DEPTH:
             raise ValueError(f"is nested more than {MAX_DEPTH} levels deep at {path}")
         if isinstance(schema, bool):
-            parent[key] = schema
-            continue
+            return schema
         if not isinstance(schema, dict):
             raise ValueError(f"has {_shown(schema)} at {path}, where a schema is expected")
-        result: dict[str, Any] = {}
-        parent[key] = result
+        result = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
         results.append(result)
-        for name, value in schema.items():
-            if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
-                continue
-            if _says_nothing(name, value):
-                continue
-            if name not in ENFORCED and name not in ANNOTATIONS:
+        for name in result:
+            if name not in ENFORCED and name not in _NAMES:
                 raise _not_enforced(name, path)
-            result[name] = value
-            for where, inner_key, container, inner in _subschemas(path, name, value, result):
-                pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(path, result)
+        for name, value in result.items():
+            if name in BY_NAME:
+                # Keeps the order of the schema, which becomes the order of the answer's properties.
+                keys = {each: _sound(path, each) if name == "patternProperties" else each for each in value}
+                result[name] = {keys[key]: read(_place(path, name, key), depth + 1, value[key]) for key in value}
+            elif isinstance(value, list) and (name in _LIST or name == "items"):
+                result[name] = [read(_place(path, name, str(at)), depth + 1, each) for at, each in enumerate(value)]
+            elif name in _ONE:
+                result[name] = read(_place(path, name), depth + 1, value)
+        return result
+
+    cleaned = read("#", 0, root)
     for each in results:
         for number in _constants(each):
             if not (is_exact(number) or (large_allowed and is_large(number))):
@@ -230,15 +231,18 @@ def _clean(root: dict[str, Any], *, large_allowed: bool = False) -> tuple[dict[s
                     f"has the constant {number!s:.60}, which is not enforced exactly; use integers up to 2^53, other "
                     "numbers of up to 15 digits and below it, or strings"
                 )
-    _check_references(cleaned["root"], results)
+    _check_references(cleaned, results)
     _check_steps(results)
     move_apart(results)
     _close_objects(results)
-    return cleaned["root"], results
+    return cleaned, results
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a keyword admits everything: what generators of schemas write where they have nothing to say."""
+    """Whether a keyword is an annotation, or admits everything: what generators of schemas write where they have
+    nothing to say."""
+    if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
+        return True
     if name == "type":
         return value == _ANY_TYPE or (isinstance(value, list) and _ANY_TYPE in value)
     if name == "propertyNames" and isinstance(value, dict):
@@ -331,34 +335,18 @@ def _check_codes(schema: dict[str, Any]) -> None:
         )
 
 
-def _subschemas(path: str, name: str, value: Any, result: dict[str, Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Path, key, container and value of each subschema of a keyword. The containers are copies."""
-    if name in BY_NAME:
-        if not isinstance(value, dict):
-            raise ValueError(f"has {_shown(value)} as {name} at {path}; it must be an object")
-        # Keeps the order of the schema, which becomes the order of the answer's properties.
-        keys = {each: _sound(path, each) if name == "patternProperties" else each for each in value}
-        copy: Any = dict.fromkeys(keys.values())
-        result[name] = copy
-        for key, inner in value.items():
-            yield _place(path, name, key), keys[key], copy, inner
-    elif name in _LIST or (name == "items" and isinstance(value, list)):
-        if not isinstance(value, list) or (not value and name != "prefixItems"):
-            raise ValueError(f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
-        copy = [None] * len(value)
-        result[name] = copy
-        for index, inner in enumerate(value):
-            yield _place(path, name, str(index)), index, copy, inner
-    elif name in _ONE:
-        yield _place(path, name), name, result, value
-
-
 def _place(path: str, *steps: str) -> str:
     """The path of a subschema, as far as errors show it: each of many subschemas has one, and a step may be long."""
     return "/".join((path, *(step[:_SHOWN_PATH] for step in steps)))[:_SHOWN_PATH]
 
 
 def _check_values(path: str, schema: dict[str, Any]) -> None:
+    for name, value in schema.items():
+        if name in BY_NAME and not isinstance(value, dict):
+            raise ValueError(f"has {_shown(value)} as {name} at {path}; it must be an object")
+        is_list = name in _LIST or (name == "items" and isinstance(value, list))
+        if is_list and (not isinstance(value, list) or (not value and name != "prefixItems")):
+            raise ValueError(f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
     reference = schema.get("$ref")
     if "$ref" in schema and not (isinstance(reference, str) and reference.startswith("#")):
         raise ValueError(
