@@ -301,12 +301,17 @@ def resolve(
     if output.logprob_token_ids:
         output.logprobs = len(output.logprob_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
-    row = _row_sampling(sampling, stopping, ending, bad_sequences)
-    if rules is not None:
-        row.MergeFrom(rules)
-    row.logprob_token_ids = encode_int32(output.logprob_token_ids)
-    if thinking is not None:
-        row.thinking.CopyFrom(thinking)
+    row = RowSampling(
+        sampling=sampling,
+        bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences],
+        logprob_token_ids=encode_int32(output.logprob_token_ids),
+        thinking=thinking,
+    )
+    row.MergeFrom(rules or RowSampling())
+    for name in _NOT_FOR_WORKERS:
+        row.sampling.ClearField(name)
+    row.stopping.min_tokens = stopping.min_tokens
+    row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *ending})
     row_sampling = row.SerializeToString(deterministic=True)
     if sampling.HasField("constraint"):
         # Only the worker delays the end, because a text that cannot continue ends before min_tokens.
@@ -399,20 +404,6 @@ def _keep_each_once(token_ids: MutableSequence[int]) -> None:
     distinct = dict.fromkeys(token_ids[:])
     if len(distinct) < len(token_ids):
         token_ids[:] = distinct
-
-
-def _row_sampling(
-    sampling: SamplingParameters,
-    stopping: StoppingParameters,
-    eos_token_ids: Sequence[int],
-    bad_sequences: Sequence[Sequence[int]],
-) -> RowSampling:
-    row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
-    for name in _NOT_FOR_WORKERS:
-        row.sampling.ClearField(name)
-    row.stopping.min_tokens = stopping.min_tokens
-    row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
-    return row
 
 
 async def thinking_limit(sampling: SamplingParameters, model: ServedModel, vocab_size: int) -> ThinkingLimit | None:

@@ -10,8 +10,6 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
-import grpc
-
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
 from quire import clock
@@ -20,16 +18,7 @@ from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 
 _incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)
 # The codes of a gRPC server's own faults, by OpenTelemetry's conventions.
-_OUR_FAULTS = frozenset(
-    {
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DATA_LOSS,
-    }
-)
+_OUR_FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
 def set_incoming_context(headers: Iterable[tuple[str, str]]) -> None:
@@ -88,7 +77,7 @@ class RequestSpan:
 def _record_error(span: Span, error: BaseException | None) -> None:
     if isinstance(error, QuireError):
         span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
-        if error.code in _OUR_FAULTS:
+        if error.code.name in _OUR_FAULTS:
             span.fail(f"{error.code.name}: {error.reason}")
     elif isinstance(error, Exception):
         span.set({"error.type": type(error).__qualname__})

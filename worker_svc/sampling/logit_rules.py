@@ -60,7 +60,9 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     places = np.flatnonzero(columns.has_rules)
     if masks is None and not len(places):
         return
-    _normalise_candidates(logits, np.flatnonzero(columns.changes_logits & (columns.num_candidates > 0)))
+    if len(reporting := np.flatnonzero(columns.changes_logits & (columns.num_candidates > 0))):
+        index = to_device(reporting, logits.device)
+        logits.index_copy_(0, index, logits[index].log_softmax(dim=1))
     if masks is not None:
         masks.apply(logits)
     ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]
@@ -70,12 +72,6 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     _ban_repetitions(logits, ruled, history)
     for piece in _pieces([each for each in ruled if each.rules.has_penalties], history):
         _penalise(logits, piece, history)
-
-
-def _normalise_candidates(logits: Tensor, places: NDArray[np.integer]) -> None:
-    if len(places):
-        index = to_device(places, logits.device)
-        logits.index_copy_(0, index, logits[index].log_softmax(dim=1))
 
 
 def _keep_allowed(logits: Tensor, ruled: list[RuledRow]) -> None:

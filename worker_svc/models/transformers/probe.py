@@ -344,8 +344,11 @@ def max_model_len_of(config: PreTrainedConfig) -> int:
         ConfigurationError: config.json names no length.
     """
     text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    of_rope = [each.get("original_max_position_embeddings") for each in sections if each.get("rope_type") == "longrope"]
     named = [getattr(text, name, None) for name in _LENGTH_FIELDS]
-    limits = [*_lengths(*named)[:1], *_lengths(*_rotary_limits(text), getattr(text, "index_topk", None))]
+    limits = [*_lengths(*named)[:1], *_lengths(*of_rope, getattr(text, "index_topk", None))]
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         limits += _lengths(getattr(text, "attention_chunk_size", None))
     if getattr(text, "attn_temperature_tuning", False):
@@ -356,16 +359,6 @@ def max_model_len_of(config: PreTrainedConfig) -> int:
     if not limits:
         raise ConfigurationError(f"config.json of model type {config.model_type!r} has no max_position_embeddings")
     return min(limits)
-
-
-def _rotary_limits(text: PreTrainedConfig) -> list[object]:
-    rope = getattr(text, "rope_parameters", None) or {}
-    sections = (rope, *(each for each in rope.values() if isinstance(each, dict)))
-    return [
-        section.get("original_max_position_embeddings")
-        for section in sections
-        if section.get("rope_type") == "longrope"
-    ]
 
 
 def _lengths(*values: object) -> list[int]:
