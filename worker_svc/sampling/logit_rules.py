@@ -114,37 +114,32 @@ def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
 def _add_sequence_biases(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
     """Adds to the last token of a sequence after its other tokens; -infinity for a bad word, for which only the output
     is searched."""
-    num_output_tokens = history.num_tokens - history.num_prompt_tokens
     sequences: list[tuple[int, Int32Array]] = []
     biases: list[float] = []
-    num_searched: list[int] = []
     for place, rules in ((each.place, each.rules) for each in ruled):
-        bad = [(sequence, -np.inf) for sequence in rules.bad_sequences]
-        sequences += [(place, sequence) for sequence, _ in (*bad, *rules.sequence_biases)]
-        biases += [bias for _, bias in (*bad, *rules.sequence_biases)]
-        num_searched += [int(num_output_tokens[place])] * len(bad)
-        num_searched += [int(history.num_tokens[place])] * len(rules.sequence_biases)
+        num_tokens = int(history.num_tokens[place])
+        num_output_tokens = num_tokens - int(history.num_prompt_tokens[place])
+        found = [(sequence, -np.inf) for sequence in rules.bad_sequences if len(sequence) <= num_output_tokens + 1]
+        found += [(sequence, bias) for sequence, bias in rules.sequence_biases if len(sequence) <= num_tokens + 1]
+        sequences += [(place, sequence) for sequence, _ in found]
+        biases += [bias for _, bias in found]
     if not sequences:
         return
     places = np.array([place for place, _ in sequences])
     prefix_lengths = np.array([len(sequence) - 1 for _, sequence in sequences])
-    is_complete = prefix_lengths <= np.array(num_searched)
     width = int(prefix_lengths.max())
     # Prefixes are aligned with the end of the tokens so far.
     prefixes = np.zeros((len(sequences), width), np.int64)
     for line, (_, sequence) in enumerate(sequences):
         prefixes[line, width - len(sequence) + 1 :] = sequence[:-1]
     last_tokens = np.array([sequence[-1] for _, sequence in sequences])
-    numbers = np.stack(
-        (places, history.rows[places], history.num_tokens[places], prefix_lengths, last_tokens, is_complete)
-    )
-    lines, rows, ends, lengths, last, complete = to_device(numbers.astype(np.int64), logits.device)
+    numbers = np.stack((places, history.rows[places], history.num_tokens[places], prefix_lengths, last_tokens))
+    lines, rows, ends, lengths, last = to_device(numbers.astype(np.int64), logits.device)
     back = torch.arange(width, 0, -1, device=logits.device)
     found = history.token_ids[rows[:, None], (ends[:, None] - back).clamp_(min=0)]
     differs = (found != to_device(prefixes, logits.device)) & (back <= lengths[:, None])
-    applies = (complete > 0) & ~differs.any(dim=1)
     values = to_device(np.array(biases, np.float32), logits.device)
-    logits.index_put_((lines, last), torch.where(applies, values, 0.0), accumulate=True)
+    logits.index_put_((lines, last), torch.where(differs.any(dim=1), 0.0, values), accumulate=True)
 
 
 def _ban_repetitions(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
@@ -223,14 +218,10 @@ def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
         penalised = torch.where(values > 0, values / repetition, values * repetition)
     if penalties[1:].any():
         positions = torch.arange(tokens.shape[1], device=logits.device)
-        counts = _counts(flat, entries, (positions >= prompt_ends) & (positions < ends))
+        is_output = (positions >= prompt_ends) & (positions < ends)
+        flat.put_(entries, torch.zeros_like(values))
+        flat.put_(entries, is_output.to(flat.dtype), accumulate=True)
+        counts = flat.take(entries)
         penalised = penalised - frequency * counts - presence * (counts > 0)
     # A token that occurs several times is written as often, with the same value.
     flat.put_(entries, penalised)
-
-
-def _counts(scratch: Tensor, entries: Tensor, counted: Tensor) -> Tensor:
-    """How often the entry at each place is among the counted ones, [m, longest]. Overwrites the entries."""
-    scratch.put_(entries, torch.zeros_like(counted, dtype=scratch.dtype))
-    scratch.put_(entries, counted.to(scratch.dtype), accumulate=True)
-    return scratch.take(entries)
