@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
-from gateway.request.violations import Violations, shortened, utf8_size
+from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_NONE,
@@ -94,9 +94,7 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
         elif tool.name in names:
             violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
         names.add(tool.name)
-        size = utf8_size(tool.parameters)
-        if size > MAX_TOOL_SCHEMA_BYTES:
-            violations.add(f"{path}.parameters", f"has {size:,} bytes; the max is {MAX_TOOL_SCHEMA_BYTES:,}")
+        if not violations.check_size(f"{path}.parameters", [tool.parameters], MAX_TOOL_SCHEMA_BYTES):
             continue
         num_values += num_values_in(tool.parameters)
         if num_values > MAX_VALUES_OF_TEXTS:

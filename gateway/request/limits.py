@@ -148,14 +148,12 @@ class Limits:
 def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
     """The limits that hold on every replica, since any replica may get the request."""
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
-    longest_prompt = max_model_len - 1
-    if settings.max_prompt_tokens is not None:
-        longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
+    most = max_model_len if settings.max_prompt_tokens is None else settings.max_prompt_tokens
     return Limits(
         pools=tuple(Pool(welcome.num_gpu_blocks, welcome.block_size) for welcome in welcomes),
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
-        max_prompt_tokens=longest_prompt,
+        max_prompt_tokens=min(max_model_len - 1, most),
         longest_token_bytes=longest_token_bytes,
         max_message_bytes=settings.max_message_bytes,
         max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),

@@ -207,7 +207,10 @@ async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: Serv
     )
     chat = await make(prompt)
     if prompt.drops_turns:
-        chat = await _without_oldest(prompt, chat, make, _longest_prompt(options, limits))
+        # The tokens that a prompt may have besides the output that is asked for, if that is not cut down.
+        output = 0 if limits.clamps(options) else options.asked("stopping.max_tokens") or 0
+        longest = min(limits.max_prompt_tokens, limits.max_model_len - output)
+        chat = await _without_oldest(prompt, chat, make, longest)
     encoded = _Encoded(options, "messages", chat.token_ids, chat.answer_format)
     if chat.constraint is None:
         return encoded
@@ -224,14 +227,6 @@ def _with_max_tokens(stopping: StoppingParameters, max_tokens: int) -> StoppingP
     changed.CopyFrom(stopping)
     changed.max_tokens = max_tokens
     return changed
-
-
-def _longest_prompt(options: RequestOptions, limits: Limits) -> int:
-    """The tokens that a prompt may have beside the output that is asked for, if that is not cut down."""
-    asked = options.asked("stopping.max_tokens")
-    if asked is None or limits.clamps(options):
-        return limits.max_prompt_tokens
-    return min(limits.max_prompt_tokens, limits.max_model_len - asked)
 
 
 async def _without_oldest(
@@ -365,14 +360,12 @@ def check_end(options: RequestOptions, parameters: Parameters) -> None:
     """Raises InvalidArgument if no token can end a text with a constraint, or min_tokens contradicts another ending."""
     violations = Violations()
     if not parameters.eos_token_ids and not parameters.stopping.stop_token_ids:
+        field, problem = "stopping.stop_token_ids", "is empty, and the model has no eos id"
+        way_out = "a text with sampling.constraint needs a token to end with"
         if parameters.stopping.ignore_eos:
-            problem = (
-                "is true; a text with sampling.constraint ends when it is complete: leave it out, or set stop_token_ids"
-            )
-            violations.add("stopping.ignore_eos", problem)
-        else:
-            problem = "is empty, and the model has no eos id; a text with sampling.constraint needs a token to end with"
-            violations.add("stopping.stop_token_ids", problem)
+            field, problem = "stopping.ignore_eos", "is true"
+            way_out = "a text with sampling.constraint ends when it is complete: leave it out, or set stop_token_ids"
+        violations.add(field, f"{problem}; {way_out}")
     if options.asked("stopping.min_tokens") and parameters.stopping.stop:
         violations.add(
             "stopping.min_tokens",

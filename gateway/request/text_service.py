@@ -109,7 +109,10 @@ class TextService:
             violations.raise_if_any()
             lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
             with caller.account.admitted() as use:
-                field, token_ids = await self._encode_prefix(prefix)
+                if isinstance(prefix, ChatPrompt):
+                    field, token_ids = "chat.messages", await self._model.chat.encode_prefix(prefix)
+                else:
+                    field, token_ids = await encode_prompt(prefix, self._model)
                 check_prompt_tokens(field, token_ids, limits)
                 caller.account.charge_prompt(use, len(token_ids))
                 # A pin that ended while it was computed was not refused.
@@ -128,12 +131,6 @@ class TextService:
         if not pin_id:
             raise invalid_field("pin_id", "is empty; it must be one that PinPrefix returned")
         await self._generator.replicas.calls.unpin(caller.tenant, pin_id, timeout_s=timeout_s)
-
-    async def _encode_prefix(self, prefix: Prompt | None) -> tuple[str, Sequence[int]]:
-        """The name of the prefix's field, and the token ids with which requests with this prefix begin."""
-        if isinstance(prefix, ChatPrompt):
-            return "chat.messages", await self._model.chat.encode_prefix(prefix)
-        return await encode_prompt(prefix, self._model)
 
     async def _admit(self, model: str | None) -> tuple[Caller, Limits]:
         """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another

@@ -197,11 +197,11 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
-        if message.name is not None:
-            if len(message.name) > MAX_NAME_LENGTH:
-                description = f"has {len(message.name):,} characters; the max is {MAX_NAME_LENGTH}"
-                violations.add(f"{field}[{position}].name", description)
-            violations.check_text(f"{field}[{position}].name", message.name)
+        name = message.name or ""
+        if len(name) > MAX_NAME_LENGTH:
+            description = f"has {len(name):,} characters; the max is {MAX_NAME_LENGTH}"
+            violations.add(f"{field}[{position}].name", description)
+        violations.check_text(f"{field}[{position}].name", name)
     check_chat(violations, prompt, field)
     return True
 
@@ -278,14 +278,12 @@ def resolve_max_tokens(
         # If there is no room for one token of each, the scheduler refuses the request with its figures.
         return max(limits.longest_sequence(prompt_tokens, num_sequences) - prompt_tokens, 1)
     if prompt_tokens + max_tokens > limits.max_model_len:
-        violations = Violations()
-        violations.add(
+        raise InvalidArgument.of_field(
             "stopping.max_tokens",
             f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
             f"a sequence can have at most {limits.max_model_len:,} tokens here, since {_context_length(limits)}",
             reason="CONTEXT_LENGTH_EXCEEDED",
         )
-        violations.raise_if_any()
     return max_tokens
 
 
@@ -314,11 +312,10 @@ def _check_drawing(violations: Violations, request: RequestOptions, limits: Limi
 def _check_beam_search(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks `beam_search` and the parameters that contradict it."""
     width = request.asked("sampling.beam_search.beam_width")
-    violations.check_range("sampling.beam_search.beam_width", width, 1, limits.max_n)
-    length_penalty = request.asked("sampling.beam_search.length_penalty")
-    violations.check_range(
-        "sampling.beam_search.length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-    )
+    of_length = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+    for name, low, high in (("beam_width", 1, limits.max_n), ("length_penalty", *of_length)):
+        field = f"sampling.beam_search.{name}"
+        violations.check_range(field, request.asked(field), low, high)
     early_stopping = request.sampling.beam_search.early_stopping
     if early_stopping not in EarlyStopping.values():
         names = ", ".join(EarlyStopping.keys()[1:])
@@ -415,10 +412,7 @@ def _check_logprob_token_ids(violations: Violations, request: RequestOptions, li
 
 def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:
     for position, text in enumerate(texts):
-        num_bytes = utf8_size(text)
         if not text:
             violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
-        elif num_bytes > max_bytes:
-            violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
-        else:
+        elif violations.check_size(f"{field}[{position}]", [text], max_bytes):
             violations.check_text(f"{field}[{position}]", text)

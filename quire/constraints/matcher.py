@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import filterfalse
 from typing import Any, Self, cast
 
 import numpy as np
@@ -192,7 +193,7 @@ class Template:
         self.vocabulary = vocabulary
         self.states = tuple(
             _FreeText(state, vocabulary, self.entered) if isinstance(state, Free) else _compiled(state, vocabulary)
-            for state in program.states
+            for state in program
         )
 
     @classmethod
@@ -201,7 +202,7 @@ class Template:
         program = program_of(constraint, vocabulary.special_tokens, vocabulary.text_tokens)
         if not vocabulary.speller.has_all_bytes:
             for field, text in fixed_texts(constraint):
-                if (character := vocabulary.speller.unspelled(text)) is not None:
+                for character in filterfalse(vocabulary.speller, text):
                     problem = f"has {character!r}, which no tokens of this model's vocabulary can write"
                     raise ConstraintError(field, problem)
         return cls(program, vocabulary)

@@ -64,15 +64,8 @@ class Free:
     may_end: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The states; the first one is the initial state."""
-
-    states: tuple[Part | Free, ...]
-
-    @property
-    def parts(self) -> Iterator[Part]:
-        return (state for state in self.states if isinstance(state, Part))
+Program = tuple[Part | Free, ...]
+"""The states; the first one is the initial state."""
 
 
 def program_of(
@@ -118,7 +111,7 @@ def program_of(
             states.append(Part(kind, _dumps([_choice(constraint.choice.texts)]), None))
         case _:
             states.append(Part(kind, _dumps([_grammar(kind, kind, getattr(constraint, kind))]), None))
-    return Program(tuple(states))
+    return tuple(states)
 
 
 def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constraint:

@@ -203,10 +203,6 @@ class Speller:
         """The tokens of the beginning of a text; none if no tokens have its bytes."""
         return self._spelled(text[:_SPELLED_AT_ONCE])
 
-    def unspelled(self, text: str) -> str | None:
-        """A character of a text that no tokens can write; None if there is none."""
-        return next((each for each in text if not self(each)), None)
-
     def _spell(self, text: str) -> list[int]:
         data = text.encode()
         for encode in (self._encode, self.greedy):

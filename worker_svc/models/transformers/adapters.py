@@ -71,12 +71,7 @@ def _window_of_gpt_neo(module: Any) -> int | None:
 
 
 def _first_gpt(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    _output_attentions: bool = False,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *_: Any
 ) -> list[torch.Tensor]:
     """GPT, whose keys come transposed, [1, H, D, T]."""
     scaling = value.shape[-1] ** -0.5 if module.scale else 1.0
