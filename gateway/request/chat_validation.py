@@ -127,11 +127,14 @@ def _check_tool_choice(violations: Violations, choice: ToolChoice, names: Set[st
 
 def _check_parameters(violations: Violations, path: str, tool: Tool) -> None:
     if tool.parameters:
-        schema = _object_in(tool.parameters)
-        if schema is None:
+        try:
+            schema: Any = json.loads(tool.parameters)
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
             violations.add(path, f"is {shortened(tool.parameters)!r}; it must be a JSON schema, which is a JSON object")
-        elif schema.get("type", "object") != "object":
-            shown = shortened(json.dumps(schema["type"]))
+        elif (kind := cast(dict[str, Any], schema).get("type", "object")) != "object":
+            shown = shortened(json.dumps(kind))
             violations.add(f"{path}.type", f"is {shown}; arguments are an object, so it must be object, or absent")
 
 
@@ -157,12 +160,3 @@ def _add_too_many_values(violations: Violations, path: str, num_values: int) -> 
     violations.add(
         path, f"has with all before it {num_values:,} values in its JSON; the max is {MAX_VALUES_OF_TEXTS:,}"
     )
-
-
-def _object_in(text: str) -> dict[str, Any] | None:
-    """The text as a JSON object; None if it is not one."""
-    try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None

@@ -14,7 +14,7 @@ from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
 from quire import clock
 from quire.rpc.errors import QuireError
-from quire.tracing import AttributeValue, Span, TraceContext, Tracer
+from quire.tracing import AttributeValue, TraceContext, Tracer
 
 _incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)
 # The codes of a gRPC server's own faults, by OpenTelemetry's conventions.
@@ -70,18 +70,14 @@ class RequestSpan:
                 self._span.set(_result_attributes(self._live))
             latency_s = clock.monotonic() - self._started_at
             self._span.set({"quire.outcome": _outcome(error), "gen_ai.latency.e2e": latency_s})
-            _record_error(self._span, error)
+            if isinstance(error, QuireError):
+                self._span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
+                if error.code.name in _OUR_FAULTS:
+                    self._span.fail(f"{error.code.name}: {error.reason}")
+            elif isinstance(error, Exception):
+                self._span.set({"error.type": type(error).__qualname__})
+                self._span.fail("UNEXPECTED")
         self._span.end()
-
-
-def _record_error(span: Span, error: BaseException | None) -> None:
-    if isinstance(error, QuireError):
-        span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
-        if error.code.name in _OUR_FAULTS:
-            span.fail(f"{error.code.name}: {error.reason}")
-    elif isinstance(error, Exception):
-        span.set({"error.type": type(error).__qualname__})
-        span.fail("UNEXPECTED")
 
 
 def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:

@@ -10,17 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from gateway.request.chat_validation import check_chat, check_constraints
 from gateway.request.limits import (
     DRAWING,
-    MAX_BAD_WORD_BYTES,
-    MAX_BAD_WORDS,
-    MAX_BEAM_CANDIDATES,
     MAX_CALL_PARAMETER_ENTRIES,
     MAX_CALL_STOP_BYTES,
-    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
-    MAX_NAME_LENGTH,
     MAX_REQUEST_ID_LENGTH,
-    MAX_SEED,
-    MIN_SEED,
     NUMBERS,
     Limits,
 )
@@ -30,6 +23,14 @@ from quire.common.v1.common_pb2 import Constraint, EarlyStopping
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
 from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
+_MIN_SEED = -(2**63)
+_MAX_SEED = 2**64 - 1
+# In characters; OpenAI's limit.
+_MAX_NAME_LENGTH = 64
+_MAX_LENGTH_PENALTY = 10
+_MAX_BEAM_CANDIDATES = 2048
+_MAX_BAD_WORDS = 128
+_MAX_BAD_WORD_BYTES = 128
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
@@ -198,8 +199,8 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
         name = message.name or ""
-        if len(name) > MAX_NAME_LENGTH:
-            description = f"has {len(name):,} characters; the max is {MAX_NAME_LENGTH}"
+        if len(name) > _MAX_NAME_LENGTH:
+            description = f"has {len(name):,} characters; the max is {_MAX_NAME_LENGTH}"
             violations.add(f"{field}[{position}].name", description)
         violations.check_text(f"{field}[{position}].name", name)
     check_chat(violations, prompt, field)
@@ -312,7 +313,7 @@ def _check_drawing(violations: Violations, request: RequestOptions, limits: Limi
 def _check_beam_search(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks `beam_search` and the parameters that contradict it."""
     width = request.asked("sampling.beam_search.beam_width")
-    of_length = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+    of_length = -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY
     for name, low, high in (("beam_width", 1, limits.max_n), ("length_penalty", *of_length)):
         field = f"sampling.beam_search.{name}"
         violations.check_range(field, request.asked(field), low, high)
@@ -334,11 +335,11 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
             violations.add(f"sampling.{name}", description)
     num_stop_tokens = len(request.asked("stopping.stop_token_ids"))
     num_candidates = width * (1 + num_stop_tokens)
-    if width <= limits.max_n and num_candidates > MAX_BEAM_CANDIDATES:
+    if width <= limits.max_n and num_candidates > _MAX_BEAM_CANDIDATES:
         violations.add(
             "stopping.stop_token_ids",
             f"has {num_stop_tokens:,} entries, so that each of {width:,} beams would report "
-            f"{num_candidates:,} candidates; the max is {MAX_BEAM_CANDIDATES:,}",
+            f"{num_candidates:,} candidates; the max is {_MAX_BEAM_CANDIDATES:,}",
         )
     if request.asked("stopping.stop"):
         # Hypotheses are chosen before their text is known.
@@ -347,7 +348,7 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks what applies to sampling and to beam search."""
-    violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
+    violations.check_range("sampling.seed", request.asked("sampling.seed"), _MIN_SEED, _MAX_SEED)
     budget = request.asked("sampling.thinking_token_budget")
     violations.check_range("sampling.thinking_token_budget", budget, 0, 2**32 - 1)
     check_numbers(violations, request, [name for name in NUMBERS if name not in DRAWING])
@@ -356,8 +357,8 @@ def _check_sampling(violations: Violations, request: RequestOptions, limits: Lim
     if allowed and violations.check_count("sampling.allowed_token_ids", allowed, min(limits.vocab_size, MAX_ENTRIES)):
         violations.check_token_ids("sampling.allowed_token_ids", allowed, limits.vocab_size)
     bad_words = request.asked("sampling.bad_words")
-    if bad_words and violations.check_count("sampling.bad_words", bad_words, MAX_BAD_WORDS):
-        _check_texts(violations, "sampling.bad_words", bad_words, MAX_BAD_WORD_BYTES)
+    if bad_words and violations.check_count("sampling.bad_words", bad_words, _MAX_BAD_WORDS):
+        _check_texts(violations, "sampling.bad_words", bad_words, _MAX_BAD_WORD_BYTES)
 
 
 def _check_constraint_size(violations: Violations, field: str, constraint: Constraint) -> None:

@@ -293,10 +293,9 @@ def _constants(schema: dict[str, Any]) -> Iterator[Number]:
 
 def _check_steps(schemas: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError where the engine may have to compute common multiples, and cannot."""
-    steps = {step_of(each["multipleOf"]) for each in schemas if "multipleOf" in each} - {None}
-    if any(
-        each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas
-    ) and not can_be_intersected([each for each in steps if each is not None]):
+    steps = [step for each in schemas if "multipleOf" in each and (step := step_of(each["multipleOf"])) is not None]
+    is_combined = any(each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas)
+    if is_combined and not can_be_intersected(steps):
         raise ValueError(
             "combines values of multipleOf by allOf, anyOf, oneOf or $ref, which have too many digits together"
         )

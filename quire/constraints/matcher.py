@@ -8,7 +8,6 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import filterfalse
 from typing import Any, Self, cast
@@ -154,11 +153,8 @@ class _FreeText:
 
     def _open_end(self, text: bytes) -> bytes:
         """The longest suffix of the text that begins a marker."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[-length:]
-            if any(marker.startswith(end) for marker, _ in self.markers):
-                return end
-        return b""
+        ends = (text[-length:] for length in range(min(len(text), self._longest - 1), 0, -1))
+        return next((end for end in ends if any(marker.startswith(end) for marker, _ in self.markers)), b"")
 
     def _mask(self, tail: bytes) -> Mask:
         """All tokens, except a token that goes on beyond a marker in a way that the next state refuses."""
@@ -178,11 +174,8 @@ class _FreeText:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _PartState:
-    matcher: LLMatcher
-    """Fresh; copied for each use."""
-    then: int | None
+_PartState = tuple[LLMatcher, int | None]
+"""A fresh matcher, copied for each use, and the state after it."""
 
 
 class Template:
@@ -212,7 +205,7 @@ class Template:
         state = self.states[index]
         if isinstance(state, _FreeText):
             return None
-        matcher = state.matcher.deep_copy()
+        matcher = state[0].deep_copy()
         tokens = self.vocabulary.tokenizer.tokenize_bytes(beginning)
         return matcher if matcher.try_consume_tokens(tokens) == len(tokens) else None
 
@@ -229,7 +222,7 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
         matcher.reset()
     if matcher.is_error():
         raise ConstraintError(part.field, f"cannot be enforced: {_explained(matcher.get_error())}")
-    return _PartState(matcher, part.then)
+    return matcher, part.then
 
 
 def _explained(error: str) -> str:
@@ -271,7 +264,8 @@ class Matcher:
         if isinstance(state, _FreeText):
             self._free = state
         else:
-            self._grammar, self._then = state.matcher.deep_copy(), state.then
+            matcher, self._then = state
+            self._grammar = matcher.deep_copy()
             self._leave_complete_part()
 
     def copy(self) -> Self:

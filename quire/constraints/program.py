@@ -84,13 +84,11 @@ def program_of(
     if size > MAX_CONSTRAINT_BYTES:
         raise ConstraintError("", f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
     constraint = _with_ids(constraint, text_tokens)
-    offset = 0
     states: list[Part | Free] = []
     after_text = constraint.HasField("begins_after")
     if after_text:
         _check_marker("begins_after", constraint.begins_after)
         states.append(Free(((constraint.begins_after, 1),), may_end=False))
-        offset = 1
     kind = constraint.WhichOneof("kind")
     if constraint.no_white_space and kind in ("regex", "choice", "lark"):
         raise ConstraintError("no_white_space", f"is true, and {kind} is not about JSON; leave it out")
@@ -100,17 +98,16 @@ def program_of(
                 "", "has no kind; set one of json_schema, json_object, regex, choice, lark, structural_tags"
             )
         case "structural_tags":
-            states += _tag_states(constraint, offset, special_tokens)
+            states += _tag_states(constraint, len(states), special_tokens)
         case "json_schema" | "json_object":
             schema = constraint.json_schema if kind == "json_schema" else '{"type": "object"}'
             grammar = _grammar(kind, "json_schema", schema, no_white_space=constraint.no_white_space)
-            lark = f"start: {_LEADING_SPACE}? @body"
-            grammars = _joined(lark, {"body": grammar}) if after_text else [grammar]
-            states.append(Part(kind, _dumps(grammars), None))
+            after = {"lark_grammar": f"start: {_LEADING_SPACE}? @body"}
+            states.append(Part(kind, _dumps(after, body=grammar) if after_text else _dumps(grammar), None))
         case "choice":
-            states.append(Part(kind, _dumps([_choice(constraint.choice.texts)]), None))
+            states.append(Part(kind, _dumps(_choice(constraint.choice.texts)), None))
         case _:
-            states.append(Part(kind, _dumps([_grammar(kind, kind, getattr(constraint, kind))]), None))
+            states.append(Part(kind, _dumps(_grammar(kind, kind, getattr(constraint, kind))), None))
     return tuple(states)
 
 
@@ -206,11 +203,9 @@ def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> st
     return "".join(parts) + lark[place:]
 
 
-def _joined(lark: str, named: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"lark_grammar": lark}, *(grammar | {"name": name} for name, grammar in named.items())]
-
-
-def _dumps(grammars: list[dict[str, Any]]) -> str:
+def _dumps(grammar: dict[str, Any], **named: dict[str, Any]) -> str:
+    """A grammar, with those that it refers to by name."""
+    grammars = [grammar, *(each | {"name": name} for name, each in named.items())]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
@@ -243,7 +238,7 @@ def _tag_states(constraint: Constraint, offset: int, special_tokens: Mapping[str
         whole = [f"{literals(tag.begin, special_tokens)} {body}" for tag, body in zip(tags.tags, bodies, strict=True)]
         lark = f"start: (tag){_REPETITIONS[tags.single, tags.required]}\ntag: {' | '.join(whole)}"
         named = {f"tag_{place}": content for place, content in enumerate(contents)}
-        return [Part("structural_tags", _dumps(_joined(lark, named)), None)]
+        return [Part("structural_tags", _dumps({"lark_grammar": lark}, **named), None)]
     # The first state is free text, then there is a part for each beginning, then the free text after a tag.
     markers = tuple((begin, offset + 1 + index) for index, begin in enumerate(by_begin))
     then = None if tags.single else offset + 1 + len(by_begin)
@@ -251,7 +246,7 @@ def _tag_states(constraint: Constraint, offset: int, special_tokens: Mapping[str
     for positions in by_begin.values():
         lark = f"start: {' | '.join(bodies[place] for place in positions)}"
         named = {f"tag_{place}": contents[place] for place in positions}
-        states.append(Part(f"{field}[{positions[0]}]", _dumps(_joined(lark, named)), then))
+        states.append(Part(f"{field}[{positions[0]}]", _dumps({"lark_grammar": lark}, **named), then))
     if then is not None:
         states.append(Free(markers, may_end=True))
     return states
@@ -259,17 +254,9 @@ def _tag_states(constraint: Constraint, offset: int, special_tokens: Mapping[str
 
 def literals(text: str, special_tokens: Mapping[str, int]) -> str:
     """A text in Lark: special tokens by their ids, all else quoted. Empty for an empty text."""
-    items: list[str] = []
-    while text:
-        found = [(place, -len(token), token) for token in special_tokens if (place := text.find(token)) >= 0]
-        if not found:
-            items.append(quoted(text))
-            break
-        place, _, token = min(found)
-        if place:
-            items.append(quoted(text[:place]))
-        items.append(f"<[{special_tokens[token]}]>")
-        text = text[place + len(token) :]
+    found = sorted((token for token in special_tokens if token in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+    items = (f"<[{special_tokens[each]}]>" if each in special_tokens else quoted(each) for each in pieces if each)
     return " ".join(items)
 
 

@@ -148,20 +148,15 @@ def _ban_repetitions(logits: Tensor, ruled: list[RuledRow], history: History) ->
     for each in ruled:
         if 0 < (size := each.rules.no_repeat_ngram_size) <= history.num_tokens[each.place]:
             by_size.setdefault(size, []).append(each)
-    for size, rows in by_size.items():
-        for piece in _pieces(rows, history):
-            _ban_repeated(logits, size, piece, history)
-
-
-def _ban_repeated(logits: Tensor, size: int, piece: list[RuledRow], history: History) -> None:
-    lines, _, ends, tokens = _table(piece, history, logits.device)
-    num_starts = tokens.shape[1] - size + 1
-    repeats = torch.arange(size, tokens.shape[1] + 1, device=logits.device) <= ends
-    for offset in range(size - 1):
-        repeats &= tokens[:, offset : offset + num_starts] == tokens.gather(1, ends - (size - 1) + offset)
-    last = torch.where(repeats, tokens[:, size - 1 :], tokens[:, :1])
-    values = torch.where(repeats, -torch.inf, 0.0)
-    logits.index_put_((lines.expand_as(last), last), values, accumulate=True)
+    for size, piece in ((size, piece) for size, rows in by_size.items() for piece in _pieces(rows, history)):
+        lines, _, ends, tokens = _table(piece, history, logits.device)
+        num_starts = tokens.shape[1] - size + 1
+        repeats = torch.arange(size, tokens.shape[1] + 1, device=logits.device) <= ends
+        for offset in range(size - 1):
+            repeats &= tokens[:, offset : offset + num_starts] == tokens.gather(1, ends - (size - 1) + offset)
+        last = torch.where(repeats, tokens[:, size - 1 :], tokens[:, :1])
+        values = torch.where(repeats, -torch.inf, 0.0)
+        logits.index_put_((lines.expand_as(last), last), values, accumulate=True)
 
 
 def _pieces(rows: Sequence[RuledRow], history: History) -> Iterator[list[RuledRow]]:

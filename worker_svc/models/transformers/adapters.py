@@ -43,11 +43,9 @@ def _replacing(class_name: str, method_name: str, method: Callable[..., Any]) ->
     return adapter
 
 
-def _attending(
-    scaling: Callable[[Any], float], window: Callable[[Any], int | None] | None = None
-) -> Callable[..., Attended]:
-    """The method that attends of GPT-J and its like. `window`: for modules that name their window themselves, whose
-    masks are causal."""
+def _attending(divisor: str | None, window: Callable[[Any], int | None] | None = None) -> Callable[..., Attended]:
+    """The method that attends of GPT-J and its like. `divisor`: the attribute of the module that divides the scores.
+    `window`: for modules that name their window themselves, whose masks are causal."""
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
@@ -55,15 +53,11 @@ def _attending(
         """query, key, value [1, H, T, D]; returns the same shape."""
         options = {} if window is None else {"sliding_window": window(module)}
         mask = mask if window is None else None
-        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=scaling(module), **options)
+        scaling = 1.0 if divisor is None else 1 / getattr(module, divisor)
+        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=scaling, **options)
         return attended.transpose(1, 2), None
 
     return attend
-
-
-def _divided_by(divisor: str) -> Callable[..., Attended]:
-    """Scores are divided by an attribute of the module."""
-    return _attending(lambda module: 1 / getattr(module, divisor))
 
 
 def _window_of_gpt_neo(module: Any) -> int | None:
@@ -224,11 +218,11 @@ _SPARSE = (
 
 _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "BloomForCausalLM": adapt_bloom,
-    "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _divided_by("scale_attn")),
+    "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _attending("scale_attn")),
     "FalconForCausalLM": adapt_falcon,
-    "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _divided_by("scale_attn")),
-    "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _attending(lambda _: 1.0, _window_of_gpt_neo)),
-    "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _divided_by("norm_factor")),
+    "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _attending("scale_attn")),
+    "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _attending(None, _window_of_gpt_neo)),
+    "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _attending("norm_factor")),
     "Llama4ForCausalLM": _keep_temperature,
     "MptForCausalLM": adapt_mpt,
     "OpenAIGPTLMHeadModel": _replacing("Attention", "_attn", _first_gpt),

@@ -31,13 +31,13 @@ from quire.settings import ConfigurationError
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.transformers.adapters import adapt, served_attention
 from worker_svc.models.transformers.paged import (
+    HOOK,
     PAGED,
     PAGED_WITH_MASKS,
     PagedLayers,
     PoolShape,
     UnsupportedModelError,
     attend_by_hook,
-    clear_hook,
     set_hook,
 )
 from worker_svc.models.transformers.probe import (
@@ -213,7 +213,7 @@ def _recorder_of(model: SplitModel) -> Iterator[tuple[Recorder, int]]:
         yield recorder, text.num_hidden_layers
     finally:
         for module in modules:
-            clear_hook(module)
+            delattr(module, HOOK)
 
 
 def choose_attention(model: PreTrainedModel, name: str) -> None:

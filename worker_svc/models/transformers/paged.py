@@ -25,7 +25,7 @@ PAGED = "quire_paged"
 PAGED_WITH_MASKS = "quire_paged_with_masks"
 
 # The attribute of attention modules that holds their hook.
-_HOOK = "quire_attention"
+HOOK = "quire_attention"
 
 
 class UnsupportedModelError(Exception):
@@ -65,18 +65,14 @@ def attend_by_hook(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers that calls the module's hook."""
-    hook: AttentionHook | None = getattr(module, _HOOK, None)
+    hook: AttentionHook | None = getattr(module, HOOK, None)
     if hook is None:
         raise UnsupportedModelError("it makes attention modules while it runs")
     return hook(AttentionCall(module, query, key, value, attention_mask, options)), None
 
 
 def set_hook(module: nn.Module, hook: AttentionHook) -> None:
-    setattr(module, _HOOK, hook)
-
-
-def clear_hook(module: nn.Module) -> None:
-    delattr(module, _HOOK)
+    setattr(module, HOOK, hook)
 
 
 @dataclass(frozen=True, slots=True)
