@@ -77,7 +77,7 @@ _EXPECTED = (
 )
 _HUB_NAME = re.compile(
     r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)"
-    r"(?:(?P<file>/[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
+    r"(?:/(?P<file>[\w./-]+\.gguf)|:(?P<quantization>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?",
     re.ASCII,
 )
 
@@ -263,8 +263,7 @@ class HubName:
         match = _HUB_NAME.fullmatch(text)
         if match is None or match["repository"].endswith(GGUF_SUFFIX):
             return None
-        file = match["file"] and match["file"].removeprefix("/")
-        return cls(match["repository"], match["revision"], file, match["quantization"])
+        return cls(**match.groupdict())
 
 
 def is_gguf(path: Path) -> bool:
@@ -290,8 +289,10 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         return parts_of(directory)
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
     if single.is_file() or index.is_file():
-        files = (single,) if single.is_file() else _files_of_index(index)
+        files = (single,) if single.is_file() else tuple(index.parent / name for name in shard_names(index))
         for file in files:
+            if not file.is_file():
+                raise ConfigurationError(f"{index}: shard {file.name} is missing")
             check_no_pointer(file)
         return files
     pickled = sorted(directory.glob("pytorch_model*.bin"))
@@ -331,14 +332,6 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def _files_of_index(index: Path) -> tuple[Path, ...]:
-    names = shard_names(index)
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise ConfigurationError(f"{index}: shard {name} is missing")
-    return tuple(index.parent / name for name in names)
-
-
 def _read_json(file: Path) -> dict[str, Any] | None:
     """The object in the file, or None where there is no file."""
     try:
@@ -376,16 +369,12 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
         return config
     special_tokens = _read_json(path / "special_tokens_map.json") or {}
     special = {name: value for name, value in special_tokens.items() if name.endswith(_SPECIAL_TOKEN_NAMES)}
-    added_tokens = _added_tokens(path / "added_tokens.json")
-    return config | special | ({"added_tokens": added_tokens} if added_tokens else {})
-
-
-def _added_tokens(file: Path) -> dict[str, int]:
-    ids = _read_json(file) or {}
-    for text, token_id in ids.items():
+    added_tokens = _read_json(path / "added_tokens.json") or {}
+    for text, token_id in added_tokens.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            file = path / "added_tokens.json"
             raise ConfigurationError(f"{file} gives {text!r:.80} the token id {token_id!r:.80}")
-    return ids
+    return config | special | ({"added_tokens": added_tokens} if added_tokens else {})
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | None]:

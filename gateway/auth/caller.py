@@ -9,7 +9,7 @@ from typing import Literal
 
 from gateway.auth.quota import Account, Limits
 from quire import clock
-from quire.rpc.errors import FieldViolation, PermissionDenied
+from quire.rpc.errors import PermissionDenied
 
 DEFAULT_TENANT = "default"
 HIGHEST_PRIORITY = 100
@@ -71,9 +71,8 @@ class Caller:
             return asked
         bound = "at most" if sign == 1 else "at least"
         description = f"is {sign * asked}; this API key allows {bound} {sign * highest}"
-        violation = FieldViolation("priority", description)
         with self.account.counting_refusals():
-            raise PermissionDenied(f"priority {description}", reason="PRIORITY_NOT_ALLOWED", violations=[violation])
+            raise PermissionDenied.of_field("priority", description, reason="PRIORITY_NOT_ALLOWED")
 
     def check_may_pin(self) -> None:
         """Raises PermissionDenied if the key does not allow pins."""

@@ -23,7 +23,7 @@ from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from quire import clock
-from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
+from quire.rpc.errors import AlreadyExists, QuireError
 
 # Handles travel as int32.
 _END_OF_HANDLES = 2**31
@@ -89,8 +89,7 @@ class Ledger:
         """Raises AlreadyExists if a live request of the tenant has the id."""
         if (tenant, request_id) in self._by_id:
             description = f'"{request_id}" names a request that is running; ids must be unique among running requests'
-            violation = FieldViolation("request_id", description)
-            raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
+            raise AlreadyExists.of_field("request_id", description, reason="REQUEST_ID_IN_USE")
 
     def open(self, request: GenerationRequest, tokenizer: Tokenizer) -> LiveRequest:
         """Adds a request. Raises AlreadyExists if a live request of its tenant has its id."""

@@ -13,7 +13,7 @@ from gateway.replicas.request_messages import adapter_message, request_from_subm
 from quire import clock
 from quire.arrays import encode_int32
 from quire.histograms import Distribution
-from quire.rpc.errors import DeadlineExceeded, FieldViolation, NotFound, QuireError, Unavailable, error_for_code
+from quire.rpc.errors import DeadlineExceeded, NotFound, QuireError, Unavailable, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 
 _TIMEOUT_S = 5.0
@@ -263,8 +263,7 @@ def _error_of_some(failed: Sequence[tuple[SchedulerLink, QuireError]], num_asked
 def no_such_request(request_id: str) -> NotFound:
     """The error for a request that another tenant has, or that does not exist (any more)."""
     description = f'"{request_id[:128]}" names no running request'
-    violation = FieldViolation("request_id", description)
-    return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+    return NotFound.of_field("request_id", description, reason="REQUEST_NOT_FOUND")
 
 
 def _none_known() -> Unavailable:

@@ -100,8 +100,8 @@ class Adapters:
         if model is None or self.parent_of(model) is None:
             return None
         if (served := self._served.get(model)) is None:
-            violation = FieldViolation("model", f'is "{shortened(model)}"; this adapter was unloaded')
-            raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+            description = f'is "{shortened(model)}"; this adapter was unloaded'
+            raise InvalidArgument.of_field("model", description, reason="MODEL_NOT_FOUND")
         return served.named
 
     def listed(self, caller: Caller) -> list[ServedAdapter]:
@@ -133,11 +133,7 @@ class Adapters:
         self._check_operator()
         if self._served.pop(name, None) is None:
             description = f'is "{shortened(name)}", which is no adapter that is served here'
-            raise NotFound(
-                f"{name_field} {description}",
-                reason="ADAPTER_NOT_FOUND",
-                violations=[FieldViolation(name_field, description)],
-            )
+            raise NotFound.of_field(name_field, description, reason="ADAPTER_NOT_FOUND")
 
     async def _add(
         self,
@@ -158,9 +154,8 @@ class Adapters:
                 check_fits(adapter, (await asyncio.to_thread(ModelDirectory.open, self._directory)).config)
             except UnusableAdapterError as error:
                 message, violations = f"{directory_field}: {error}", [FieldViolation(directory_field, str(error))]
-                if isinstance(error, NoAdapterError):
-                    raise InvalidArgument(message, reason="NO_ADAPTER_IN_DIRECTORY", violations=violations) from error
-                raise InvalidArgument(message, reason="UNUSABLE_ADAPTER", violations=violations) from error
+                reason = "NO_ADAPTER_IN_DIRECTORY" if isinstance(error, NoAdapterError) else "UNUSABLE_ADAPTER"
+                raise InvalidArgument(message, reason=reason, violations=violations) from error
             # Another call may have taken it meanwhile.
             self._check_name(name, name_field, replace=replace)
             served = ServedAdapter(NamedAdapter(name, adapter.digest, str(adapter.directory)), adapter.rank)
@@ -175,17 +170,14 @@ class Adapters:
             )
         if name in self._served and replace:
             return
-        if name == self.model or name in self.aliases or name in self._served:
-            what = (
-                "the name of the model; choose another name"
-                if name not in self._served
-                else "the name of an adapter that is served already; choose another name, or replace it "
-                "(load_inplace over HTTP, replace over gRPC)"
-            )
-            description = f'is "{name}", {what}'
-            raise AlreadyExists(
-                f"{field} {description}", reason="ADAPTER_EXISTS", violations=[FieldViolation(field, description)]
-            )
+        if self.parent_of(name) is None or name in self._served:
+            description = f'is "{name}", the name of the model; choose another name'
+            if name in self._served:
+                description = (
+                    f'is "{name}", the name of an adapter that is served already; choose another name, or replace it '
+                    "(load_inplace over HTTP, replace over gRPC)"
+                )
+            raise AlreadyExists.of_field(field, description, reason="ADAPTER_EXISTS")
         if len(self._served) >= MAX_ADAPTERS:
             raise ResourceExhausted(f"{MAX_ADAPTERS:,} adapters are served; unload one first", reason="ADAPTER_LIMIT")
 

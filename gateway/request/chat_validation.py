@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
-from gateway.request.violations import Violations, shortened, utf8_size
+from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_NONE,
@@ -94,9 +94,7 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
         elif tool.name in names:
             violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
         names.add(tool.name)
-        size = utf8_size(tool.parameters)
-        if size > MAX_TOOL_SCHEMA_BYTES:
-            violations.add(f"{path}.parameters", f"has {size:,} bytes; the max is {MAX_TOOL_SCHEMA_BYTES:,}")
+        if not violations.check_size(f"{path}.parameters", [tool.parameters], MAX_TOOL_SCHEMA_BYTES):
             continue
         num_values += num_values_in(tool.parameters)
         if num_values > MAX_VALUES_OF_TEXTS:
@@ -129,11 +127,14 @@ def _check_tool_choice(violations: Violations, choice: ToolChoice, names: Set[st
 
 def _check_parameters(violations: Violations, path: str, tool: Tool) -> None:
     if tool.parameters:
-        schema = _object_in(tool.parameters)
-        if schema is None:
+        try:
+            schema: Any = json.loads(tool.parameters)
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
             violations.add(path, f"is {shortened(tool.parameters)!r}; it must be a JSON schema, which is a JSON object")
-        elif schema.get("type", "object") != "object":
-            shown = shortened(json.dumps(schema["type"]))
+        elif (kind := cast(dict[str, Any], schema).get("type", "object")) != "object":
+            shown = shortened(json.dumps(kind))
             violations.add(f"{path}.type", f"is {shown}; arguments are an object, so it must be object, or absent")
 
 
@@ -159,12 +160,3 @@ def _add_too_many_values(violations: Violations, path: str, num_values: int) -> 
     violations.add(
         path, f"has with all before it {num_values:,} values in its JSON; the max is {MAX_VALUES_OF_TEXTS:,}"
     )
-
-
-def _object_in(text: str) -> dict[str, Any] | None:
-    """The text as a JSON object; None if it is not one."""
-    try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None

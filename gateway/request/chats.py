@@ -160,20 +160,19 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
             read_schema("response_format.json_schema", answer.json_schema)
         except ConstraintError as error:
             raise invalid_field(error.field, error.description) from error
-    both = None
     if chat.tool_format == HARMONY and calls is not None and answer.WhichOneof("kind") == "json_schema":
         calls.structural_tags.tags.append(StructuralTag(begin=FINAL, json_schema=answer.json_schema))
         calls.structural_tags.required = True
         if answer.no_white_space:
             calls.no_white_space = True
-        both = calls
-    elif calls is not None:
+        return calls
+    if calls is not None:
         both = calls_or_answer(chat.tool_format, grammars, model, answer, is_single=offered.is_single)
-    if both is None:
-        raise invalid_field(
-            "response_format", "cannot be combined with tools that the model may call; leave one of the two out"
-        )
-    return both
+        if both is not None:
+            return both
+    raise invalid_field(
+        "response_format", "cannot be combined with tools that the model may call; leave one of the two out"
+    )
 
 
 def _set_beginning(constraint: Constraint, answer_format: AnswerFormat, *, must_match: bool) -> str:
@@ -191,10 +190,7 @@ def _set_beginning(constraint: Constraint, answer_format: AnswerFormat, *, must_
     marks = THINKING_MARKS.get(answer_format.reasoning_format or "")
     if marks is None or answer_format.thinking is Thinking.NONE:
         return ""
-    if answer_format.thinking is Thinking.BEGUN:
+    has_begun = answer_format.thinking is Thinking.BEGUN
+    if has_begun or must_match:
         constraint.begins_after = marks.end
-        return ""
-    if must_match:
-        constraint.begins_after = marks.end
-        return marks.opening
-    return ""
+    return marks.opening if must_match and not has_begun else ""

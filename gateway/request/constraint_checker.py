@@ -18,7 +18,7 @@ from typing import Protocol
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.check_process import CUT_SHORT, HEADER
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
-from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
+from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable, invalid_field
 from quire.rpc.process import command_of, environ_of
 
 MAX_RUNNING = 2
@@ -29,6 +29,7 @@ MAX_WAITING_OF_TENANT = 16
 MAX_KEPT = 4096
 _RETRY_AFTER_MS = 1000
 _FIELD = "sampling.constraint"
+_ENDED = "the process that compiles constraints ended; try again"
 _logger = logging.getLogger(__name__)
 
 Verdict = tuple[str, str] | None
@@ -55,7 +56,6 @@ class ConstraintChecker:
         self._trial = trial
         self.is_starting = is_starting
         self._kept: dict[str, OrderedDict[bytes, Verdict]] = {}
-        self._num_kept = 0
         self._turns = FairTurns(MAX_RUNNING, MAX_WAITING, MAX_WAITING_OF_TENANT)
         self._underway: dict[bytes, asyncio.Task[Verdict]] = {}
 
@@ -103,14 +103,10 @@ class ConstraintChecker:
             ended.exception()
 
     def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
-        kept = self._kept.setdefault(tenant, OrderedDict())
-        if key not in kept:
-            self._num_kept += 1
-        kept[key] = verdict
-        if self._num_kept > MAX_KEPT:
+        self._kept.setdefault(tenant, OrderedDict())[key] = verdict
+        if sum(map(len, self._kept.values())) > MAX_KEPT:
             greatest = max(self._kept, key=lambda each: len(self._kept[each]))
             self._kept[greatest].popitem(last=False)
-            self._num_kept -= 1
             if not self._kept[greatest]:
                 del self._kept[greatest]
 
@@ -121,8 +117,7 @@ class ConstraintChecker:
 
 def _refusal(verdict: tuple[str, str]) -> InvalidArgument:
     field, description = verdict
-    violation = FieldViolation(f"{_FIELD}.{field}" if field else _FIELD, description)
-    return InvalidArgument(f"{violation.field} {description}", violations=[violation])
+    return invalid_field(f"{_FIELD}.{field}" if field else _FIELD, description)
 
 
 class FairTurns:
@@ -218,7 +213,7 @@ class TrialProcess:
             await writer.drain()
             return await answer
         except ConnectionError as error:
-            raise _ended() from error
+            raise _unavailable(_ENDED) from error
         finally:
             self._answers.pop(number, None)
 
@@ -231,7 +226,7 @@ class TrialProcess:
                         self.close()
                         ours = await asyncio.to_thread(self._connected_process)
                 except OSError as error:  # no more open files, processes or memory
-                    raise _ended() from error
+                    raise _unavailable(_ENDED) from error
                 reader, self._writer = await asyncio.open_unix_connection(sock=ours)
                 self._reading = asyncio.create_task(self._read(reader), name="constraints")
             return self._writer
@@ -264,7 +259,7 @@ class TrialProcess:
                 if payload == CUT_SHORT:
                     answer.set_exception(_unavailable("the trial of a constraint was cut short; try again"))
                 else:
-                    answer.set_result(_verdict_from(payload))
+                    answer.set_result(tuple(json.loads(payload)) if payload else None)
         except (asyncio.IncompleteReadError, ConnectionError):
             _logger.warning("the process that compiles constraints ended; the next constraint starts it again")
             self._reading = None
@@ -273,7 +268,7 @@ class TrialProcess:
             self._reading = None
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_exception(_ended())
+                    answer.set_exception(_unavailable(_ENDED))
 
     def close(self) -> None:
         """Ends the process."""
@@ -288,17 +283,6 @@ class TrialProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def _verdict_from(payload: bytes) -> Verdict:
-    if not payload:
-        return None
-    field, description = json.loads(payload)
-    return field, description
-
-
-def _ended() -> Unavailable:
-    return _unavailable("the process that compiles constraints ended; try again")
 
 
 def _unavailable(message: str) -> Unavailable:

@@ -59,11 +59,12 @@ _STRING_BYTES, _OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES, _FIELD_BYTES = 64, 256,
 _WIDE, _BROAD = bytes(range(0xF0, 256)), bytes(range(0xC4, 256))
 _WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 
+# Of each object, list and further value.
+_MARKS = b"{", b"[", b","
 _OBJECT: type = dict
 _CONTAINERS: tuple[type, ...] = (dict, list)
 _CONTINUES = 0x80
 _CONTINUING = bytes(range(_CONTINUES, 256))
-_MAX_SHIFT = 63
 _VARINT_BYTES = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")
 _VARINT, _DELIMITED = 0, 2
 # The bytes of a value by its wire type: fixed numbers, and the begin and the end of a group.
@@ -108,7 +109,7 @@ def check_values(data: bytes, limits: EntryLimits, name: str = "the body", *, ma
     num_strings = plain.count(b'"') // 2
     num_objects = num_lists = num_commas = 0
     if num_strings <= limit:
-        _, num_objects, num_lists, num_commas = _count_marks(_without_strings(plain))
+        num_objects, num_lists, num_commas = map(_without_strings(plain).count, _MARKS)
     if num_strings + num_objects + num_lists > limit:
         raise InvalidArgument(
             f"{name} has more than {limit:,} strings, lists and objects, which is the max", reason="MALFORMED_MESSAGE"
@@ -143,7 +144,7 @@ def num_values_in(text: str) -> int:
     num_strings = data.count(b'"') // 2
     if num_strings > _MAX_VALUES:
         return num_strings
-    return num_strings + sum(_count_marks(_without_strings(data)))
+    return num_strings + sum(map(_without_strings(data).count, _MARKS))
 
 
 def _without_escapes(data: bytes) -> bytes:
@@ -153,11 +154,6 @@ def _without_escapes(data: bytes) -> bytes:
 
 def _without_strings(data: bytes) -> bytes:
     return b"".join(data.split(b'"')[::2])
-
-
-def _count_marks(data: bytes) -> tuple[int, int, int, int]:
-    """The number of strings, objects, lists and commas, in JSON of no strings or without those marks in them."""
-    return data.count(b'"') // 2, data.count(b"{"), data.count(b"["), data.count(b",")
 
 
 def check_json(fields: Mapping[str, Any], limits: EntryLimits) -> None:
@@ -323,10 +319,6 @@ class CountedMessage:
         return num_fields
 
 
-def _limit_of(name: str, limits: EntryLimits) -> int:
-    return MAX_NUMBERS if name in _TOKENS else limits.of(name)
-
-
 def _num_entries(data: bytes, begin: int, end: int, width: int | None) -> int:
     if width is None:
         return 1
@@ -348,16 +340,8 @@ def _end_of_varint(data: bytes, position: int) -> int:
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
     """The number at a position, and the position behind it. Raises IndexError if it has no end."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < _CONTINUES:
-            return value, position
-        shift += 7
-        if shift > _MAX_SHIFT:
-            raise IndexError("a number of more than 10 bytes")
+    end = _end_of_varint(data, position)
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(data[position:end])), end
 
 
 def _counted_fields(
@@ -376,7 +360,7 @@ def _counted_fields(
         if message is not None or field.is_repeated:
             found[field.number] = _CountedField(
                 path,
-                _limit_of(field.name, limits) if field.is_repeated else None,
+                (MAX_NUMBERS if field.name in _TOKENS else limits.of(field.name)) if field.is_repeated else None,
                 None if message is not None or is_text else _PACKED_WIDTHS.get(field.type, 0),
                 is_text,
                 None if message is None else _counted_fields(message, limits, f"{path}.", inner_above),

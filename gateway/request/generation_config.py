@@ -3,11 +3,14 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from annotated_types import Predicate
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from gateway.request.validation import check_numbers
 from gateway.request.violations import Violations
@@ -19,7 +22,7 @@ from quire.settings import ConfigurationError
 
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters, by the names that they have in requests too."""
-_NUMBER = re.compile(r"\d{1,10}")
+_ID_IN_TEXT = re.compile(r"\d{1,10}")
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_STOP_STRINGS = 64
 _MAX_BIAS = 1e30
@@ -65,6 +68,37 @@ _NEUTRAL: Mapping[str, object] = {
     "max_length": 20,
 }
 """Values of ignored keys that change nothing in transformers either, and need no line in the log."""
+
+
+_Id = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
+_Sequence = Annotated[list[_Id], Field(min_length=1)]
+_Bias = Annotated[float, Predicate(lambda bias: bias == -math.inf or abs(bias) <= _MAX_BIAS)]
+_Text = Annotated[str, Field(min_length=1)]
+_IDS = Field([], description="a list of token ids")
+_COUNT = Field(0, description="a whole number of at least 0")
+_NUMBER = Field(1, description="a number")
+
+
+class _Values(BaseModel):
+    """The keys that are used, with a description of their values for errors."""
+
+    model_config = ConfigDict(strict=True)
+    suppress_tokens: list[_Id] = _IDS
+    begin_suppress_tokens: list[_Id] = _IDS
+    bad_words_ids: list[_Sequence] = Field([], description="a list of lists of token ids")
+    sequence_bias: list[Annotated[tuple[_Sequence, _Bias], Strict(False)]] = Field(
+        [], description="a list of pairs of a list of token ids and a number"
+    )
+    stop_strings: list[_Text] = Field(
+        [], max_length=_MAX_STOP_STRINGS, description=f"a text or a list of up to {_MAX_STOP_STRINGS} texts"
+    )
+    min_new_tokens: _Id = _COUNT
+    no_repeat_ngram_size: _Id = _COUNT
+    temperature: float = _NUMBER
+    top_k: int = Field(1, description="an integer")
+    top_p: float = _NUMBER
+    min_p: float = _NUMBER
+    repetition_penalty: float = _NUMBER
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,35 +150,25 @@ def model_defaults(directory: ModelDirectory) -> ModelDefaults:
     file = file / "generation_config.json" if file.is_dir() else file
     _log_ignored(given, file)
 
-    def read(key: str, absent: Any, fits: Callable[[Any], bool], expected: str) -> Any:
-        value = _as_list(key, given.get(key, absent))
-        if not fits(value):
-            raise ConfigurationError(f"{key} in {file} is {value!r:.80}, not {expected}")
-        return value
-
-    def read_count(key: str) -> int:
-        return read(key, 0, _is_id, "a whole number of at least 0")
-
-    def read_ids(key: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(read(key, [], _are_ids, "a list of token ids")))
-
-    bad: list[list[int]] = read("bad_words_ids", [], _are_sequences, "a list of lists of token ids")
-    biases: list[tuple[list[int], float]] = read(
-        "sequence_bias", [], _are_biases, "a list of pairs of a list of token ids and a number"
-    )
-    stop = read("stop_strings", [], _are_texts, f"a text or a list of up to {_MAX_STOP_STRINGS} texts")
+    given = {key: _as_list(key, value) for key, value in given.items()}
+    try:
+        read = _Values.model_validate(given)
+    except ValidationError as error:
+        key = error.errors(include_url=False)[0]["loc"][0]
+        expected = _Values.model_fields[str(key)].description
+        raise ConfigurationError(f"{key} in {file} is {given[str(key)]!r:.80}, not {expected}") from error
     # As in transformers, no bad word is the eos token.
     eos = {(token_id,) for token_id in directory.eos_token_ids}
     return ModelDefaults(
         sampling=_sampling(given, file),
-        stopping=StoppingParameters(stop=stop, min_tokens=read_count("min_new_tokens") or None),
-        suppressed=read_ids("suppress_tokens"),
-        suppressed_first=read_ids("begin_suppress_tokens"),
+        stopping=StoppingParameters(stop=read.stop_strings, min_tokens=read.min_new_tokens or None),
+        suppressed=tuple(dict.fromkeys(read.suppress_tokens)),
+        suppressed_first=tuple(dict.fromkeys(read.begin_suppress_tokens)),
         biases=(
-            *((ids, -math.inf) for ids in dict.fromkeys(map(tuple, bad)) if ids not in eos),
-            *{tuple(ids): float(bias) for ids, bias in biases}.items(),
+            *((ids, -math.inf) for ids in dict.fromkeys(map(tuple, read.bad_words_ids)) if ids not in eos),
+            *{tuple(ids): bias for ids, bias in read.sequence_bias}.items(),
         ),
-        no_repeat_ngram_size=read_count("no_repeat_ngram_size"),
+        no_repeat_ngram_size=read.no_repeat_ngram_size,
     )
 
 
@@ -168,11 +192,6 @@ def _sampling(given: Mapping[str, Any], file: Path) -> SamplingParameters:
     if given.get("top_k") == -1:
         # All tokens, as vLLM writes it, in requests too.
         given = {**given, "top_k": 0}
-    for name in _NUMBERS:
-        value = given.get(name, 1)
-        kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise ConfigurationError(f"{name} in {file} is {value!r}, not {expected}")
     defaults = SamplingParameters()
     as_written: dict[str, Any] = {}
     for name in _NUMBERS:
@@ -191,41 +210,5 @@ def _as_list(key: str, value: Any) -> Any:
     if key == "stop_strings" and isinstance(value, str):
         return [value]
     if key == "sequence_bias" and isinstance(value, dict):
-        return [[list(map(int, _NUMBER.findall(name))), bias] for name, bias in cast(dict[str, Any], value).items()]
+        return [[list(map(int, _ID_IN_TEXT.findall(name))), bias] for name, bias in cast(dict[str, Any], value).items()]
     return value
-
-
-def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(fits, cast(list[Any], value)))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKEN_ID
-
-
-def _are_ids(value: Any) -> bool:
-    return _is_list(value, _is_id)
-
-
-def _is_sequence(value: Any) -> bool:
-    return _are_ids(value) and value != []
-
-
-def _are_sequences(value: Any) -> bool:
-    return _is_list(value, _is_sequence)
-
-
-def _is_pair(value: Any) -> bool:
-    match value:
-        case [ids, int(bias) | float(bias)] if not isinstance(bias, bool):
-            return _is_sequence(ids) and (bias == -math.inf or abs(bias) <= _MAX_BIAS)
-        case _:
-            return False
-
-
-def _are_biases(value: Any) -> bool:
-    return _is_list(value, _is_pair)
-
-
-def _are_texts(value: Any) -> bool:
-    return _is_list(value, lambda each: isinstance(each, str) and each != "") and len(value) <= _MAX_STOP_STRINGS

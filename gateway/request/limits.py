@@ -8,18 +8,10 @@ from gateway.settings import GatewaySettings
 from gateway.types import Clamp, RequestOptions
 
 MAX_N = 128
-MIN_SEED = -(2**63)
-MAX_SEED = 2**64 - 1
 MAX_REQUEST_ID_LENGTH = 128
-# In characters; OpenAI's limit.
-MAX_NAME_LENGTH = 64
 MAX_CALL_ID_LENGTH = 128
 """The maximum length of the id of a tool call, in characters; ids of known APIs have up to 64."""
-MAX_LENGTH_PENALTY = 10
-MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_BYTES = 128
 MAX_TEMPLATE_LENGTH = 1 << 16
 """The maximum length of the chat template of a request, in characters; the longest of known models have 20,000."""
 MAX_TOOLS = 128
@@ -126,10 +118,8 @@ class Limits:
         max_tokens = options.asked("stopping.max_tokens")
         if max_tokens is None or options.clamp is Clamp.NEVER:
             return False
-        by_setting = self.clamp_max_tokens == "always" or (
-            self.clamp_max_tokens == "defaults" and max_tokens in DEFAULT_MAX_TOKENS
-        )
-        return options.clamp is Clamp.ALWAYS or by_setting
+        clamp = "always" if options.clamp is Clamp.ALWAYS else self.clamp_max_tokens
+        return clamp == "always" or (clamp == "defaults" and max_tokens in DEFAULT_MAX_TOKENS)
 
     def fewest_tokens(self, num_bytes: int) -> int:
         """The minimum number of tokens of a text with this many bytes in UTF-8."""
@@ -148,14 +138,12 @@ class Limits:
 def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
     """The limits that hold on every replica, since any replica may get the request."""
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
-    longest_prompt = max_model_len - 1
-    if settings.max_prompt_tokens is not None:
-        longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
+    most = max_model_len if settings.max_prompt_tokens is None else settings.max_prompt_tokens
     return Limits(
         pools=tuple(Pool(welcome.num_gpu_blocks, welcome.block_size) for welcome in welcomes),
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
-        max_prompt_tokens=longest_prompt,
+        max_prompt_tokens=min(max_model_len - 1, most),
         longest_token_bytes=longest_token_bytes,
         max_message_bytes=settings.max_message_bytes,
         max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),

@@ -26,7 +26,6 @@ from quire import entropy
 from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
-    Constraint,
     OutputOptions,
     RowSampling,
     SamplingParameters,
@@ -208,12 +207,17 @@ async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: Serv
     )
     chat = await make(prompt)
     if prompt.drops_turns:
-        chat = await _without_oldest(prompt, chat, make, _longest_prompt(options, limits))
+        # The tokens that a prompt may have besides the output that is asked for, if that is not cut down.
+        output = 0 if limits.clamps(options) else options.asked("stopping.max_tokens") or 0
+        longest = min(limits.max_prompt_tokens, limits.max_model_len - output)
+        chat = await _without_oldest(prompt, chat, make, longest)
     encoded = _Encoded(options, "messages", chat.token_ids, chat.answer_format)
     if chat.constraint is None:
         return encoded
     field = "response_format" if prompt.response_format is not None else "tools"
-    return replace(encoded, options=_with_constraint(options, chat.constraint), constraint_field=field)
+    sampling = copy.deepcopy(options.sampling)
+    sampling.constraint.CopyFrom(chat.constraint)
+    return replace(encoded, options=replace(options, sampling=sampling), constraint_field=field)
 
 
 def _with_max_tokens(stopping: StoppingParameters, max_tokens: int) -> StoppingParameters:
@@ -223,14 +227,6 @@ def _with_max_tokens(stopping: StoppingParameters, max_tokens: int) -> StoppingP
     changed.CopyFrom(stopping)
     changed.max_tokens = max_tokens
     return changed
-
-
-def _longest_prompt(options: RequestOptions, limits: Limits) -> int:
-    """The tokens that a prompt may have beside the output that is asked for, if that is not cut down."""
-    asked = options.asked("stopping.max_tokens")
-    if asked is None or limits.clamps(options):
-        return limits.max_prompt_tokens
-    return min(limits.max_prompt_tokens, limits.max_model_len - asked)
 
 
 async def _without_oldest(
@@ -253,12 +249,6 @@ async def _without_oldest(
             low = middle + 1
             found = chat if len(found.token_ids) > longest else found
     return found
-
-
-def _with_constraint(options: RequestOptions, constraint: Constraint) -> RequestOptions:
-    sampling = copy.deepcopy(options.sampling)
-    sampling.constraint.CopyFrom(constraint)
-    return replace(options, sampling=sampling)
 
 
 def _field_of_constraint(name: str, field: str) -> str:
@@ -306,12 +296,17 @@ def resolve(
     if output.logprob_token_ids:
         output.logprobs = len(output.logprob_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
-    row = _row_sampling(sampling, stopping, ending, bad_sequences)
-    if rules is not None:
-        row.MergeFrom(rules)
-    row.logprob_token_ids = encode_int32(output.logprob_token_ids)
-    if thinking is not None:
-        row.thinking.CopyFrom(thinking)
+    row = RowSampling(
+        sampling=sampling,
+        bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences],
+        logprob_token_ids=encode_int32(output.logprob_token_ids),
+        thinking=thinking,
+    )
+    row.MergeFrom(rules or RowSampling())
+    for name in _NOT_FOR_WORKERS:
+        row.sampling.ClearField(name)
+    row.stopping.min_tokens = stopping.min_tokens
+    row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *ending})
     row_sampling = row.SerializeToString(deterministic=True)
     if sampling.HasField("constraint"):
         # Only the worker delays the end, because a text that cannot continue ends before min_tokens.
@@ -365,14 +360,12 @@ def check_end(options: RequestOptions, parameters: Parameters) -> None:
     """Raises InvalidArgument if no token can end a text with a constraint, or min_tokens contradicts another ending."""
     violations = Violations()
     if not parameters.eos_token_ids and not parameters.stopping.stop_token_ids:
+        field, problem = "stopping.stop_token_ids", "is empty, and the model has no eos id"
+        way_out = "a text with sampling.constraint needs a token to end with"
         if parameters.stopping.ignore_eos:
-            problem = (
-                "is true; a text with sampling.constraint ends when it is complete: leave it out, or set stop_token_ids"
-            )
-            violations.add("stopping.ignore_eos", problem)
-        else:
-            problem = "is empty, and the model has no eos id; a text with sampling.constraint needs a token to end with"
-            violations.add("stopping.stop_token_ids", problem)
+            field, problem = "stopping.ignore_eos", "is true"
+            way_out = "a text with sampling.constraint ends when it is complete: leave it out, or set stop_token_ids"
+        violations.add(field, f"{problem}; {way_out}")
     if options.asked("stopping.min_tokens") and parameters.stopping.stop:
         violations.add(
             "stopping.min_tokens",
@@ -404,20 +397,6 @@ def _keep_each_once(token_ids: MutableSequence[int]) -> None:
     distinct = dict.fromkeys(token_ids[:])
     if len(distinct) < len(token_ids):
         token_ids[:] = distinct
-
-
-def _row_sampling(
-    sampling: SamplingParameters,
-    stopping: StoppingParameters,
-    eos_token_ids: Sequence[int],
-    bad_sequences: Sequence[Sequence[int]],
-) -> RowSampling:
-    row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
-    for name in _NOT_FOR_WORKERS:
-        row.sampling.ClearField(name)
-    row.stopping.min_tokens = stopping.min_tokens
-    row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
-    return row
 
 
 async def thinking_limit(sampling: SamplingParameters, model: ServedModel, vocab_size: int) -> ThinkingLimit | None:

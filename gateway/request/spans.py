@@ -10,26 +10,15 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
-import grpc
-
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
 from quire import clock
 from quire.rpc.errors import QuireError
-from quire.tracing import AttributeValue, Span, TraceContext, Tracer
+from quire.tracing import AttributeValue, TraceContext, Tracer
 
 _incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)
 # The codes of a gRPC server's own faults, by OpenTelemetry's conventions.
-_OUR_FAULTS = frozenset(
-    {
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DATA_LOSS,
-    }
-)
+_OUR_FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
 def set_incoming_context(headers: Iterable[tuple[str, str]]) -> None:
@@ -81,32 +70,23 @@ class RequestSpan:
                 self._span.set(_result_attributes(self._live))
             latency_s = clock.monotonic() - self._started_at
             self._span.set({"quire.outcome": _outcome(error), "gen_ai.latency.e2e": latency_s})
-            _record_error(self._span, error)
+            if isinstance(error, QuireError):
+                self._span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
+                if error.code.name in _OUR_FAULTS:
+                    self._span.fail(f"{error.code.name}: {error.reason}")
+            elif isinstance(error, Exception):
+                self._span.set({"error.type": type(error).__qualname__})
+                self._span.fail("UNEXPECTED")
         self._span.end()
-
-
-def _record_error(span: Span, error: BaseException | None) -> None:
-    if isinstance(error, QuireError):
-        span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
-        if error.code in _OUR_FAULTS:
-            span.fail(f"{error.code.name}: {error.reason}")
-    elif isinstance(error, Exception):
-        span.set({"error.type": type(error).__qualname__})
-        span.fail("UNEXPECTED")
 
 
 def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
     """The request with all defaults, without its content."""
-    sampling, stopping = request.sampling, request.stopping
+    names = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "n")
     return {
         "gen_ai.request.id": request.request_id,
-        "gen_ai.request.max_tokens": stopping.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.n": request.sampling.n,
+        "gen_ai.request.max_tokens": request.stopping.max_tokens,
+        **{f"gen_ai.request.{name}": getattr(request.sampling, name) for name in names},
         "gen_ai.request.sampling.best_of": request.sampling.best_of,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "quire.tenant": request.tenant,

@@ -98,10 +98,14 @@ class TextService:
             violations.raise_if_any()
             lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
             with caller.account.admitted() as use:
-                field, token_ids = await self._encode_prefix(prefix)
+                if isinstance(prefix, ChatPrompt):
+                    field, token_ids = "chat.messages", await self._model.chat.encode_prefix(prefix)
+                else:
+                    field, token_ids = await encode_prompt(prefix, self._model)
                 check_prompt_tokens(field, token_ids, limits)
                 caller.account.charge_prompt(use, len(token_ids))
-                use.refund = _refund_of_pin
+                # A pin that ended while it was computed was not refused.
+                use.refund = lambda error: Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL
                 calls = self._generator.replicas.calls
                 return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s, adapter=adapter)
 
@@ -117,12 +121,6 @@ class TextService:
             raise invalid_field("pin_id", "is empty; it must be one that PinPrefix returned")
         await self._generator.replicas.calls.unpin(caller.tenant, pin_id, timeout_s=timeout_s)
 
-    async def _encode_prefix(self, prefix: Prompt | None) -> tuple[str, Sequence[int]]:
-        """The name of the prefix's field, and the token ids with which requests with this prefix begin."""
-        if isinstance(prefix, ChatPrompt):
-            return "chat.messages", await self._model.chat.encode_prefix(prefix)
-        return await encode_prompt(prefix, self._model)
-
     async def _admit(self, model: str | None) -> tuple[Caller, Limits]:
         """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another
         model."""
@@ -131,8 +129,3 @@ class TextService:
         limits = await self._generator.limits()
         check_model(model, self._generator.adapters.visible(caller, model))
         return caller, limits
-
-
-def _refund_of_pin(error: QuireError) -> Refund:
-    """A pin that ended while it was computed was not refused."""
-    return Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL

@@ -10,17 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from gateway.request.chat_validation import check_chat, check_constraints
 from gateway.request.limits import (
     DRAWING,
-    MAX_BAD_WORD_BYTES,
-    MAX_BAD_WORDS,
-    MAX_BEAM_CANDIDATES,
     MAX_CALL_PARAMETER_ENTRIES,
     MAX_CALL_STOP_BYTES,
-    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
-    MAX_NAME_LENGTH,
     MAX_REQUEST_ID_LENGTH,
-    MAX_SEED,
-    MIN_SEED,
     NUMBERS,
     Limits,
 )
@@ -28,22 +21,24 @@ from gateway.request.violations import Violations, shortened, shown, utf8_size
 from gateway.types import MAX_ENTRIES, ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import Constraint, EarlyStopping
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
+from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
+_MIN_SEED = -(2**63)
+_MAX_SEED = 2**64 - 1
+# In characters; OpenAI's limit.
+_MAX_NAME_LENGTH = 64
+_MAX_LENGTH_PENALTY = 10
+_MAX_BEAM_CANDIDATES = 2048
+_MAX_BAD_WORDS = 128
+_MAX_BAD_WORD_BYTES = 128
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
-def check_model(model: str | None, served_model: str | None) -> None:
-    """Raises InvalidArgument if a request names another model than the served one."""
+def check_model(model: str | None, served_model: str | None, error: type[QuireError] = InvalidArgument) -> None:
+    """Raises an error if a request names another model than the served one: NotFound where a model is looked up."""
     if (violation := wrong_model(model, served_model)) is not None:
-        raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
-
-
-def find_model(model: str, served_model: str | None) -> None:
-    """Raises NotFound when another model than the served one is looked up."""
-    if (violation := wrong_model(model, served_model)) is not None:
-        raise NotFound(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+        raise error.of_field("model", violation.description, reason="MODEL_NOT_FOUND")
 
 
 def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
@@ -135,30 +130,24 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
             f"is {per_request:,} for each of {num_requests:,} prompts, {count:,} sequences together; a call may have "
             f"at most {limits.max_call_sequences:,}; send fewer prompts at once, or ask for fewer sequences of each",
         )
+    copied: list[tuple[str, int, str, int, str, int, str]] = []
     stop = request.asked("stopping.stop")
     if is_in_range and len(stop) <= limits.max_stop_strings:
-        num_bytes = sum(map(utf8_size, stop))
-        if num_bytes * count > MAX_CALL_STOP_BYTES:
-            violations.add(
-                "stopping.stop",
-                f"has {num_bytes:,} bytes for each of {count:,} sequences, {num_bytes * count:,} together; a call may "
-                f"have at most {MAX_CALL_STOP_BYTES:,}; send fewer prompts at once, or shorter stop strings",
-            )
+        num_bytes, way_out = sum(map(utf8_size, stop)), ", or shorter stop strings"
+        copied.append(("stopping.stop", num_bytes, "bytes", count, "sequences", MAX_CALL_STOP_BYTES, way_out))
+    of_each = num_requests, "prompts", MAX_CALL_PARAMETER_ENTRIES, ""
     for field in ("sampling.allowed_token_ids", "sampling.logit_bias", "stopping.stop_token_ids"):
-        count = len(request.asked(field))
-        if count * num_requests > MAX_CALL_PARAMETER_ENTRIES and count <= limits.vocab_size:
+        if (num_entries := len(request.asked(field))) <= limits.vocab_size:
+            copied.append((field, num_entries, "entries", *of_each))
+    if num_requests > 1:
+        copied.append(("output.prediction", utf8_size(request.asked("output.prediction") or ""), "bytes", *of_each))
+    for field, size, unit, copies, of, limit, way_out in copied:
+        if size * copies > limit:
             violations.add(
                 field,
-                f"has {count:,} entries for each of {num_requests:,} prompts, {count * num_requests:,} together; a "
-                f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
+                f"has {size:,} {unit} for each of {copies:,} {of}, {size * copies:,} together; a call may have at most "
+                f"{limit:,}; send fewer prompts at once{way_out}",
             )
-    num_bytes = utf8_size(request.asked("output.prediction") or "") if num_requests > 1 else 0
-    if num_bytes * num_requests > MAX_CALL_PARAMETER_ENTRIES:
-        violations.add(
-            "output.prediction",
-            f"has {num_bytes:,} bytes for each of {num_requests:,} prompts, {num_bytes * num_requests:,} together; a "
-            f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
-        )
     violations.raise_if_any()
 
 
@@ -209,11 +198,11 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
-        if message.name is not None:
-            if len(message.name) > MAX_NAME_LENGTH:
-                description = f"has {len(message.name):,} characters; the max is {MAX_NAME_LENGTH}"
-                violations.add(f"{field}[{position}].name", description)
-            violations.check_text(f"{field}[{position}].name", message.name)
+        name = message.name or ""
+        if len(name) > _MAX_NAME_LENGTH:
+            description = f"has {len(name):,} characters; the max is {_MAX_NAME_LENGTH}"
+            violations.add(f"{field}[{position}].name", description)
+        violations.check_text(f"{field}[{position}].name", name)
     check_chat(violations, prompt, field)
     return True
 
@@ -290,14 +279,12 @@ def resolve_max_tokens(
         # If there is no room for one token of each, the scheduler refuses the request with its figures.
         return max(limits.longest_sequence(prompt_tokens, num_sequences) - prompt_tokens, 1)
     if prompt_tokens + max_tokens > limits.max_model_len:
-        violations = Violations()
-        violations.add(
+        raise InvalidArgument.of_field(
             "stopping.max_tokens",
             f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
             f"a sequence can have at most {limits.max_model_len:,} tokens here, since {_context_length(limits)}",
             reason="CONTEXT_LENGTH_EXCEEDED",
         )
-        violations.raise_if_any()
     return max_tokens
 
 
@@ -326,11 +313,10 @@ def _check_drawing(violations: Violations, request: RequestOptions, limits: Limi
 def _check_beam_search(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks `beam_search` and the parameters that contradict it."""
     width = request.asked("sampling.beam_search.beam_width")
-    violations.check_range("sampling.beam_search.beam_width", width, 1, limits.max_n)
-    length_penalty = request.asked("sampling.beam_search.length_penalty")
-    violations.check_range(
-        "sampling.beam_search.length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-    )
+    of_length = -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY
+    for name, low, high in (("beam_width", 1, limits.max_n), ("length_penalty", *of_length)):
+        field = f"sampling.beam_search.{name}"
+        violations.check_range(field, request.asked(field), low, high)
     early_stopping = request.sampling.beam_search.early_stopping
     if early_stopping not in EarlyStopping.values():
         names = ", ".join(EarlyStopping.keys()[1:])
@@ -349,11 +335,11 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
             violations.add(f"sampling.{name}", description)
     num_stop_tokens = len(request.asked("stopping.stop_token_ids"))
     num_candidates = width * (1 + num_stop_tokens)
-    if width <= limits.max_n and num_candidates > MAX_BEAM_CANDIDATES:
+    if width <= limits.max_n and num_candidates > _MAX_BEAM_CANDIDATES:
         violations.add(
             "stopping.stop_token_ids",
             f"has {num_stop_tokens:,} entries, so that each of {width:,} beams would report "
-            f"{num_candidates:,} candidates; the max is {MAX_BEAM_CANDIDATES:,}",
+            f"{num_candidates:,} candidates; the max is {_MAX_BEAM_CANDIDATES:,}",
         )
     if request.asked("stopping.stop"):
         # Hypotheses are chosen before their text is known.
@@ -362,7 +348,7 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks what applies to sampling and to beam search."""
-    violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
+    violations.check_range("sampling.seed", request.asked("sampling.seed"), _MIN_SEED, _MAX_SEED)
     budget = request.asked("sampling.thinking_token_budget")
     violations.check_range("sampling.thinking_token_budget", budget, 0, 2**32 - 1)
     check_numbers(violations, request, [name for name in NUMBERS if name not in DRAWING])
@@ -371,8 +357,8 @@ def _check_sampling(violations: Violations, request: RequestOptions, limits: Lim
     if allowed and violations.check_count("sampling.allowed_token_ids", allowed, min(limits.vocab_size, MAX_ENTRIES)):
         violations.check_token_ids("sampling.allowed_token_ids", allowed, limits.vocab_size)
     bad_words = request.asked("sampling.bad_words")
-    if bad_words and violations.check_count("sampling.bad_words", bad_words, MAX_BAD_WORDS):
-        _check_texts(violations, "sampling.bad_words", bad_words, MAX_BAD_WORD_BYTES)
+    if bad_words and violations.check_count("sampling.bad_words", bad_words, _MAX_BAD_WORDS):
+        _check_texts(violations, "sampling.bad_words", bad_words, _MAX_BAD_WORD_BYTES)
 
 
 def _check_constraint_size(violations: Violations, field: str, constraint: Constraint) -> None:
@@ -427,10 +413,7 @@ def _check_logprob_token_ids(violations: Violations, request: RequestOptions, li
 
 def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:
     for position, text in enumerate(texts):
-        num_bytes = utf8_size(text)
         if not text:
             violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
-        elif num_bytes > max_bytes:
-            violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
-        else:
+        elif violations.check_size(f"{field}[{position}]", [text], max_bytes):
             violations.check_text(f"{field}[{position}]", text)

@@ -63,11 +63,12 @@ class Violations:
                 self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
                 return
 
-    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
+    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> bool:
         """Adds a violation if the texts together have more than `max_bytes` bytes in UTF-8."""
-        num_bytes = sum(utf8_size(text) for text in texts)
+        num_bytes = sum(map(utf8_size, texts))
         if num_bytes > max_bytes:
             self.add(field, f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
+        return num_bytes <= max_bytes
 
     def check_text(self, field: str, text: str) -> None:
         """Adds a violation for text that UTF-8 cannot encode: JSON can hold lone surrogates."""

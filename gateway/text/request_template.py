@@ -106,9 +106,7 @@ def _read(file: BinaryIO | Any) -> bytes | None:
 
 
 def _refusal(description: str) -> InvalidArgument:
-    description = f"{description}; make it simpler"
-    violation = FieldViolation(_FIELD, description)
-    return InvalidArgument(f"{_FIELD} {description}", reason="CHAT_TEMPLATE", violations=[violation])
+    return InvalidArgument.of_field(_FIELD, f"{description}; make it simpler", reason="CHAT_TEMPLATE")
 
 
 @functools.lru_cache(_KEPT_TEMPLATES)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import resource
-import selectors
 import signal
 import struct
 import sys
@@ -92,11 +91,11 @@ def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: b
         os.nice(10)
         for each in (signal.SIGALRM, signal.SIGCHLD):
             signal.signal(each, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
         signal.alarm(WALL_SECONDS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        limit = _address_space() + MEMORY_BYTES
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = num_pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         _answer(number, check(vocabulary, content))
         status = 0
@@ -108,10 +107,6 @@ def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: b
         os._exit(status)
 
 
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 def _answer(number: int, problem: list[str] | None) -> None:
     payload = b""
     if problem is not None:
@@ -121,14 +116,6 @@ def _answer(number: int, problem: list[str] | None) -> None:
     _write(number, payload)
 
 
-def _read() -> bytes:
-    """What arrived; empty where the gateway is gone, which resets the connection if it left answers unread."""
-    try:
-        return os.read(0, 1 << 16)
-    except ConnectionResetError:
-        return b""
-
-
 def _write(number: int, payload: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # the next read tells that the gateway is gone
         os.write(1, HEADER.pack(len(payload), number) + payload)
@@ -136,8 +123,11 @@ def _write(number: int, payload: bytes) -> None:
 
 def _reap(children: dict[int, tuple[int, int]]) -> None:
     """Writes the answers for children that ended without one. `children`: number and stderr by process."""
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
         if pid == 0:
             return
         number, said = children.pop(pid)
@@ -168,38 +158,25 @@ def _ended_by(status: int, errors: bytes) -> str | None:
 
 def serve(vocabulary: Vocabulary | ConstraintError) -> None:
     """Answers requests until stdin ends."""
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, tuple[int, int]] = {}
-    buffer = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(0, selectors.EVENT_READ)
-        selector.register(woken, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fd == woken:
-                    os.read(woken, 4096)
-                    _reap(children)
-                    continue
-                if not (data := _read()):
-                    for pid in children:
-                        os.kill(pid, signal.SIGKILL)
-                    return
-                buffer += data
-                while len(buffer) >= HEADER.size:
-                    length, number = HEADER.unpack_from(buffer)
-                    if len(buffer) < HEADER.size + length:
-                        break
-                    content = bytes(buffer[HEADER.size : HEADER.size + length])
-                    del buffer[: HEADER.size + length]
-                    said = os.memfd_create("stderr")
-                    if (pid := os.fork()) == 0:
-                        os.dup2(said, 2)
-                        _run_child(vocabulary, number, content)
-                    children[pid] = number, said
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
+    with contextlib.suppress(ConnectionResetError):  # the gateway is gone, and left answers unread
+        while len(header := sys.stdin.buffer.read(HEADER.size)) == HEADER.size:
+            length, number = HEADER.unpack(header)
+            content = sys.stdin.buffer.read(length)
+            if len(content) < length:
+                break
+            said = os.memfd_create("stderr")
+            # A child that ends at once is known before it is reaped.
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+            if (pid := os.fork()) == 0:
+                os.dup2(said, 2)
+                _run_child(vocabulary, number, content)
+            children[pid] = number, said
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """JSON schemas as constraints: the enforced keywords, and errors for all others.
 
-A schema is read without recursion, so a deeply nested one is refused and not a crash.
+A schema is read to a limited depth, so a deeply nested one is refused and not a crash.
 """
 
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,7 +21,6 @@ from quire.constraints.numbers import (
     is_large,
     move_apart,
     move_bounds,
-    numbers_of,
     read_float,
     step_of,
 )
@@ -97,7 +98,7 @@ _HINTS = {
     "propertyNames": "use patternProperties and additionalProperties: false",
 }
 # Values with which a refused keyword has no effect.
-_NEUTRAL = (("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True), ("propertyNames", True))
+_NEUTRAL = {"nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True, "propertyNames": True}
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 _SHARED = ("#/$defs/", "#/definitions/")
 # What some libraries write for a value of any type.
@@ -115,6 +116,17 @@ _NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 _SHOWN_PATH = 120
 
 
+@contextmanager
+def errors_of(field: str) -> Iterator[None]:
+    """Makes the ValueErrors of a field ConstraintErrors."""
+    try:
+        yield
+    except ConstraintError:
+        raise
+    except ValueError as error:
+        raise ConstraintError(field, str(error)) from error
+
+
 def read_schema(field: str, text: str, *, large_allowed: bool = False) -> dict[str, Any]:
     """The schema in a text, without annotations. Objects whose properties it names have no others, unless it allows
     them by `additionalProperties`: a model that may invent properties rarely comes to an end. `large_allowed`: whether
@@ -123,132 +135,133 @@ def read_schema(field: str, text: str, *, large_allowed: bool = False) -> dict[s
     Raises:
         ConstraintError: it is not a schema, is nested too deeply, or uses a keyword that is not enforced.
     """
-    return _clean(field, _loaded(field, text), large_allowed=large_allowed)[0]
+    with errors_of(field):
+        return _clean(_loaded(text), large_allowed=large_allowed)[0]
 
 
 def enforced_schema(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """`read_schema`, with how JSON is written: `x-guidance` of the schema, by which llguidance takes it."""
-    schema, subschemas = _clean(field, _loaded(field, text))
-    return schema | {"x-guidance": _options(field, subschemas, no_white_space=no_white_space)}
+    with errors_of(field):
+        schema, subschemas = _clean(_loaded(text))
+        return schema | {"x-guidance": _options(subschemas, no_white_space=no_white_space)}
 
 
-def schema_grammar(field: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
+def schema_grammar(text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """One grammar of llguidance's list of grammars: `enforced_schema`, or Lark where constants are beyond 2^53.
 
     Raises:
-        ConstraintError: as `read_schema`, but for constants that it can spell.
+        ValueError: as `read_schema`, but for constants that it can spell.
     """
-    schema, subschemas = _clean(field, _loaded(field, text), large_allowed=True)
-    options = _options(field, subschemas, no_white_space=no_white_space)
+    schema, subschemas = _clean(_loaded(text), large_allowed=True)
+    options = _options(subschemas, no_white_space=no_white_space)
     num_large = sum(is_large(number) for each in subschemas for number in _constants(each))
     if not num_large:
         return {"json_schema": schema | {"x-guidance": options}}
     grammar = LargeIntegers(schema, options, "" if no_white_space else _WHITE_SPACE)
     references = [each["$ref"] for each in subschemas if "$ref" in each]
     if grammar.num_spelled < num_large or not all(each.startswith(_SHARED) for each in references):
-        raise ConstraintError(
-            field,
+        raise ValueError(
             "has an integer beyond 2^53 where it is not enforced; it may be a const or in an enum, within lists, anyOf "
-            "and objects that have only named properties, not behind a $ref",
+            "and objects that have only named properties, not behind a $ref"
         )
     return {"lark_grammar": grammar.lark}
 
 
-def _options(field: str, subschemas: Sequence[dict[str, Any]], *, no_white_space: bool) -> dict[str, Any]:
+def _options(subschemas: Sequence[dict[str, Any]], *, no_white_space: bool) -> dict[str, Any]:
     options = _NOT_SPACED if no_white_space else _FREELY_SPACED
     if any(map(_names_some_properties, subschemas)):
         for each in subschemas:
-            _check_codes(field, each)
+            _check_codes(each)
         options = options | _NO_CODES
     return options
 
 
-def _loaded(field: str, text: str) -> dict[str, Any]:
+def _loaded(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text, parse_float=read_float, parse_constant=float)
     except RecursionError as error:
-        raise ConstraintError(field, f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
+        raise ValueError(f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
     except ValueError as error:
-        raise ConstraintError(field, f"is not valid JSON: {error}") from error
+        raise ValueError(f"is not valid JSON: {error}") from error
     if "\\ud" in text.lower() and re.search("[\ud800-\udfff]", json.dumps(schema, ensure_ascii=False, default=str)):
-        raise ConstraintError(field, "has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise ValueError("has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise ConstraintError(field, f"is {_shown(schema)}; it must be a JSON object")
+        raise ValueError(f"is {_shown(schema)}; it must be a JSON object")
     return schema
 
 
-def _clean(
-    field: str, root: dict[str, Any], *, large_allowed: bool = False
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _clean(root: dict[str, Any], *, large_allowed: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The schema as it is enforced, and all schemas in it."""
-    cleaned: dict[str, Any] = {}
-    pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
     results: list[dict[str, Any]] = []
-    num_subschemas = 0
-    while pending:
-        path, depth, schema, parent, key = pending.pop()
-        num_subschemas += 1
-        if num_subschemas > MAX_SUBSCHEMAS:
-            raise ConstraintError(field, f"has more than {MAX_SUBSCHEMAS:,} subschemas")
+    numbers = count(1)
+
+    def read(path: str, depth: int, schema: Any) -> Any:
+        if next(numbers) > MAX_SUBSCHEMAS:
+            raise ValueError(f"has more than {MAX_SUBSCHEMAS:,} subschemas")
         if depth > MAX_DEPTH:
-            raise ConstraintError(field, f"is nested more than {MAX_DEPTH} levels deep at {path}")
+            raise ValueError(f"is nested more than {MAX_DEPTH} levels deep at {path}")
         if isinstance(schema, bool):
-            parent[key] = schema
-            continue
+            return schema
         if not isinstance(schema, dict):
-            raise ConstraintError(field, f"has {_shown(schema)} at {path}, where a schema is expected")
-        result: dict[str, Any] = {}
-        parent[key] = result
+            raise ValueError(f"has {_shown(schema)} at {path}, where a schema is expected")
+        result = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
         results.append(result)
-        for name, value in schema.items():
-            if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
-                continue
-            if any(name == other and value is neutral for other, neutral in _NEUTRAL) or _says_nothing(name, value):
-                continue
-            if name not in ENFORCED and name not in ANNOTATIONS:
-                raise _not_enforced(field, name, path)
-            result[name] = value
-            for where, inner_key, container, inner in _subschemas(field, path, name, value, result):
-                pending.append((where, depth + 1, inner, container, inner_key))
-        _check_values(field, path, result)
+        for name in result:
+            if name not in ENFORCED and name not in _NAMES:
+                raise _not_enforced(name, path)
+        _check_values(path, result)
+        for name, value in result.items():
+            if name in BY_NAME:
+                # Keeps the order of the schema, which becomes the order of the answer's properties.
+                keys = {each: _sound(path, each) if name == "patternProperties" else each for each in value}
+                result[name] = {keys[key]: read(_place(path, name, key), depth + 1, value[key]) for key in value}
+            elif isinstance(value, list) and (name in _LIST or name == "items"):
+                result[name] = [read(_place(path, name, str(at)), depth + 1, each) for at, each in enumerate(value)]
+            elif name in _ONE:
+                result[name] = read(_place(path, name), depth + 1, value)
+        return result
+
+    cleaned = read("#", 0, root)
     for each in results:
         for number in _constants(each):
             if not (is_exact(number) or (large_allowed and is_large(number))):
-                raise ConstraintError(
-                    field,
+                raise ValueError(
                     f"has the constant {number!s:.60}, which is not enforced exactly; use integers up to 2^53, other "
-                    "numbers of up to 15 digits and below it, or strings",
+                    "numbers of up to 15 digits and below it, or strings"
                 )
-    _check_references(field, cleaned["root"], results)
-    _check_steps(field, results)
+    _check_references(cleaned, results)
+    _check_steps(results)
     move_apart(results)
     _close_objects(results)
-    return cleaned["root"], results
+    return cleaned, results
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a keyword admits everything: what generators of schemas write where they have nothing to say."""
+    """Whether a keyword is an annotation, or admits everything: what generators of schemas write where they have
+    nothing to say."""
+    if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
+        return True
     if name == "type":
         return value == _ANY_TYPE or (isinstance(value, list) and _ANY_TYPE in value)
     if name == "propertyNames" and isinstance(value, dict):
         # Every name is a string.
         return all(key in ANNOTATIONS or (key == "type" and kind == "string") for key, kind in value.items())
-    return name == "required" and value is None
+    return (name == "required" and value is None) or value is _NEUTRAL.get(name, ...)
 
 
-def _check_references(field: str, root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
-    """Raises ConstraintError for a reference to a schema that is not there."""
+def _check_references(root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError for a reference to a schema that is not there."""
     known = set(map(id, schemas))
     for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
         if reference.startswith("#/"):
-            place = _target(field, root, reference)
+            place = _target(root, reference)
             if not isinstance(place, bool) and id(place) not in known:
-                raise ConstraintError(field, f"has $ref {_shown(reference)}, where no schema is")
+                raise ValueError(f"has $ref {_shown(reference)}, where no schema is")
 
 
-def _target(field: str, root: Any, reference: str) -> Any:
+def _target(root: Any, reference: str) -> Any:
     place = root
     for step in reference.removeprefix("#").split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -257,22 +270,34 @@ def _target(field: str, root: Any, reference: str) -> Any:
         elif isinstance(place, list) and key.isdecimal() and len(key) < 6 and int(key) < len(place):
             place = place[int(key)]
         else:
-            raise ConstraintError(field, f"has $ref {_shown(reference)}, which is nowhere in the schema")
+            raise ValueError(f"has $ref {_shown(reference)}, which is nowhere in the schema")
     return place
 
 
+def _leaves(schema: dict[str, Any]) -> Iterator[Any]:
+    """The texts, numbers and other plain values in the constants of a schema, without recursion."""
+    pending: list[Any] = [schema.get("const"), schema.get("enum")]
+    while pending:
+        match pending.pop():
+            case list() as values:
+                pending += values
+            case dict() as values:
+                pending += values.values()
+            case value:
+                yield value
+
+
 def _constants(schema: dict[str, Any]) -> Iterator[Number]:
-    return numbers_of([schema.get("const"), schema.get("enum")])
+    return (each for each in _leaves(schema) if isinstance(each, Number) and not isinstance(each, bool))
 
 
-def _check_steps(field: str, schemas: Sequence[dict[str, Any]]) -> None:
-    """Raises ConstraintError where the engine may have to compute common multiples, and cannot."""
-    steps = {step_of(each["multipleOf"]) for each in schemas if "multipleOf" in each} - {None}
-    if any(
-        each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas
-    ) and not can_be_intersected([each for each in steps if each is not None]):
-        raise ConstraintError(
-            field, "combines values of multipleOf by allOf, anyOf, oneOf or $ref, which have too many digits together"
+def _check_steps(schemas: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError where the engine may have to compute common multiples, and cannot."""
+    steps = [step for each in schemas if "multipleOf" in each and (step := step_of(each["multipleOf"])) is not None]
+    is_combined = any(each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas)
+    if is_combined and not can_be_intersected(steps):
+        raise ValueError(
+            "combines values of multipleOf by allOf, anyOf, oneOf or $ref, which have too many digits together"
         )
 
 
@@ -297,53 +322,16 @@ def _names_some_properties(schema: dict[str, Any]) -> bool:
     return len(kinds - {"required"}) > 1 or bool(kinds and schema.get("additionalProperties") is not False)
 
 
-def _check_codes(field: str, schema: dict[str, Any]) -> None:
-    """Raises ConstraintError for a text with characters that JSON writes as codes: the engine would leave them out."""
-    pending: list[Any] = [schema.get("const"), schema.get("enum")]
-    while pending:
-        match pending.pop():
-            case str() as text if CONTROL.search(text):
-                what = f"the text {_shown(text)}"
-                break
-            case list() as values:
-                pending += values
-            case dict() as values:
-                pending += values.values()
-    else:
-        patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
-        shown = [each for each in patterns if isinstance(each, str) and names_control(each)]
-        if not shown:
-            return
-        what = f"the pattern {_shown(shown[0])}"
-    raise ConstraintError(
-        field,
-        f"has {what}, whose control characters are not enforced in a schema whose objects have named properties and "
-        "others; set additionalProperties: false",
-    )
-
-
-def _subschemas(
-    field: str, path: str, name: str, value: Any, result: dict[str, Any]
-) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Path, key, container and value of each subschema of a keyword. The containers are copies."""
-    if name in BY_NAME:
-        if not isinstance(value, dict):
-            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be an object")
-        # Keeps the order of the schema, which becomes the order of the answer's properties.
-        keys = {each: _sound(field, path, each) if name == "patternProperties" else each for each in value}
-        copy: Any = dict.fromkeys(keys.values())
-        result[name] = copy
-        for key, inner in value.items():
-            yield _place(path, name, key), keys[key], copy, inner
-    elif name in _LIST or (name == "items" and isinstance(value, list)):
-        if not isinstance(value, list) or (not value and name != "prefixItems"):
-            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
-        copy = [None] * len(value)
-        result[name] = copy
-        for index, inner in enumerate(value):
-            yield _place(path, name, str(index)), index, copy, inner
-    elif name in _ONE:
-        yield _place(path, name), name, result, value
+def _check_codes(schema: dict[str, Any]) -> None:
+    """Raises ValueError for a text with characters that JSON writes as codes: the engine would leave them out."""
+    patterns = [schema.get("pattern"), *schema.get("patternProperties", ())]
+    shown = [f"the text {_shown(each)}" for each in _leaves(schema) if isinstance(each, str) and CONTROL.search(each)]
+    shown += [f"the pattern {_shown(each)}" for each in patterns if isinstance(each, str) and names_control(each)]
+    if shown:
+        raise ValueError(
+            f"has {shown[0]}, whose control characters are not enforced in a schema whose objects have named "
+            "properties and others; set additionalProperties: false"
+        )
 
 
 def _place(path: str, *steps: str) -> str:
@@ -351,91 +339,91 @@ def _place(path: str, *steps: str) -> str:
     return "/".join((path, *(step[:_SHOWN_PATH] for step in steps)))[:_SHOWN_PATH]
 
 
-def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
+def _check_values(path: str, schema: dict[str, Any]) -> None:
+    for name, value in schema.items():
+        if name in BY_NAME and not isinstance(value, dict):
+            raise ValueError(f"has {_shown(value)} as {name} at {path}; it must be an object")
+        is_list = name in _LIST or (name == "items" and isinstance(value, list))
+        if is_list and (not isinstance(value, list) or (not value and name != "prefixItems")):
+            raise ValueError(f"has {_shown(value)} as {name} at {path}; it must be a list of schemas")
     reference = schema.get("$ref")
     if "$ref" in schema and not (isinstance(reference, str) and reference.startswith("#")):
-        raise ConstraintError(
-            field,
-            f"has $ref {_shown(reference)} at {path}; only references within the schema (#/...) are followed",
+        raise ValueError(
+            f"has $ref {_shown(reference)} at {path}; only references within the schema (#/...) are followed"
         )
     if not isinstance(schema.get("enum", []), list):
-        raise ConstraintError(field, f"has {_shown(schema['enum'])} as enum at {path}; it must be a list")
+        raise ValueError(f"has {_shown(schema['enum'])} as enum at {path}; it must be a list")
     types = schema.get("type", "string")
-    for each in types if isinstance(types, list) else (types,):
+    types = types if isinstance(types, list) else [types]
+    for each in types:
         if not isinstance(each, str) or each not in _TYPES:
             known = ", ".join(sorted(_TYPES))
-            raise ConstraintError(field, f"has type {_shown(each)} at {path}; it must be one of {known}")
-    if "string" not in (types if isinstance(types, list) else (types,)):
+            raise ValueError(f"has type {_shown(each)} at {path}; it must be one of {known}")
+    if "string" not in types:
         # `format` applies to strings only.
         schema.pop("format", None)
     format_name = schema.get("format")
     if format_name is not None and not (isinstance(format_name, str) and format_name in FORMATS):
         known = ", ".join(sorted(FORMATS))
-        raise ConstraintError(
-            field, f"has format {_shown(format_name)} at {path}, which is not enforced; enforced are {known}"
-        )
+        raise ValueError(f"has format {_shown(format_name)} at {path}, which is not enforced; enforced are {known}")
     if isinstance(pattern := schema.get("pattern"), str):
-        schema["pattern"] = _sound(field, path, pattern)
-    _check_numbers(field, path, schema)
+        schema["pattern"] = _sound(path, pattern)
+    _check_numbers(path, schema)
     if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
-        raise ConstraintError(field, f"has prefixItems with the keywords of earlier drafts at {path}; use items")
+        raise ValueError(f"has prefixItems with the keywords of earlier drafts at {path}; use items")
     fewest, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise ConstraintError(field, f"has required {_shown(required)} at {path}; it must be a list of names")
+        raise ValueError(f"has required {_shown(required)} at {path}; it must be a list of names")
     if isinstance(fewest, int) and fewest > max(1, len(required)):
-        raise ConstraintError(
-            field,
+        raise ValueError(
             f"has minProperties {fewest} at {path}, which is not enforced above 1 and the number of required "
-            "properties; list them in required",
+            "properties; list them in required"
         )
 
 
-def _sound(field: str, path: str, pattern: str) -> str:
-    check_regex(field, pattern, f" in the pattern at {path}")
+def _sound(path: str, pattern: str) -> str:
+    check_regex(pattern, f" in the pattern at {path}")
     try:
         return sound_pattern(pattern)
     except ValueError as error:
-        raise ConstraintError(field, f"has the pattern {_shown(pattern)} at {path}; {error}") from error
+        raise ValueError(f"has the pattern {_shown(pattern)} at {path}; {error}") from error
 
 
-def _check_numbers(field: str, path: str, schema: dict[str, Any]) -> None:
+def _check_numbers(path: str, schema: dict[str, Any]) -> None:
     """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
     for keyword in sorted((BOUNDS | {"multipleOf"}) & schema.keys()):
         value = schema[keyword]
         # In draft 4 exclusive bounds are true or false.
         is_number = not isinstance(value, bool) or keyword.startswith("exclusive")
         if not (is_number and isinstance(value, int | float | Decimal)):
-            raise ConstraintError(field, f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")
+            raise ValueError(f"has {_shown(schema[keyword])} as {keyword} at {path}; it must be a number")
     try:
         move_bounds(schema)
     except ValueError as error:
-        raise ConstraintError(field, f"has at {path} {error}") from error
+        raise ValueError(f"has at {path} {error}") from error
     step = schema.get("multipleOf")
     if isinstance(step, int | float | Decimal) and step_of(step) is None:
-        raise ConstraintError(
-            field, f"has multipleOf {step!s:.60} at {path}, which is not enforced; it has up to 8 digits"
-        )
+        raise ValueError(f"has multipleOf {step!s:.60} at {path}, which is not enforced; it has up to 8 digits")
     for name, value in schema.items():
         if isinstance(value, Decimal):
-            raise ConstraintError(field, f"has {value!s:.60} as {name} at {path}, which no double holds exactly")
+            raise ValueError(f"has {value!s:.60} as {name} at {path}, which no double holds exactly")
 
 
-def check_regex(field: str, regex: str, where: str = "") -> None:
-    """Raises ConstraintError if a regular expression is too long."""
+def check_regex(regex: str, where: str = "") -> None:
+    """Raises ValueError if a regular expression is too long."""
     if len(regex) > MAX_REGEX_CHARACTERS:
-        raise ConstraintError(
-            field,
+        raise ValueError(
             f"has {len(regex):,} characters{where}; a regular expression has at most {MAX_REGEX_CHARACTERS:,} "
-            "(MAX_REGEX_CHARACTERS)",
+            "(MAX_REGEX_CHARACTERS)"
         )
 
 
-def _not_enforced(field: str, name: str, path: str) -> ConstraintError:
+def _not_enforced(name: str, path: str) -> ValueError:
     if name in REFUSED:
         hint = f"; {_HINTS[name]}" if name in _HINTS else "; leave it out"
-        return ConstraintError(field, f'uses "{name}" at {path}, which is not enforced{hint}')
-    return ConstraintError(
-        field, f'uses "{name:.64}" at {path}, which is not a known keyword; names of annotations begin with "x-"'
+        return ValueError(f'uses "{name}" at {path}, which is not enforced{hint}')
+    return ValueError(
+        f'uses "{name:.64}" at {path}, which is not a known keyword; names of annotations begin with "x-"'
     )
 
 

@@ -8,7 +8,8 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import filterfalse
 from typing import Any, Self, cast
 
 import numpy as np
@@ -64,6 +65,7 @@ class Vocabulary:
         eos: The ids that end a text.
         token_bytes: The bytes of each token; for a special token the bytes of its text.
         all_tokens: The mask of all tokens.
+        mask_of_set: `mask_of` with a cache: requests use the same few sets.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Vocabulary:
         self.eos = frozenset(eos or self.tokenizer.eos_tokens)
         self._order = sorted(range(len(self.token_bytes)), key=self.token_bytes.__getitem__)
         self._sorted_bytes = [self.token_bytes[each] for each in self._order]
-        self._masks: dict[frozenset[int], Mask] = {}
+        self.mask_of_set = lru_cache(_KEPT_MASKS)(self._mask_of_set)
         self.all_tokens = self.mask_of(range(len(self.token_bytes)))
 
     @classmethod
@@ -104,20 +106,15 @@ class Vocabulary:
         encode = None if for_checks else tokenizer_encode(directory.tokenizer_json())
         return cls(table, size, directory.eos_token_ids, encode)
 
-    def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
-        """`mask_of` with a cache: requests use the same few sets."""
-        if (mask := self._masks.get(token_ids)) is None:
-            if len(self._masks) >= _KEPT_MASKS:
-                self._masks.clear()
-            mask = self._masks[token_ids] = self.mask_of([each for each in token_ids if each < self.num_words * 32])
-        return mask
-
     def longer_than(self, beginning: bytes) -> Iterator[int]:
         """The tokens that begin with these bytes and are longer."""
         place = bisect_right(self._sorted_bytes, beginning)
         while place < len(self._order) and self._sorted_bytes[place].startswith(beginning):
             yield self._order[place]
             place += 1
+
+    def _mask_of_set(self, token_ids: frozenset[int]) -> Mask:
+        return self.mask_of([each for each in token_ids if each < self.num_words * 32])
 
     def mask_of(self, token_ids: Collection[int]) -> Mask:
         """The mask of these tokens."""
@@ -129,13 +126,13 @@ class Vocabulary:
 class _FreeText:
     """A state of free text, compiled for a vocabulary. All texts are bytes."""
 
-    def __init__(self, state: Free, vocabulary: Vocabulary, takes: Callable[[int, bytes], bool]) -> None:
-        """`takes`: whether a state takes the bytes that a token has beyond the end of its marker."""
+    def __init__(self, state: Free, vocabulary: Vocabulary, entered: Callable[[int, bytes], LLMatcher | None]) -> None:
+        """`entered`: a state after the bytes that a token has beyond the end of its marker; None if it refuses them."""
         self.may_end = state.may_end
-        self._takes = takes
+        self._entered = entered
         self.markers = tuple((text.encode(), then) for text, then in state.markers)
         self._vocabulary = vocabulary
-        self._masks: dict[bytes, Mask] = {}
+        self.mask = cache(self._mask)
         self._longest = max(len(text) for text, _ in self.markers)
         # Tokens that contain a whole marker before their end.
         self._containing = [
@@ -156,22 +153,17 @@ class _FreeText:
 
     def _open_end(self, text: bytes) -> bytes:
         """The longest suffix of the text that begins a marker."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[-length:]
-            if any(marker.startswith(end) for marker, _ in self.markers):
-                return end
-        return b""
+        ends = (text[-length:] for length in range(min(len(text), self._longest - 1), 0, -1))
+        return next((end for end in ends if any(marker.startswith(end) for marker, _ in self.markers)), b"")
 
-    def mask(self, tail: bytes) -> Mask:
+    def _mask(self, tail: bytes) -> Mask:
         """All tokens, except a token that goes on beyond a marker in a way that the next state refuses."""
-        if (mask := self._masks.get(tail)) is None:
-            refused = [token_id for token_id in self._beyond(tail) if not self._is_taken(tail, token_id)]
-            mask = self._masks[tail] = self._vocabulary.all_tokens & ~self._vocabulary.mask_of(refused)
-        return mask
+        refused = [token_id for token_id in self._beyond(tail) if not self._is_taken(tail, token_id)]
+        return self._vocabulary.all_tokens & ~self._vocabulary.mask_of(refused)
 
     def _is_taken(self, tail: bytes, token_id: int) -> bool:
         rest, then = self.advance(tail, self._vocabulary.token_bytes[token_id])
-        return then is not None and self._takes(then, rest)
+        return then is not None and self._entered(then, rest) is not None
 
     def _beyond(self, tail: bytes) -> list[int]:
         found = list(self._containing)
@@ -182,11 +174,8 @@ class _FreeText:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _PartState:
-    matcher: LLMatcher
-    """Fresh; copied for each use."""
-    then: int | None
+_PartState = tuple[LLMatcher, int | None]
+"""A fresh matcher, copied for each use, and the state after it."""
 
 
 class Template:
@@ -196,8 +185,8 @@ class Template:
         """Raises ConstraintError if a grammar is malformed or too large."""
         self.vocabulary = vocabulary
         self.states = tuple(
-            _FreeText(state, vocabulary, self._takes) if isinstance(state, Free) else _compiled(state, vocabulary)
-            for state in program.states
+            _FreeText(state, vocabulary, self.entered) if isinstance(state, Free) else _compiled(state, vocabulary)
+            for state in program
         )
 
     @classmethod
@@ -206,7 +195,7 @@ class Template:
         program = program_of(constraint, vocabulary.special_tokens, vocabulary.text_tokens)
         if not vocabulary.speller.has_all_bytes:
             for field, text in fixed_texts(constraint):
-                if (character := vocabulary.speller.unspelled(text)) is not None:
+                for character in filterfalse(vocabulary.speller, text):
                     problem = f"has {character!r}, which no tokens of this model's vocabulary can write"
                     raise ConstraintError(field, problem)
         return cls(program, vocabulary)
@@ -216,12 +205,9 @@ class Template:
         state = self.states[index]
         if isinstance(state, _FreeText):
             return None
-        matcher = state.matcher.deep_copy()
+        matcher = state[0].deep_copy()
         tokens = self.vocabulary.tokenizer.tokenize_bytes(beginning)
         return matcher if matcher.try_consume_tokens(tokens) == len(tokens) else None
-
-    def _takes(self, index: int, beginning: bytes) -> bool:
-        return self.entered(index, beginning) is not None
 
     def matcher(self, ending_token_ids: Sequence[int]) -> "Matcher":
         """A new matcher of a text that ends with one of these tokens."""
@@ -236,7 +222,7 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
         matcher.reset()
     if matcher.is_error():
         raise ConstraintError(part.field, f"cannot be enforced: {_explained(matcher.get_error())}")
-    return _PartState(matcher, part.then)
+    return matcher, part.then
 
 
 def _explained(error: str) -> str:
@@ -278,7 +264,8 @@ class Matcher:
         if isinstance(state, _FreeText):
             self._free = state
         else:
-            self._grammar, self._then = state.matcher.deep_copy(), state.then
+            matcher, self._then = state
+            self._grammar = matcher.deep_copy()
             self._leave_complete_part()
 
     def copy(self) -> Self:

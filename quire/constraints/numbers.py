@@ -5,7 +5,7 @@ the last digit, makes 64-bit integers of bounds, and computes multiples in 32 bi
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from decimal import ROUND_FLOOR, Decimal, InvalidOperation
 from typing import Any
 
@@ -30,21 +30,6 @@ def read_float(text: str) -> Number:
         return Decimal("1e999" if value else "1e-999")
     # A sum with zero has no sign of zero.
     return value + 0.0 if math.isfinite(value) and Decimal(repr(value)) == exact else exact
-
-
-def numbers_of(value: Any) -> Iterator[Number]:
-    """The numbers in a value, without recursion."""
-    pending = [value]
-    while pending:
-        match pending.pop():
-            case bool():
-                pass
-            case int() | float() | Decimal() as number:
-                yield number
-            case list() as values:
-                pending += values
-            case dict() as values:
-                pending += values.values()
 
 
 def is_exact(value: Number) -> bool:

@@ -21,13 +21,12 @@ _ITEM = re.compile(
     |(?P<look>\(\?<?[=!])
     |(?P<flags>\(\?[a-zA-Z-]*[:)])
     |(?P<repeated>(?:[*+?]|\{[0-9]+,?[0-9]*\})[*+])
-    |(?P<open>\[\^?\]?)
+    |\[(?P<negated>\^?+)(?P<first>\]?+)(?P<class>(?>\\(?:[xuUpP]\{[^}]*\}|.)|[^\]\\])*+)\]
+    |(?P<open>\[)
     |.""",
     re.DOTALL | re.VERBOSE,
 )
-_IN_CLASS = re.compile(
-    r"(?P<escape>\\(?:[xuUpP]\{[^}]*\}|.))|(?P<end>\])|(?P<posix>\[:)|(?P<difference>--)|.", re.DOTALL
-)
+_IN_CLASS = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|.)|\[:|--|.", re.DOTALL)
 # Word boundaries and back references.
 _REFUSED_ESCAPES = frozenset("bBk123456789")
 _SHORT_ESCAPES = frozenset("dwstnrfv")
@@ -47,11 +46,8 @@ def sound_pattern(pattern: str) -> str:
         ValueError: the pattern has what the engine does not enforce; the text says what.
     """
     parts: list[str] = []
-    place, single = 0, set[str]()
-    while place < len(pattern):
-        found = _ITEM.match(pattern, place)
-        assert found is not None
-        place = found.end()
+    single = set[str]()
+    for found in _ITEM.finditer(pattern):
         part = found.group()
         if found["look"] or (found["escaped"] is not None and found["escaped"] in _REFUSED_ESCAPES):
             raise ValueError("look-around, \\b and back references are not enforced")
@@ -59,6 +55,8 @@ def sound_pattern(pattern: str) -> str:
             raise ValueError(f"the repetition {part} is not enforced, which regular expressions read in several ways")
         if found["flags"] and "x" in found["flags"]:
             raise ValueError("the flag x is not enforced; write the pattern without white space and comments")
+        if found["open"]:
+            raise ValueError("a class does not end; write \\[ for the character")
         if found["sound"]:
             pass
         elif found["named"]:
@@ -66,8 +64,8 @@ def sound_pattern(pattern: str) -> str:
             part = "("
         elif found["property"]:
             part = _TAKEN_AWAY.format(part)
-        elif found["open"]:
-            part, place = _class_at(pattern, place, part)
+        elif found["class"] is not None:
+            part = _sound_class(found["negated"], found["first"], found["class"])
         else:
             code = found["code"] or found["x"] or found["u"] or found["U"] or ""
             single.add(chr(int(code, 16)) if re.fullmatch("0+1?", code) else part)
@@ -83,26 +81,17 @@ def names_control(pattern: str) -> bool:
     return CONTROL.search(named) is not None or _CONTROL_CODE.search(named) is not None
 
 
-def _class_at(pattern: str, place: int, opened: str) -> tuple[str, int]:
-    """The class whose content begins at `place`, and the place after it."""
-    parts, is_simple = [opened.replace("]", "\\]")], "^" not in opened
-    has_marks = False
-    while place < len(pattern):
-        found = _IN_CLASS.match(pattern, place)
-        assert found is not None
-        place = found.end()
-        part = found.group()
-        if found["posix"] or found["difference"]:
-            raise ValueError(f"{part} in a class is not enforced; write \\{part}, or the characters that are meant")
-        if found["end"]:
-            inner = "".join(parts)[1:]
-            return (f"[{inner}]" if is_simple or has_marks else _TAKEN_AWAY.format(inner)), place
-        if found["escape"]:
-            is_simple &= part[1] in _SHORT_ESCAPES or not part[1].isalnum()
-            has_marks |= "^" not in opened and part[1] in "DSW"
-        else:
-            is_simple &= part >= " "
-            # In the engine these begin a class within the class, and operations of classes.
-            part = f"\\{part}" if part in "[&~" else part
-        parts.append(part)
-    raise ValueError("a class does not end; write \\[ for the character")
+def _sound_class(negated: str, first: str, content: str) -> str:
+    """A class of characters. `first`: a bracket that is one of them because it stands before all others."""
+    items = _IN_CLASS.findall(content)
+    for item in items:
+        if item in ("[:", "--"):
+            raise ValueError(f"{item} in a class is not enforced; write \\{item}, or the characters that are meant")
+    # In the engine these three begin a class within the class, and operations of classes.
+    escaped = "".join(f"\\{item}" if item in "[&~" else item for item in items)
+    inner = f"{negated}\\]{escaped}" if first else negated + escaped
+    is_simple = all(
+        item >= " " if item[0] != "\\" else (item[1] in _SHORT_ESCAPES or not item[1].isalnum()) for item in items
+    )
+    has_marks = any(item[0] == "\\" and item[1] in "DSW" for item in items)
+    return f"[{inner}]" if not negated and (is_simple or has_marks) else _TAKEN_AWAY.format(inner)

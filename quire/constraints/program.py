@@ -15,8 +15,15 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.json_schema import BY_NAME, ConstraintError, check_regex, enforced_schema, schema_grammar
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.json_schema import (
+    BY_NAME,
+    ConstraintError,
+    check_regex,
+    enforced_schema,
+    errors_of,
+    schema_grammar,
+)
 
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_TAGS = 256
@@ -32,6 +39,10 @@ _NAME_IN_LARK = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 # Models put white space before a JSON text that follows other text.
 _LEADING_SPACE = "/[ \\t\\n]{1,4}/"
+
+
+# By whether at most one tag, and at least one, is allowed.
+_REPETITIONS = {(True, True): "", (True, False): "?", (False, True): "+", (False, False): "*"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +64,8 @@ class Free:
     may_end: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The states; the first one is the initial state."""
-
-    states: tuple[Part | Free, ...]
-
-    @property
-    def parts(self) -> Iterator[Part]:
-        return (state for state in self.states if isinstance(state, Part))
+Program = tuple[Part | Free, ...]
+"""The states; the first one is the initial state."""
 
 
 def program_of(
@@ -80,13 +84,11 @@ def program_of(
     if size > MAX_CONSTRAINT_BYTES:
         raise ConstraintError("", f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
     constraint = _with_ids(constraint, text_tokens)
-    offset = 0
     states: list[Part | Free] = []
     after_text = constraint.HasField("begins_after")
     if after_text:
         _check_marker("begins_after", constraint.begins_after)
         states.append(Free(((constraint.begins_after, 1),), may_end=False))
-        offset = 1
     kind = constraint.WhichOneof("kind")
     if constraint.no_white_space and kind in ("regex", "choice", "lark"):
         raise ConstraintError("no_white_space", f"is true, and {kind} is not about JSON; leave it out")
@@ -96,23 +98,17 @@ def program_of(
                 "", "has no kind; set one of json_schema, json_object, regex, choice, lark, structural_tags"
             )
         case "structural_tags":
-            tags = _tag_states(
-                constraint.structural_tags, offset, special_tokens, no_white_space=constraint.no_white_space
-            )
-            states += tags
+            states += _tag_states(constraint, len(states), special_tokens)
         case "json_schema" | "json_object":
             schema = constraint.json_schema if kind == "json_schema" else '{"type": "object"}'
             grammar = _grammar(kind, "json_schema", schema, no_white_space=constraint.no_white_space)
-            lark = f"start: {_LEADING_SPACE}? @body"
-            grammars = _joined(lark, {"body": grammar}) if after_text else [grammar]
-            states.append(Part(kind, _dumps(grammars), None))
-        case "regex" | "lark":
-            states.append(Part(kind, _dumps([_grammar(kind, kind, getattr(constraint, kind))]), None))
+            after = {"lark_grammar": f"start: {_LEADING_SPACE}? @body"}
+            states.append(Part(kind, _dumps(after, body=grammar) if after_text else _dumps(grammar), None))
         case "choice":
-            states.append(Part(kind, _dumps([_choice(constraint.choice.texts)]), None))
+            states.append(Part(kind, _dumps(_choice(constraint.choice.texts)), None))
         case _:
-            raise AssertionError(kind)
-    return Program(tuple(states))
+            states.append(Part(kind, _dumps(_grammar(kind, kind, getattr(constraint, kind))), None))
+    return tuple(states)
 
 
 def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constraint:
@@ -170,27 +166,25 @@ def _choice(texts: Any) -> dict[str, Any]:
 
 def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) -> dict[str, Any]:
     """One grammar of llguidance's list of grammars."""
-    match kind:
-        case "json_schema":
-            return schema_grammar(field, text, no_white_space=no_white_space)
-        case "regex":
-            if not text:
-                raise ConstraintError(field, "is empty; it needs at least 1 character")
-            check_regex(field, text)
+    if not text.strip() and kind == "lark":
+        raise ConstraintError(field, "is empty; it needs at least a rule `start`")
+    if not text and kind == "regex":
+        raise ConstraintError(field, "is empty; it needs at least 1 character")
+    with errors_of(field):
+        if kind == "json_schema":
+            return schema_grammar(text, no_white_space=no_white_space)
+        if kind == "regex":
+            check_regex(text)
             return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
-        case "lark":
-            if not text.strip():
-                raise ConstraintError(field, "is empty; it needs at least a rule `start`")
-            for found in _REGEX_OF_LARK.finditer(text):
-                check_regex(field, found.group()[1:-1], f" in the terminal {found.group():.20}...")
-            if _GBNF_RULE.search(text) is None:
-                return {"lark_grammar": _with_enforced_schemas(field, text, no_white_space=no_white_space)}
-            try:
-                return {"lark_grammar": gbnf_to_lark(text)}
-            except Exception as error:
-                # The converter raises errors of several types without a common base.
-                raise ConstraintError(field, f"is not a grammar in GBNF: {error}") from error
-    raise AssertionError(kind)
+        for found in _REGEX_OF_LARK.finditer(text):
+            check_regex(found.group()[1:-1], f" in the terminal {found.group():.20}...")
+        if _GBNF_RULE.search(text) is None:
+            return {"lark_grammar": _with_enforced_schemas(field, text, no_white_space=no_white_space)}
+        try:
+            return {"lark_grammar": gbnf_to_lark(text)}
+        except Exception as error:
+            # The converter raises errors of several types without a common base.
+            raise ValueError(f"is not a grammar in GBNF: {error}") from error
 
 
 def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> str:
@@ -209,11 +203,9 @@ def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> st
     return "".join(parts) + lark[place:]
 
 
-def _joined(lark: str, named: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"lark_grammar": lark}, *(grammar | {"name": name} for name, grammar in named.items())]
-
-
-def _dumps(grammars: list[dict[str, Any]]) -> str:
+def _dumps(grammar: dict[str, Any], **named: dict[str, Any]) -> str:
+    """A grammar, with those that it refers to by name."""
+    grammars = [grammar, *(each | {"name": name} for name, each in named.items())]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
@@ -222,80 +214,49 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _tag_states(
-    tags: StructuralTags, offset: int, special_tokens: Mapping[str, int], *, no_white_space: bool
-) -> list[Part | Free]:
-    field = "structural_tags.tags"
+def _tag_states(constraint: Constraint, offset: int, special_tokens: Mapping[str, int]) -> list[Part | Free]:
+    field, tags = "structural_tags.tags", constraint.structural_tags
     if not tags.tags:
         raise ConstraintError(field, "is empty; at least 1 tag is needed")
     if len(tags.tags) > MAX_TAGS:
         raise ConstraintError(field, f"has {len(tags.tags):,} entries; the max is {MAX_TAGS:,}")
+    by_begin: dict[str, list[int]] = {}
     for position, tag in enumerate(tags.tags):
         _check_marker(f"{field}[{position}].begin", tag.begin)
         if tag.WhichOneof("content") is None:
             raise ConstraintError(f"{field}[{position}]", "has no content; set one of json_schema, regex, lark")
-    if tags.no_free_text:
-        return [_tags_alone(tags, special_tokens, no_white_space=no_white_space)]
-    by_begin: dict[str, list[int]] = {}
-    for position, tag in enumerate(tags.tags):
         by_begin.setdefault(tag.begin, []).append(position)
-    _check_apart(by_begin)
+    if not tags.no_free_text:
+        _check_apart(by_begin)
+    contents: list[dict[str, Any]] = []
+    for position, tag in enumerate(tags.tags):
+        kind: Any = tag.WhichOneof("content")
+        where, text = f"{field}[{position}].{kind}", getattr(tag, kind)
+        contents.append(_grammar(where, kind, text, no_white_space=constraint.no_white_space))
+    bodies = [f"@tag_{place} {literals(tag.end, special_tokens)}".rstrip() for place, tag in enumerate(tags.tags)]
+    if tags.no_free_text:
+        whole = [f"{literals(tag.begin, special_tokens)} {body}" for tag, body in zip(tags.tags, bodies, strict=True)]
+        lark = f"start: (tag){_REPETITIONS[tags.single, tags.required]}\ntag: {' | '.join(whole)}"
+        named = {f"tag_{place}": content for place, content in enumerate(contents)}
+        return [Part("structural_tags", _dumps({"lark_grammar": lark}, **named), None)]
     # The first state is free text, then there is a part for each beginning, then the free text after a tag.
-    num_parts = len(by_begin)
     markers = tuple((begin, offset + 1 + index) for index, begin in enumerate(by_begin))
-    then = None if tags.single else offset + 1 + num_parts
+    then = None if tags.single else offset + 1 + len(by_begin)
     states: list[Part | Free] = [Free(markers, may_end=not tags.required)]
     for positions in by_begin.values():
-        named = {
-            f"tag_{position}": _content(tags.tags[position], position, no_white_space=no_white_space)
-            for position in positions
-        }
-        bodies = [_sequence(f"@tag_{each}", literals(tags.tags[each].end, special_tokens)) for each in positions]
-        states.append(Part(f"{field}[{positions[0]}]", _dumps(_joined(f"start: {' | '.join(bodies)}", named)), then))
+        lark = f"start: {' | '.join(bodies[place] for place in positions)}"
+        named = {f"tag_{place}": contents[place] for place in positions}
+        states.append(Part(f"{field}[{positions[0]}]", _dumps({"lark_grammar": lark}, **named), then))
     if then is not None:
         states.append(Free(markers, may_end=True))
     return states
 
 
-def _tags_alone(tags: StructuralTags, special_tokens: Mapping[str, int], *, no_white_space: bool) -> Part:
-    named = {
-        f"tag_{position}": _content(tag, position, no_white_space=no_white_space)
-        for position, tag in enumerate(tags.tags)
-    }
-    bodies = [
-        _sequence(literals(tag.begin, special_tokens), f"@tag_{position}", literals(tag.end, special_tokens))
-        for position, tag in enumerate(tags.tags)
-    ]
-    repeated = "" if tags.single else ("+" if tags.required else "*")
-    optional = "?" if tags.single and not tags.required else ""
-    lark = f"start: (tag){repeated}{optional}\ntag: {' | '.join(bodies)}"
-    return Part("structural_tags", _dumps(_joined(lark, named)), None)
-
-
-def _content(tag: StructuralTag, position: int, *, no_white_space: bool) -> dict[str, Any]:
-    kind = tag.WhichOneof("content")
-    assert kind is not None
-    field = f"structural_tags.tags[{position}].{kind}"
-    return _grammar(field, kind, getattr(tag, kind), no_white_space=no_white_space)
-
-
-def _sequence(*items: str) -> str:
-    return " ".join(item for item in items if item)
-
-
 def literals(text: str, special_tokens: Mapping[str, int]) -> str:
     """A text in Lark: special tokens by their ids, all else quoted. Empty for an empty text."""
-    items: list[str] = []
-    while text:
-        found = [(place, -len(token), token) for token in special_tokens if (place := text.find(token)) >= 0]
-        if not found:
-            items.append(quoted(text))
-            break
-        place, _, token = min(found)
-        if place:
-            items.append(quoted(text[:place]))
-        items.append(f"<[{special_tokens[token]}]>")
-        text = text[place + len(token) :]
+    found = sorted((token for token in special_tokens if token in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+    items = (f"<[{special_tokens[each]}]>" if each in special_tokens else quoted(each) for each in pieces if each)
     return " ".join(items)
 
 

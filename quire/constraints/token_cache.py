@@ -8,25 +8,21 @@ import hashlib
 import json
 import logging
 import os
-import struct
-import tempfile
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from pathlib import Path
 
-import numpy as np
 from huggingface_hub import constants
 
 from quire.constraints.tokens import TokenTable
 from quire.model_directory import ModelDirectory
+from quire.replacement import replace_file
 
 MAX_FILES, MAX_BYTES = 32, 256 << 20
 """Of all tables. The least recently used ones are removed."""
 MIN_TOKENIZER_BYTES = 1 << 20
 """The table of a smaller tokenizer.json is made as fast as it is read."""
-_FORMAT = b"quire tokens 1"
-# The length of a description in JSON, which follows with the lengths of all tokens, as 32-bit numbers, and their bytes.
-_HEADER = struct.Struct("<Q")
+_FORMAT = b"quire tokens 2"
+# JSON follows: the tokens, whose bytes are characters of Latin-1, and the ids of special and other added tokens.
 _DIGEST_BYTES = 32
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ def token_table(directory: ModelDirectory) -> TokenTable:
         return _read(file)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError) as error:
         _logger.warning("%s is not used, and made again: %s", file, error)
     table = TokenTable.of(json.loads(content), directory.tokenizer_config)
     try:
@@ -71,32 +67,18 @@ def _read(file: Path) -> TokenTable:
     digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if _digest(body) != digest:
         raise ValueError("its checksum does not fit")
-    (size,) = _HEADER.unpack_from(body)
-    described = json.loads(body[_HEADER.size : _HEADER.size + size])
-    at = _HEADER.size + size
-    lengths = np.frombuffer(body, "<u4", described["tokens"], at).tolist()
-    ends = accumulate(lengths, initial=at + 4 * len(lengths))
+    tokens, special, text = json.loads(body)
     with suppress(OSError):
         os.utime(file)
-    return TokenTable([body[start:end] for start, end in pairwise(ends)], described["special"], described["text"])
+    return TokenTable([each.encode("latin-1") for each in tokens], special, text)
 
 
 def _write(file: Path, table: TokenTable) -> None:
-    described = {"tokens": len(table.token_bytes), "special": table.special_tokens, "text": table.text_tokens}
-    description = json.dumps(described).encode()
-    lengths = np.array([len(each) for each in table.token_bytes], "<u4").tobytes()
-    body = b"".join((_HEADER.pack(len(description)), description, lengths, *table.token_bytes))
+    tokens = [each.decode("latin-1") for each in table.token_bytes]
+    body = json.dumps([tokens, table.special_tokens, table.text_tokens], ensure_ascii=False).encode()
     file.parent.mkdir(parents=True, exist_ok=True)
-    part, name = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(part, "wb") as opened:
-            # Other users may read it, as the files of the hub.
-            os.fchmod(part, 0o644)
-            opened.write(_digest(body) + body)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    # Other users may read it, as the files of the hub.
+    replace_file(file, _digest(body) + body, 0o644)
     _remove_oldest(file)
 
 

@@ -111,9 +111,13 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
         alphabet = byte_level_alphabet()
         # The others of these characters are no bytes: then the decoder takes the token as it is.
         table = dict.fromkeys(range(256), "\uffff") | {ord(each): byte for each, byte in alphabet.items()}
-        return [_latin_1(text.translate(table)) or text.encode() for text in texts]
+        found = ((text, text.translate(table).encode("latin-1", "ignore")) for text in texts)
+        return [data if len(data) == len(text) else text.encode() for text, data in found]
     if not kinds & {"ByteFallback", "Metaspace"}:
-        raise ValueError(f"its decoder is {' and '.join(sorted(kinds)) or 'absent'}; {_KINDS}")
+        raise ValueError(
+            f"its decoder is {' and '.join(sorted(kinds)) or 'absent'}; byte-level BPE, byte fallback and "
+            "SentencePiece can be read"
+        )
     for each in decoders:
         old, new = None, " "
         if each["type"] == "Metaspace":
@@ -127,16 +131,6 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
         if len(text) == 6 and (match := _BYTE_TOKEN.fullmatch(text)):
             encoded[token_id] = bytes.fromhex(match[1])
     return encoded
-
-
-_KINDS = "byte-level BPE, byte fallback and SentencePiece can be read"
-
-
-def _latin_1(text: str) -> bytes | None:
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return None
 
 
 @cache
@@ -208,10 +202,6 @@ class Speller:
     def __call__(self, text: str) -> list[int]:
         """The tokens of the beginning of a text; none if no tokens have its bytes."""
         return self._spelled(text[:_SPELLED_AT_ONCE])
-
-    def unspelled(self, text: str) -> str | None:
-        """A character of a text that no tokens can write; None if there is none."""
-        return next((each for each in text if not self(each)), None)
 
     def _spell(self, text: str) -> list[int]:
         data = text.encode()

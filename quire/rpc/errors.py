@@ -23,7 +23,7 @@ fault, RetryInfo where a retry makes sense.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -86,6 +86,11 @@ class QuireError(Exception):
         self.violations: tuple[FieldViolation, ...] = tuple(violations)
         self.retry_after_ms = retry_after_ms
         self.metadata: dict[str, str] = dict(metadata or {})
+
+    @classmethod
+    def of_field(cls, field: str, description: str, *, reason: str | None = None) -> Self:
+        """The error for one field, in one line and as a violation."""
+        return cls(f"{field} {description}", reason=reason, violations=[FieldViolation(field, description)])
 
     @property
     def is_retryable(self) -> bool:
@@ -185,7 +190,7 @@ def error_for_code(
 
 def invalid_field(field: str, description: str) -> InvalidArgument:
     """The error for one field, in one line and as a violation: invalid_field("batch.rows", "holds row 3 twice")."""
-    return InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
+    return InvalidArgument.of_field(field, description)
 
 
 def to_rpc_status(error: QuireError) -> grpc.Status:

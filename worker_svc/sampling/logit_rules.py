@@ -46,7 +46,7 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
 
     In this order: tokens that a constraint excludes or the caller does not allow get -infinity; biases are added,
     and stop tokens before min_tokens, last tokens of bad words and of repeated sequences get -infinity; then
-    repetition, frequency and presence penalty (`apply_penalties`).
+    repetition, frequency and presence penalty (`_penalise`).
 
     Logits of rows that report candidates (beam search) are converted to log probabilities first and not normalised
     again: their rules change scores, as in transformers.
@@ -60,7 +60,9 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     places = np.flatnonzero(columns.has_rules)
     if masks is None and not len(places):
         return
-    _normalise_candidates(logits, np.flatnonzero(columns.changes_logits & (columns.num_candidates > 0)))
+    if len(reporting := np.flatnonzero(columns.changes_logits & (columns.num_candidates > 0))):
+        index = to_device(reporting, logits.device)
+        logits.index_copy_(0, index, logits[index].log_softmax(dim=1))
     if masks is not None:
         masks.apply(logits)
     ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]
@@ -68,13 +70,8 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     _add_bias(logits, ruled, history)
     _add_sequence_biases(logits, ruled, history)
     _ban_repetitions(logits, ruled, history)
-    apply_penalties(logits, [each for each in ruled if each.rules.has_penalties], history)
-
-
-def _normalise_candidates(logits: Tensor, places: NDArray[np.integer]) -> None:
-    if len(places):
-        index = to_device(places, logits.device)
-        logits.index_copy_(0, index, logits[index].log_softmax(dim=1))
+    for piece in _pieces([each for each in ruled if each.rules.has_penalties], history):
+        _penalise(logits, piece, history)
 
 
 def _keep_allowed(logits: Tensor, ruled: list[RuledRow]) -> None:
@@ -117,37 +114,32 @@ def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
 def _add_sequence_biases(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
     """Adds to the last token of a sequence after its other tokens; -infinity for a bad word, for which only the output
     is searched."""
-    num_output_tokens = history.num_tokens - history.num_prompt_tokens
     sequences: list[tuple[int, Int32Array]] = []
     biases: list[float] = []
-    num_searched: list[int] = []
     for place, rules in ((each.place, each.rules) for each in ruled):
-        bad = [(sequence, -np.inf) for sequence in rules.bad_sequences]
-        sequences += [(place, sequence) for sequence, _ in (*bad, *rules.sequence_biases)]
-        biases += [bias for _, bias in (*bad, *rules.sequence_biases)]
-        num_searched += [int(num_output_tokens[place])] * len(bad)
-        num_searched += [int(history.num_tokens[place])] * len(rules.sequence_biases)
+        num_tokens = int(history.num_tokens[place])
+        num_output_tokens = num_tokens - int(history.num_prompt_tokens[place])
+        found = [(sequence, -np.inf) for sequence in rules.bad_sequences if len(sequence) <= num_output_tokens + 1]
+        found += [(sequence, bias) for sequence, bias in rules.sequence_biases if len(sequence) <= num_tokens + 1]
+        sequences += [(place, sequence) for sequence, _ in found]
+        biases += [bias for _, bias in found]
     if not sequences:
         return
     places = np.array([place for place, _ in sequences])
     prefix_lengths = np.array([len(sequence) - 1 for _, sequence in sequences])
-    is_complete = prefix_lengths <= np.array(num_searched)
     width = int(prefix_lengths.max())
     # Prefixes are aligned with the end of the tokens so far.
     prefixes = np.zeros((len(sequences), width), np.int64)
     for line, (_, sequence) in enumerate(sequences):
         prefixes[line, width - len(sequence) + 1 :] = sequence[:-1]
     last_tokens = np.array([sequence[-1] for _, sequence in sequences])
-    numbers = np.stack(
-        (places, history.rows[places], history.num_tokens[places], prefix_lengths, last_tokens, is_complete)
-    )
-    lines, rows, ends, lengths, last, complete = to_device(numbers.astype(np.int64), logits.device)
+    numbers = np.stack((places, history.rows[places], history.num_tokens[places], prefix_lengths, last_tokens))
+    lines, rows, ends, lengths, last = to_device(numbers.astype(np.int64), logits.device)
     back = torch.arange(width, 0, -1, device=logits.device)
     found = history.token_ids[rows[:, None], (ends[:, None] - back).clamp_(min=0)]
     differs = (found != to_device(prefixes, logits.device)) & (back <= lengths[:, None])
-    applies = (complete > 0) & ~differs.any(dim=1)
     values = to_device(np.array(biases, np.float32), logits.device)
-    logits.index_put_((lines, last), torch.where(applies, values, 0.0), accumulate=True)
+    logits.index_put_((lines, last), torch.where(differs.any(dim=1), 0.0, values), accumulate=True)
 
 
 def _ban_repetitions(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
@@ -156,26 +148,42 @@ def _ban_repetitions(logits: Tensor, ruled: list[RuledRow], history: History) ->
     for each in ruled:
         if 0 < (size := each.rules.no_repeat_ngram_size) <= history.num_tokens[each.place]:
             by_size.setdefault(size, []).append(each)
-    for size, rows in by_size.items():
-        for piece in _pieces(rows, history):
-            _ban_repeated(logits, size, np.array([row.place for row in piece]), history)
+    for size, piece in ((size, piece) for size, rows in by_size.items() for piece in _pieces(rows, history)):
+        lines, _, ends, tokens = _table(piece, history, logits.device)
+        num_starts = tokens.shape[1] - size + 1
+        repeats = torch.arange(size, tokens.shape[1] + 1, device=logits.device) <= ends
+        for offset in range(size - 1):
+            repeats &= tokens[:, offset : offset + num_starts] == tokens.gather(1, ends - (size - 1) + offset)
+        last = torch.where(repeats, tokens[:, size - 1 :], tokens[:, :1])
+        values = torch.where(repeats, -torch.inf, 0.0)
+        logits.index_put_((lines.expand_as(last), last), values, accumulate=True)
 
 
-def _ban_repeated(logits: Tensor, size: int, places: NDArray[np.integer], history: History) -> None:
-    numbers = np.stack((places, history.rows[places], history.num_tokens[places])).astype(np.int64)
-    lines, rows, ends = to_device(numbers, logits.device)[:, :, None]
-    tokens = history.token_ids[:, : int(numbers[2].max())].index_select(0, rows.squeeze(1)).long()
-    num_starts = tokens.shape[1] - size + 1
-    repeats = torch.arange(size, tokens.shape[1] + 1, device=logits.device) <= ends
-    for offset in range(size - 1):
-        repeats &= tokens[:, offset : offset + num_starts] == tokens.gather(1, ends - (size - 1) + offset)
-    # Entries beyond a row's end are undefined; the row's first token replaces them.
-    last = torch.where(repeats, tokens[:, size - 1 :], tokens[:, :1])
-    values = torch.where(repeats, -torch.inf, 0.0)
-    logits.index_put_((lines.expand_as(last), last), values, accumulate=True)
+def _pieces(rows: Sequence[RuledRow], history: History) -> Iterator[list[RuledRow]]:
+    """Rows in groups that share a table. Shortest first, so that the last row of a group has the table's width."""
+    piece: list[RuledRow] = []
+    for row in sorted(rows, key=lambda row: int(history.num_tokens[row.place])):
+        if piece and (len(piece) + 1) * int(history.num_tokens[row.place]) > _MAX_ENTRIES:
+            yield piece
+            piece = []
+        piece.append(row)
+    if piece:
+        yield piece
 
 
-def apply_penalties(logits: Tensor, penalised: Sequence[RuledRow], history: History) -> None:
+def _table(piece: list[RuledRow], history: History, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Places, prompt ends and ends of the rows, [m, 1] each, and their tokens, [m, longest]: a row's first token stands
+    for what is beyond its end."""
+    places = np.array([row.place for row in piece])
+    columns = (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
+    numbers = np.stack(columns).astype(np.int64)
+    lines, rows, prompt_ends, ends = to_device(numbers, device)[:, :, None]
+    longest = int(numbers[3].max())
+    tokens = history.token_ids[:, :longest].index_select(0, rows.squeeze(1)).long()
+    return lines, prompt_ends, ends, torch.where(torch.arange(longest, device=device) < ends, tokens, tokens[:, :1])
+
+
+def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
     """Changes the logits of these rows in place: those of the tokens that a row has, and no others.
 
     The penalties are those of vLLM: repetition divides positive logits and multiplies the others, of each token in
@@ -188,56 +196,27 @@ def apply_penalties(logits: Tensor, penalised: Sequence[RuledRow], history: Hist
 
     Args:
         logits: [n, vocab] float32, contiguous.
-        penalised: Rows that have at least one token each.
+        piece: Rows that have at least one token each.
         history: Tokens of the n rows.
     """
-    for piece in _pieces(penalised, history):
-        _penalise(logits, piece, history)
-
-
-def _pieces(penalised: Sequence[RuledRow], history: History) -> Iterator[list[RuledRow]]:
-    """Rows in groups that share a table. Shortest first, so that the last row of a group has the table's width."""
-    piece: list[RuledRow] = []
-    for row in sorted(penalised, key=lambda row: int(history.num_tokens[row.place])):
-        if piece and (len(piece) + 1) * int(history.num_tokens[row.place]) > _MAX_ENTRIES:
-            yield piece
-            piece = []
-        piece.append(row)
-    if piece:
-        yield piece
-
-
-def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
-    places = np.array([row.place for row in piece])
-    columns = (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
-    numbers = np.stack(columns).astype(np.int64)
-    lines, rows, prompt_ends, ends = to_device(numbers, logits.device)[:, :, None]
-    longest = int(numbers[3].max())
-    tokens = history.token_ids[:, :longest].index_select(0, rows.squeeze(1)).long()
-    positions = torch.arange(longest, device=logits.device)
-    # Entries beyond a row's end are undefined; the row's first token replaces them.
-    entries = torch.where(positions < ends, tokens, tokens[:, :1]) + lines * logits.shape[1]
+    lines, prompt_ends, ends, tokens = _table(piece, history, logits.device)
+    entries = tokens + lines * logits.shape[1]
     flat = logits.view(-1)
     values = flat.take(entries)
-    penalties = np.array([_penalties(row.rules) for row in piece], np.float32).T
+    rules = [row.rules for row in piece]
+    penalties = np.array(
+        [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in rules], np.float32
+    ).T
     repetition, frequency, presence = to_device(penalties.copy(), logits.device)[:, :, None]
     penalised = values
     if (penalties[0] != 1).any():
         penalised = torch.where(values > 0, values / repetition, values * repetition)
     if penalties[1:].any():
+        positions = torch.arange(tokens.shape[1], device=logits.device)
         is_output = (positions >= prompt_ends) & (positions < ends)
-        counts = _counts(flat, entries, is_output)
+        flat.put_(entries, torch.zeros_like(values))
+        flat.put_(entries, is_output.to(flat.dtype), accumulate=True)
+        counts = flat.take(entries)
         penalised = penalised - frequency * counts - presence * (counts > 0)
     # A token that occurs several times is written as often, with the same value.
     flat.put_(entries, penalised)
-
-
-def _penalties(rules: LogitRules) -> tuple[float, float, float]:
-    return rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
-
-
-def _counts(scratch: Tensor, entries: Tensor, counted: Tensor) -> Tensor:
-    """How often the entry at each place is among the counted ones, [m, longest]. Overwrites the entries."""
-    scratch.put_(entries, torch.zeros_like(counted, dtype=scratch.dtype))
-    scratch.put_(entries, counted.to(scratch.dtype), accumulate=True)
-    return scratch.take(entries)

@@ -16,7 +16,7 @@ from gateway.request.adapters import ServedAdapter
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
 from gateway.request.text_service import TextService
-from gateway.request.validation import find_model
+from gateway.request.validation import check_model
 from gateway.types import RequestOptions, optional
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
@@ -54,6 +54,7 @@ from quire.gateway.v1.model_pb2 import (
     UnloadAdapterResponse,
 )
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
+from quire.rpc.errors import NotFound
 from quire.rpc.interceptors import REQUEST_ID_HEADER
 from quire.version import VERSION
 
@@ -181,7 +182,7 @@ class ModelServicer:
         return ListModelsResponse(models=[await self._describe(name) for name in names])
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
-        find_model(request.model, self._adapters.visible(current_caller(), request.model))
+        check_model(request.model, self._adapters.visible(current_caller(), request.model), NotFound)
         return GetModelResponse(model=await self._describe(request.model))
 
     async def LoadAdapter(self, request: LoadAdapterRequest, context: Context) -> LoadAdapterResponse:

@@ -42,7 +42,7 @@ from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
-from gateway.request.validation import find_model
+from gateway.request.validation import check_model
 from gateway.request.violations import renaming
 from gateway.types import ChatPrompt, TextPrompt
 from quire.rpc.errors import NotFound, Unimplemented, invalid_field
@@ -206,7 +206,7 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
     async def model(request: Request) -> Response:
         """One model by its name."""
         name = request.path_params["model"]
-        find_model(name, adapters.visible(current_caller(), name))
+        check_model(name, adapters.visible(current_caller(), name), NotFound)
         return JSONResponse(_as_anthropic(described(name)) if _is_of_anthropic(request) else described(name))
 
     async def load_adapter(request: Request) -> Response:
@@ -282,7 +282,7 @@ def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
     Raises:
         NotFound: the caller may not use the model.
     """
-    find_model(model.name, current_caller().visible(model.name))
+    check_model(model.name, current_caller().visible(model.name), NotFound)
     config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
     config.setdefault("tokenizer_class", _TOKENIZER_CLASS)
     return config if model.chat.template is None else config | {"chat_template": model.chat.template.source}

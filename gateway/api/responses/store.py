@@ -26,7 +26,7 @@ from gateway.types import ChatMessage
 from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.progress import shown_bytes
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable, invalid_field
+from quire.rpc.errors import InvalidArgument, NotFound, Unavailable, invalid_field
 from quire.settings import ConfigurationError
 
 # The memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
@@ -168,8 +168,7 @@ class ResponseStore(ABC):
 
     def _missing(self, path: str, id: str) -> InvalidArgument:
         description = f'is "{id:.80}", which {self._absence}; send the items of the earlier turns in input'
-        violation = FieldViolation(path, description)
-        return InvalidArgument(f"{path} {description}", reason="RESPONSE_NOT_FOUND", violations=[violation])
+        return InvalidArgument.of_field(path, description, reason="RESPONSE_NOT_FOUND")
 
     @property
     def _absence(self) -> str:

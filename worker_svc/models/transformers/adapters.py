@@ -5,20 +5,15 @@ it stays the model's own code. Some adapters only remove what depends on a token
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.falcon.modeling_falcon import (
-    FalconAttention,
-    FalconForCausalLM,
-    apply_rotary_pos_emb,
-    build_alibi_tensor,
-)
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
 
 from worker_svc.models.transformers.paged import PAGED, PAGED_WITH_MASKS, attend_by_hook
 
@@ -48,35 +43,29 @@ def _replacing(class_name: str, method_name: str, method: Callable[..., Any]) ->
     return adapter
 
 
-def _divided_by(divisor: str) -> Callable[..., Attended]:
-    """GPT-J, CodeGen and GPT-NeoX Japanese, whose scores are divided by an attribute of the module."""
+def _attending(divisor: str | None, window: Callable[[Any], int | None] | None = None) -> Callable[..., Attended]:
+    """The method that attends of GPT-J and its like. `divisor`: the attribute of the module that divides the scores.
+    `window`: for modules that name their window themselves, whose masks are causal."""
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> Attended:
         """query, key, value [1, H, T, D]; returns the same shape."""
-        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=1 / getattr(module, divisor))
+        options = {} if window is None else {"sliding_window": window(module)}
+        mask = mask if window is None else None
+        scaling = 1.0 if divisor is None else 1 / getattr(module, divisor)
+        attended, _weights = attend_by_hook(module, query, key, value, mask, scaling=scaling, **options)
         return attended.transpose(1, 2), None
 
     return attend
 
 
-def _windowed(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: torch.Tensor | None = None
-) -> Attended:
-    """GPT-Neo, which does not scale. Its mask is causal; local layers name their window themselves."""
-    window = module.config.window_size if module.attention_type == "local" else None
-    attended, _weights = attend_by_hook(module, query, key, value, None, scaling=1.0, sliding_window=window)
-    return attended.transpose(1, 2), None
+def _window_of_gpt_neo(module: Any) -> int | None:
+    return module.config.window_size if module.attention_type == "local" else None
 
 
 def _first_gpt(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    _output_attentions: bool = False,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *_: Any
 ) -> list[torch.Tensor]:
     """GPT, whose keys come transposed, [1, H, D, T]."""
     scaling = value.shape[-1] ** -0.5 if module.scale else 1.0
@@ -125,7 +114,7 @@ def adapt_bloom(model: PreTrainedModel) -> None:
     # The bias of the key at position 1.
     slopes = base.build_alibi_tensor(torch.ones(1, 2), base.num_heads, torch.float32)[:, 0, 1].tolist()
     for block in base.h:
-        _replace_forward(block.self_attention, _bloom_attention, slopes)
+        block.self_attention.forward = partial(_bloom_attention, block.self_attention, slopes)
 
 
 def adapt_mpt(model: PreTrainedModel) -> None:
@@ -134,16 +123,9 @@ def adapt_mpt(model: PreTrainedModel) -> None:
     # The bias of the second but last key.
     slopes = (-base.build_mpt_alibi_tensor(base.num_heads, 2)[:, 0, 0]).tolist()
     for block in base.blocks:
-        _replace_forward(block.attn, _mpt_attention, slopes)
+        block.attn.forward = partial(_mpt_attention, block.attn, slopes)
     # Its own forward makes a mask and a bias for all positions in each step.
     base.forward = MethodType(_mpt_base, base)
-
-
-def _replace_forward(module: nn.Module, forward: Any, slopes: list[float]) -> None:
-    def with_slopes(module: nn.Module, *inputs: Any, **options: Any) -> Attended:
-        return forward(module, slopes, *inputs, **options)
-
-    module.forward = MethodType(with_slopes, module)
 
 
 def _bloom_attention(
@@ -183,73 +165,50 @@ def _mpt_base(base: Any, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWi
     return BaseModelOutputWithPast(last_hidden_state=base.norm_f(hidden_states))
 
 
-_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
-
-
-class PagedFalconAttention(nn.Module):
-    """Replaces a FalconAttention, whose weights it uses."""
-
-    def __init__(self, original: FalconAttention) -> None:
-        super().__init__()
-        assert original.num_kv_heads is not None, "its configuration fills it in"
-        self.original = original
-        self._num_kv_heads = original.num_kv_heads
-        # The bias of the key at position 1, by head.
-        ones = torch.ones(1, 2, dtype=torch.long, device=original.dense.weight.device)
-        self._slopes = build_alibi_tensor(ones, original.num_heads, torch.bfloat16)[:, :, 1]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        position_ids: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        alibi: torch.Tensor | None,
-        **_rest: Any,
-    ) -> Attended:
-        """hidden_states [1, T, hidden]; returns the same shape."""
-        original = self.original
-        query, key, value = self._split(original.query_key_value(hidden_states))
-        if alibi is None:
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        else:
-            query, key, value = self._with_bias(query, key, value, position_ids)
-        attended, _ = attend_by_hook(
-            self, query, key, value, scaling=original.inv_norm_factor, needs_exact_keys=alibi is not None
-        )
-        return original.dense(attended.flatten(2)), None
-
-    def _split(self, fused: torch.Tensor) -> _Heads:
-        """fused [1, T, *]. Groups of queries are stored beside the key and value that they share."""
-        original = self.original
-        if not original.new_decoder_architecture:
-            query, key, value = original._split_heads(fused)
-        else:
-            groups = fused.view(*fused.shape[:2], self._num_kv_heads, -1, original.head_dim)
-            query, key, value = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-    def _with_bias(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position_ids: torch.Tensor
-    ) -> _Heads:
-        """Adds ALiBi as one more element of each key, by which a 1 in each query is multiplied.
-
-        Falcon rounds the bias of each key position to bfloat16, so it is no product of a slope and a distance. Each
-        query head needs a key of its own then.
-        """
-        bias = (self._slopes * position_ids).to(key.dtype)[None, :, :, None]
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-        return functional.pad(query, (0, 1), value=1.0), torch.cat((key, bias), dim=-1), value
-
-
 def adapt_falcon(model: PreTrainedModel) -> None:
     """Falcon, whose attention is older than the attention interface."""
-    assert isinstance(model, FalconForCausalLM)
-    for block in model.transformer.h:
-        original = block.self_attention
-        assert isinstance(original, FalconAttention)
-        block.self_attention = PagedFalconAttention(original)
+    base: Any = model.base_model
+    for block in base.h:
+        attention = block.self_attention
+        # The bias of the key at position 1, by head.
+        ones = torch.ones(1, 2, dtype=torch.long, device=attention.dense.weight.device)
+        slopes = build_alibi_tensor(ones, attention.num_heads, torch.bfloat16)[:, :, 1]
+        attention.forward = partial(_falcon_attention, attention, slopes)
+
+
+def _falcon_attention(
+    module: Any,
+    slopes: torch.Tensor,
+    hidden_states: torch.Tensor,
+    *,
+    position_ids: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    alibi: torch.Tensor | None,
+    **_: Any,
+) -> Attended:
+    """hidden_states [1, T, hidden]; returns the same shape.
+
+    ALiBi is one more element of each key, by which a 1 in each query is multiplied: Falcon rounds the bias of each key
+    position to bfloat16, so it is no product of a slope and a distance. Each query head needs a key of its own then.
+    """
+    fused = module.query_key_value(hidden_states)
+    if not module.new_decoder_architecture:
+        query, key, value = module._split_heads(fused)
+    else:
+        # Groups of queries are stored next to the key and value that they share.
+        groups = fused.view(*fused.shape[:2], module.num_kv_heads, -1, module.head_dim)
+        query, key, value = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    if alibi is None:
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    else:
+        bias = (slopes * position_ids).to(key.dtype)[None, :, :, None]
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        query, key = functional.pad(query, (0, 1), value=1.0), torch.cat((key, bias), dim=-1)
+    attended, _weights = attend_by_hook(
+        module, query, key, value, scaling=module.inv_norm_factor, needs_exact_keys=alibi is not None
+    )
+    return module.dense(attended.flatten(2)), None
 
 
 _SPARSE = (
@@ -259,11 +218,11 @@ _SPARSE = (
 
 _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "BloomForCausalLM": adapt_bloom,
-    "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _divided_by("scale_attn")),
+    "CodeGenForCausalLM": _replacing("CodeGenAttention", "_attn", _attending("scale_attn")),
     "FalconForCausalLM": adapt_falcon,
-    "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _divided_by("scale_attn")),
-    "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _windowed),
-    "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _divided_by("norm_factor")),
+    "GPTJForCausalLM": _replacing("GPTJAttention", "_attn", _attending("scale_attn")),
+    "GPTNeoForCausalLM": _replacing("GPTNeoSelfAttention", "_attn", _attending(None, _window_of_gpt_neo)),
+    "GPTNeoXJapaneseForCausalLM": _replacing("GPTNeoXJapaneseAttention", "_attn", _attending("norm_factor")),
     "Llama4ForCausalLM": _keep_temperature,
     "MptForCausalLM": adapt_mpt,
     "OpenAIGPTLMHeadModel": _replacing("Attention", "_attn", _first_gpt),

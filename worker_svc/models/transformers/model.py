@@ -8,7 +8,7 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -31,13 +31,13 @@ from quire.settings import ConfigurationError
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.transformers.adapters import adapt, served_attention
 from worker_svc.models.transformers.paged import (
+    HOOK,
     PAGED,
     PAGED_WITH_MASKS,
     PagedLayers,
     PoolShape,
     UnsupportedModelError,
     attend_by_hook,
-    clear_hook,
     set_hook,
 )
 from worker_svc.models.transformers.probe import (
@@ -70,13 +70,14 @@ def load_transformers_model(
     with refusals(described), _quiet(), torch.inference_mode():
         check_kinds_of_layers(config)
         _check_without_weights(config, described.architecture)
-    whole = load_pretrained(described, config, placement, progress)
+    whole = load_pretrained(described, config, placement, progress or (lambda _done, _total: None))
     with refusals(described), _quiet(), torch.inference_mode():
         adapt(whole, described.architecture)
         model = SplitModel(whole)
         probed = _probe(model, placement.device)
         pool = PoolShape.of(probed.shapes)
-        max_model_len = _max_model_len(config, probed)
+        remembered = remembered_by_generate(config, [shape.sliding_window for shape in probed.shapes])
+        limits = (max_model_len_of(config), remembered)
         vocab_size = model.logits(probed.hidden).shape[-1]
     layers = PagedLayers(probed.modules, probed.shapes, pool, placement.device)
     return TransformersCausalLM(
@@ -88,7 +89,7 @@ def load_transformers_model(
         num_kv_heads=pool.num_kv_heads,
         head_dim=pool.head_dim,
         vocab_size=vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=min(limit for limit in limits if limit is not None),
     )
 
 
@@ -170,16 +171,9 @@ def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
     return parts[0]
 
 
-def _max_model_len(config: PreTrainedConfig, probed: ProbedModel) -> int:
-    named = max_model_len_of(config)
-    remembered = remembered_by_generate(config, [shape.sliding_window for shape in probed.shapes])
-    return named if remembered is None else min(named, remembered)
-
-
 def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
     """Raises UnsupportedModelError for what the calls of attention show before any weight is read."""
-    model_class = _model_class(config)
-    assert model_class is not None, "checked by read_config"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     device = torch.device("meta")
     try:
         with device:
@@ -219,7 +213,7 @@ def _recorder_of(model: SplitModel) -> Iterator[tuple[Recorder, int]]:
         yield recorder, text.num_hidden_layers
     finally:
         for module in modules:
-            clear_hook(module)
+            delattr(module, HOOK)
 
 
 def choose_attention(model: PreTrainedModel, name: str) -> None:
@@ -281,7 +275,9 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(described.path, local_files_only=True, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"{described.architecture} of {described.path} has an encoder; decoders are served")
-    known = _model_class(config)
+    # A few model types have several classes.
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = known if isinstance(known, type) else None
     if known is None or known.__name__ != described.architecture:
         raise ConfigurationError(
             f"architecture {described.architecture} of {described.path} is no causal language model of transformers: "
@@ -291,7 +287,7 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
 
 
 def load_pretrained(
-    described: ModelDirectory, config: PreTrainedConfig, placement: Placement, progress: Progress | None
+    described: ModelDirectory, config: PreTrainedConfig, placement: Placement, progress: Progress
 ) -> PreTrainedModel:
     """The model with its weights, in memory of its own.
 
@@ -302,14 +298,11 @@ def load_pretrained(
     checkpoint = with_quantized_weights(Checkpoint.of_model(described), described)
     # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
     vars(config).pop("quantization_config", None)
-    weights = _CountedWeights(checkpoint, progress)
-    model_class = _model_class(config)
-    assert model_class is not None, "checked by read_config"
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with refusals(described), _quiet():
-        # Its signature omits the pair that `output_loading_info` makes it return.
-        loaded: Any = model_class.from_pretrained(
+        model, found = model_class.from_pretrained(
             None,
-            state_dict=weights.by_name(),
+            state_dict=_lazy_tensors(checkpoint.tensors, progress),
             config=config,
             dtype=placement.dtype,
             attn_implementation="eager",
@@ -317,8 +310,6 @@ def load_pretrained(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    model: PreTrainedModel
-    model, found = loaded
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise ConfigurationError(
             f"{described.path}: tensor {name} has shape {list(stored)}; config.json asks for {list(expected)}"
@@ -329,38 +320,31 @@ def load_pretrained(
         for name in sorted(found["unexpected_keys"]):
             raise checkpoint.unused(name)
     _place(model.eval().requires_grad_(False), placement.device)
-    weights.finish()
+    # Tensors that the model does not have are never read.
+    num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    progress(num_bytes, num_bytes)
     return model
 
 
-class _CountedWeights:
-    """The tensors of a checkpoint in the form in which transformers reads safetensors: as objects that it indexes by
-    `...` when it wants one, in several threads."""
+def _lazy_tensors(tensors: Mapping[str, StoredTensor], progress: Progress) -> dict[str, "_LazyTensor"]:
+    """The tensors of a checkpoint, each of which is read, in several threads, and counted when it is wanted."""
+    done, total = 0, sum(tensor.num_bytes for tensor in tensors.values())
+    counting = threading.Lock()
+    progress(done, total)
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
-        self._tensors = checkpoint.tensors
-        self._progress = progress
-        self._total = sum(tensor.num_bytes for tensor in self._tensors.values())
-        self._done = 0
-        self._counting = threading.Lock()
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        with counting:
+            done += num_bytes
+            progress(done, total)
 
-    def by_name(self) -> dict[str, "_LazyTensor"]:
-        self._count(0)
-        return {name: _LazyTensor(tensor, self._count) for name, tensor in self._tensors.items()}
-
-    def finish(self) -> None:
-        """Tensors that the model does not have are never read."""
-        self._count(self._total - self._done)
-
-    def _count(self, num_bytes: int) -> None:
-        if self._progress is not None:
-            with self._counting:
-                self._done += num_bytes
-                self._progress(self._done, self._total)
+    return {name: _LazyTensor(tensor, count) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _LazyTensor:
+    """A tensor in the form in which transformers reads safetensors: it is indexed by `...` to read it."""
+
     stored: StoredTensor
     count: Callable[[int], None]
 
@@ -368,12 +352,6 @@ class _LazyTensor:
         tensor = self.stored.read()[index]
         self.count(self.stored.num_bytes)
         return tensor
-
-
-def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    # A few model types have several classes.
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return known if isinstance(known, type) else None
 
 
 def _place(model: PreTrainedModel, device: torch.device) -> None:

@@ -25,7 +25,7 @@ PAGED = "quire_paged"
 PAGED_WITH_MASKS = "quire_paged_with_masks"
 
 # The attribute of attention modules that holds their hook.
-_HOOK = "quire_attention"
+HOOK = "quire_attention"
 
 
 class UnsupportedModelError(Exception):
@@ -65,18 +65,14 @@ def attend_by_hook(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers that calls the module's hook."""
-    hook: AttentionHook | None = getattr(module, _HOOK, None)
+    hook: AttentionHook | None = getattr(module, HOOK, None)
     if hook is None:
         raise UnsupportedModelError("it makes attention modules while it runs")
     return hook(AttentionCall(module, query, key, value, attention_mask, options)), None
 
 
 def set_hook(module: nn.Module, hook: AttentionHook) -> None:
-    setattr(module, _HOOK, hook)
-
-
-def clear_hook(module: nn.Module) -> None:
-    delattr(module, _HOOK)
+    setattr(module, HOOK, hook)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +180,7 @@ class _PagedLayer:
         if self._repeats > 1:
             key, value = (tensor.repeat_interleave(self._repeats, dim=1) for tensor in (key, value))
         ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
-        attended = self._attend(query, kv_cache, metadata)
-        # Models may view it in another shape.
-        return attended[..., : self._shape.value_dim].to(call.query.dtype).contiguous()[None]
-
-    def _lines(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[1, H, T, D] -> [T, H, head size of the pool]. Zeros change neither scores nor sums of values."""
-        lines = tensor[0].transpose(0, 1).to(dtype)
-        missing = self._pool.head_dim - lines.shape[-1]
-        return functional.pad(lines, (0, missing)) if missing else lines
-
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        return ops.paged_attention(
+        attended = ops.paged_attention(
             query,
             kv_cache,
             metadata.block_tables,
@@ -209,6 +194,14 @@ class _PagedLayer:
             alibi_slopes=self._alibi_slopes,
             sinks=self._sinks,
         )
+        # Models may view it in another shape.
+        return attended[..., : self._shape.value_dim].to(call.query.dtype).contiguous()[None]
+
+    def _lines(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[1, H, T, D] -> [T, H, head size of the pool]. Zeros change neither scores nor sums of values."""
+        lines = tensor[0].transpose(0, 1).to(dtype)
+        missing = self._pool.head_dim - lines.shape[-1]
+        return functional.pad(lines, (0, missing)) if missing else lines
 
 
 def _numbers(each: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:

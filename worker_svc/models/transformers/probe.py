@@ -133,7 +133,14 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
         UnsupportedModelError: it cannot be served.
     """
     tokens, positions = _first_tokens(vocab_size, device)
-    first = _first_run(forward, recorder, tokens, positions)
+    try:
+        first = _run(forward, recorder, tokens, positions)
+    except Exception as error:
+        if recorder.calls or isinstance(error, UnsupportedModelError | torch.OutOfMemoryError):
+            raise
+        # Attention of the model's own may fail, for lack of a mask, before it shows that ours was not called.
+        reason = f"it fails before it attends through transformers' attention interface ({one_line(error)})"
+        raise UnsupportedModelError(reason) from error
     shapes = _shapes_of(first, num_layers)
     other_start = tokens.clone()
     other_start[0] = (tokens[0] + NUM_TOKENS) % vocab_size
@@ -161,20 +168,6 @@ def _shapes_of(run: "_Run", num_layers: int) -> tuple[LayerShape, ...]:
             f"{len(run.calls)} of its {num_layers} layers attend through transformers' attention interface"
         )
     return tuple(map(_shape_of, run.calls))
-
-
-def _first_run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
-    """Attention of the model's own may fail, for lack of a mask, before it shows that ours was not called."""
-    try:
-        return _run(forward, recorder, tokens, positions)
-    except (UnsupportedModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if recorder.calls:
-            raise
-        raise UnsupportedModelError(
-            f"it fails before it attends through transformers' attention interface ({one_line(error)})"
-        ) from error
 
 
 def _run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
@@ -351,8 +344,11 @@ def max_model_len_of(config: PreTrainedConfig) -> int:
         ConfigurationError: config.json names no length.
     """
     text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    of_rope = [each.get("original_max_position_embeddings") for each in sections if each.get("rope_type") == "longrope"]
     named = [getattr(text, name, None) for name in _LENGTH_FIELDS]
-    limits = [*_lengths(*named)[:1], *_lengths(*_rotary_limits(text), getattr(text, "index_topk", None))]
+    limits = [*_lengths(*named)[:1], *_lengths(*of_rope, getattr(text, "index_topk", None))]
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         limits += _lengths(getattr(text, "attention_chunk_size", None))
     if getattr(text, "attn_temperature_tuning", False):
@@ -363,16 +359,6 @@ def max_model_len_of(config: PreTrainedConfig) -> int:
     if not limits:
         raise ConfigurationError(f"config.json of model type {config.model_type!r} has no max_position_embeddings")
     return min(limits)
-
-
-def _rotary_limits(text: PreTrainedConfig) -> list[object]:
-    rope = getattr(text, "rope_parameters", None) or {}
-    sections = (rope, *(each for each in rope.values() if isinstance(each, dict)))
-    return [
-        section.get("original_max_position_embeddings")
-        for section in sections
-        if section.get("rope_type") == "longrope"
-    ]
 
 
 def _lengths(*values: object) -> list[int]:
