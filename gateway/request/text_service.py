@@ -12,7 +12,7 @@ from gateway.request.prepare import encode_prompt
 from gateway.request.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
 from gateway.request.violations import Violations
 from gateway.types import ChatPrompt, Prompt, TextPrompt
-from quire.rpc.errors import FieldViolation, QuireError, invalid_field
+from quire.rpc.errors import FieldViolation, invalid_field
 
 _DEFAULT_TIME_TO_LIVE_MS = 5 * 60 * 1000
 _MISSING_PREFIX = FieldViolation("prefix", "is missing; set text, token_ids or chat")

@@ -1,4 +1,5 @@
 """Fields of requests that vLLM or llama-cpp-python reads are read here, refused by name, or ignored on purpose."""
+
 import ast
 from pathlib import Path
 from typing import Any
