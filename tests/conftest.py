@@ -12,6 +12,7 @@ import pytest_asyncio
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support.forks import forked_pytest, share_forks
 from tests.support.tiers import may_select
 
 # A shell starts its background jobs with SIGINT ignored, nohup whatever it runs with SIGHUP, and programs inherit that;
@@ -50,6 +51,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of pytest-xdist, and the services that tests start, are forks of processes that imported once."""
+    is_one_of_several = hasattr(config, "workerinput")
+    if config.getvalue("dist") == "loadfile" and not is_one_of_several:
+        share_forks()
+        config.option.tx = [f"popen//python={forked_pytest()}"] * len(config.option.tx)
 
 
 _IN_PARTS = (
