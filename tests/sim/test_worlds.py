@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from tests.sim.worlds import draw_plan, run_world
 RANKED_REPLICA = ["worker-0", "worker-0-1", "scheduler-0"]
 
 
-def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
+def test_answers_say_what_they_say_undisturbed(seeds: Sequence[int]) -> None:
     for seed in seeds:
         check_world(draw_plan(seed))
 
@@ -76,7 +77,7 @@ def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
 
 def test_a_world_is_the_same_in_another_process() -> None:
     """With another hash seed, and after other worlds: nothing depends on the order of a set or on addresses."""
-    seeds = range(900, 903)
+    seeds = range(903, 905)
     environment = os.environ | {"PYTHONHASHSEED": "77"}
     command = [sys.executable, "-m", "tests.sim.worlds", str(seeds.start), str(len(seeds))]
     root = Path(__file__).parents[2]
