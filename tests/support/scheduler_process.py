@@ -56,7 +56,7 @@ async def until(condition, timeout_s: float = 60):
     and less often: to ask costs the time of the processors for which the other side waits."""
     pause_s = 0.005
     async with asyncio.timeout(timeout_s):
-        while not (value := await condition()):  # noqa: ASYNC110 (the other side is a process without events)
+        while not (value := await condition()):  # The other side is a process without events.
             await asyncio.sleep(pause_s)
             pause_s = min(1.3 * pause_s, 0.03)
         return value
