@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Where pytest is started for other folders too, the flags do not exist."""
     if "seeds" in metafunc.fixturenames:
-        first: int = metafunc.config.getoption("--seed", default=0)
+        first = int(metafunc.config.getoption("--seed", default=0) or 0)
         count: int | None = metafunc.config.getoption("--worlds", default=None)
         seeds: Sequence[int] = range(first, first + (count or 100)) if first or count else _CHOSEN
         parts = [seeds[start : start + _WORLDS_A_TEST] for start in range(0, len(seeds), _WORLDS_A_TEST)]
