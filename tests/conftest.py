@@ -63,9 +63,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of pytest-xdist, and the services that tests start, are forks of processes that imported once."""
-    is_one_of_several = hasattr(config, "workerinput")
-    if config.getvalue("dist") == "loadfile" and not is_one_of_several:
+    """The processes of pytest-xdist, and the services that tests start, are forks of processes that imported once.
+    Those that measure coverage are not: it begins with a process."""
+    starts_others = config.getvalue("dist") == "loadfile" and not hasattr(config, "workerinput")
+    if starts_others and not config.pluginmanager.has_plugin("_cov"):
         share_forks()
         config.option.tx = [f"popen//python={forked_pytest()}"] * len(config.option.tx)
 

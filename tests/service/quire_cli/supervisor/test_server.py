@@ -22,7 +22,9 @@ from tests.support.forks import forked
 from tests.support.processes import until_true
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
+GATEWAY = forked("tests.support.fake_gateway", "tests.support.fake_gateway")
 NAMES = ("gateway", "gateway-1", "gateway-2")
+STAND_INS = Programs(worker=WAITS, scheduler=WAITS, gateway=GATEWAY)
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +37,9 @@ def temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
         assert list(Path(directory).iterdir()) == []
 
 
-def fake_gateway() -> tuple[str, ...]:
-    return forked("tests.support.fake_gateway", "tests.support.fake_gateway")
-
-
 def make_server(
-    model_directory: Path, programs: Programs | None = None, *, report: list[str] | None = None, **settings
+    model_directory: Path, programs: Programs = STAND_INS, *, report: list[str] | None = None, **settings
 ) -> LocalServer:
-    programs = programs or Programs(worker=WAITS, scheduler=WAITS, gateway=fake_gateway())
     values = {"grpc_port": 0, "http_port": 0, "model": str(model_directory), "drain_timeout": 1.0} | settings
     lines = [] if report is None else report
     return LocalServer(ServeSettings(**values), programs=programs, report=lines.append)
@@ -134,7 +131,7 @@ async def test_one_that_refuses_what_worked_before_is_started_again_until_it_is_
 ) -> None:
     wrong = tmp_path / "wrong"
     waits = (*WAITS[:-1], f"import os, signal; os.path.exists({str(wrong)!r}) and os._exit(2); signal.pause()")
-    programs = Programs(worker=waits, scheduler=WAITS, gateway=(*fake_gateway(), f"--refuse-if={wrong}"))
+    programs = Programs(worker=waits, scheduler=WAITS, gateway=(*GATEWAY, f"--refuse-if={wrong}"))
     report: list[str] = []
     async with make_server(model_directory, programs, gateways=2, report=report) as server:
         await asyncio.wait_for(server.wait_ready(), 30)
