@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The processes of pytest-xdist, and the services that tests start, are forks of processes that imported once.
-    Those that measure coverage are not: it begins with a process."""
+    With `--cov` they are not: coverage is measured from the start of a process."""
     starts_others = config.getvalue("dist") == "loadfile" and not hasattr(config, "workerinput")
     if starts_others and not config.pluginmanager.has_plugin("_cov"):
         share_forks()
