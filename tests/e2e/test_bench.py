@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from quire.load import LoadResult
-from tests.support.serving import Served, forked
+from tests.support.forks import forked
+from tests.support.serving import Served
 
 SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requests=1")
 

@@ -16,11 +16,16 @@ _TABLE = Path(__file__).parents[2] / "docs/internals/known_faults.md"
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_patches_apply_to_what_stands_there(fault) -> None:
+def test_patches_apply_to_what_stands_there() -> None:
     """Where one does not, the code has changed: write the fault anew for it, and look for its seed."""
-    with patched(*fault.patches):
-        pass
+    stale = dict[str, str]()
+    for fault in FAULTS:
+        try:
+            with patched(*fault.patches):
+                pass
+        except StalePatchError as error:
+            stale[fault.name] = str(error)
+    assert not stale
 
 
 def test_a_patch_is_gone_after_its_block() -> None:

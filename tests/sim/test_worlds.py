@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,7 +26,7 @@ from tests.sim.worlds import draw_plan, run_world
 RANKED_REPLICA = ["worker-0", "worker-0-1", "scheduler-0"]
 
 
-def test_answers_say_what_they_say_undisturbed(seeds: range) -> None:
+def test_answers_say_what_they_say_undisturbed(seeds: Sequence[int]) -> None:
     num_threads = threading.active_count()
     for seed in seeds:
         check_world(draw_plan(seed))
@@ -80,7 +81,7 @@ def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
 
 def test_a_world_is_the_same_in_another_process() -> None:
     """With another hash seed, and after other worlds: nothing depends on the order of a set or on addresses."""
-    seeds = range(900, 903)
+    seeds = range(903, 905)
     environment = os.environ | {"PYTHONHASHSEED": "77"}
     command = [sys.executable, "-m", "tests.sim.worlds", str(seeds.start), str(len(seeds))]
     root = Path(__file__).parents[2]

@@ -52,10 +52,13 @@ async def running_scheduler(
 
 
 async def until(condition, timeout_s: float = 60):
-    """Awaits `condition()` (a coroutine function) until it returns something true, and returns that."""
+    """Awaits `condition()` (a coroutine function) until it returns something true, and returns that. It is asked less
+    and less often: to ask costs the time of the processors for which the other side waits."""
+    pause_s = 0.005
     async with asyncio.timeout(timeout_s):
-        while not (value := await condition()):  # noqa: ASYNC110 (the other side is a process without events)
-            await asyncio.sleep(0.005)
+        while not (value := await condition()):  # The other side is a process without events.
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.3 * pause_s, 0.03)
         return value
 
 

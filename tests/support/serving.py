@@ -1,61 +1,26 @@
 """All processes of one replica, as `quire serve` runs them, for tests that talk to them as a user would."""
 
 import asyncio
-import atexit
 import contextlib
 import os
-import shutil
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from quire.client import AsyncClient, ClientTls
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire_cli.supervisor import LocalServer, ServeSettings
-from quire_cli.supervisor.commands import Programs, child_environ, worker_name
+from quire_cli.supervisor.commands import Programs, worker_name
+from tests.support.forks import SERVICES, WORKER, forked
 from tests.support.scheduler_process import until, wait_nothing_in_use
-
-_SERVICE = Path(__file__).with_name("forked_service.py")
-
-
-@cache
-def _address_of_forks(*modules: str) -> str:
-    """Of a process that has imported these modules and forks from then on, as long as this process runs."""
-    directory = tempfile.mkdtemp(prefix="quire-forks-")
-    address = f"{directory}/socket"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
-        listener.listen(64)
-        command = [sys.executable, "-P", "-m", "tests.support.forked_services", str(listener.fileno()), *modules]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=child_environ(os.environ), process_group=0
-        )
-
-    def end() -> None:
-        process.communicate()
-        shutil.rmtree(directory)
-
-    atexit.register(end)
-    return address
-
-
-def forked(module: str, *imported: str) -> tuple[str, ...]:
-    """The command `python -m MODULE`, without flags, as a fork of a process that has imported these modules
-    (tests.support.forked_services)."""
-    return (sys.executable, "-I", "-S", str(_SERVICE), _address_of_forks(*imported), module)
 
 
 def forked_worker(module: str = "worker_svc") -> tuple[str, ...]:
     """The real worker, or a stand-in that adds to it; what it is a fork of has imported torch."""
-    return forked(module, "worker_svc.startup", "worker_svc.app")
+    return forked(module, *WORKER)
 
 
 @contextlib.contextmanager
@@ -71,9 +36,7 @@ def running_fork(command: tuple[str, ...], *words: str) -> Iterator[subprocess.P
 
 def forked_programs() -> Programs:
     """The real services, as forks."""
-    scheduler, gateway = (
-        forked(module, "scheduler_svc.service.app", "gateway.app") for module in ("scheduler_svc", "gateway")
-    )
+    scheduler, gateway = (forked(module, *SERVICES) for module in ("scheduler_svc", "gateway"))
     return Programs(forked_worker(), scheduler, gateway)
 
 

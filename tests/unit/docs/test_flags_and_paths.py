@@ -7,6 +7,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from fnmatch import translate
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,6 @@ OUR_ENDINGS = (".py", ".cpp", ".h", ".proto", ".md", ".yaml", ".toml", ".sh")
 HIDDEN = {"build", "dist", "node_modules", "__pycache__"}
 
 
-@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def document(request: pytest.FixtureRequest) -> Path:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     return {"--help"} | set(flags_of_settings()) | set(flags_of_scripts())
@@ -59,23 +55,35 @@ def files() -> set[str]:
     return {"/".join(each[start:]) for each in parts for start in range(len(each))}
 
 
-def test_every_flag_is_one_of_a_command(document: Path, known_flags: set[str]) -> None:
-    assert set(FLAG.findall(document.read_text(encoding="utf-8"))) - known_flags <= FOREIGN_FLAGS
+def test_every_flag_is_one_of_a_command(known_flags: set[str]) -> None:
+    known = known_flags | FOREIGN_FLAGS
+    unknown = {document: set(FLAG.findall(document.read_text(encoding="utf-8"))) - known for document in DOCUMENTS}
+    assert not {document: flags for document, flags in unknown.items() if flags}
 
 
-def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    for link in LINK.findall(document.read_text(encoding="utf-8")):
-        if "://" in link:
-            continue
-        name, _, heading = link.partition("#")
-        target = document.parent / name if name else document
-        assert target.exists(), link
-        assert not heading or heading in headings(target), link
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    assert not [(document, link) for document in DOCUMENTS for link in links_in(document) if not leads(document, link)]
 
 
-def test_every_path_is_in_the_repository(document: Path, files: set[str]) -> None:
-    missing = {path for path in paths_in(document) if not is_there(path, document, files)}
-    assert missing <= ABSENT
+def test_every_path_is_in_the_repository(files: set[str]) -> None:
+    missing = [
+        (document, path)
+        for document in DOCUMENTS
+        for path in paths_in(document)
+        if not is_there(path, document, files) and path not in ABSENT
+    ]
+    assert not missing
+
+
+def links_in(document: Path) -> Iterator[str]:
+    """The links to other documents and to headings."""
+    return (link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link)
+
+
+def leads(document: Path, link: str) -> bool:
+    name, _, heading = link.partition("#")
+    target = document.parent / name if name else document
+    return target.exists() and (not heading or heading in headings(target))
 
 
 def flags_of_settings() -> Iterator[str]:
@@ -132,6 +140,7 @@ def is_there(path: str, document: Path, files: set[str]) -> bool:
     return (document.parent / name).exists() or name in files
 
 
+@cache
 def headings(document: Path) -> set[str]:
     """The headings, and other places that have a name, as links name them."""
     text = document.read_text(encoding="utf-8")

@@ -18,8 +18,8 @@ from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
 from quire_cli.supervisor import LocalServer, ServeSettings, server
 from quire_cli.supervisor.commands import Programs
+from tests.support.forks import forked
 from tests.support.processes import until_true
-from tests.support.serving import forked
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
 GATEWAY = forked("tests.support.fake_gateway", "tests.support.fake_gateway")

@@ -1,0 +1,67 @@
+"""Commands that are forks of a process that has imported what they need (tests.support.forked_services).
+
+The process that forks ends with the one that started it. Those of `share_forks` are found by all processes below.
+"""
+
+import atexit
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+WORKER = ("worker_svc.startup", "worker_svc.app")
+SERVICES = ("scheduler_svc.service.app", "gateway.app")
+# What the tests of most tiers import, three quarters of the time that a process of pytest takes to collect them.
+_LIBRARIES = (
+    *("anthropic", "compressed_tensors", "huggingface_hub", "openai.types.responses", "scipy.stats"),
+    *("torch", "transformers.generation", "transformers.models.auto"),
+)
+_SHARED = "TEST_FORKS_"
+_ROOT = Path(__file__).parents[2]
+_SERVICE = Path(__file__).with_name("forked_service.py")
+
+
+@cache
+def _address_of_forks(*modules: str) -> str:
+    """Of a process that has imported these modules and forks from then on, as long as this process runs."""
+    if (shared := os.environ.get(_SHARED + "_".join(modules))) is not None:
+        return shared
+    directory = tempfile.mkdtemp(prefix="quire-forks-")
+    address = f"{directory}/socket"
+    # The libraries log every peer that goes away; our services log that themselves.
+    quiet = {"GRPC_VERBOSITY": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(_ROOT)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        command = [sys.executable, "-P", "-m", "tests.support.forked_services", str(listener.fileno()), *modules]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=os.environ | quiet, process_group=0
+        )
+
+    def end() -> None:
+        process.communicate()
+        shutil.rmtree(directory)
+
+    atexit.register(end)
+    return address
+
+
+def forked(module: str, *imported: str) -> tuple[str, ...]:
+    """The command `python -m MODULE`, without flags, as a fork of a process that has imported these modules."""
+    return (sys.executable, "-I", "-S", str(_SERVICE), _address_of_forks(*imported), module)
+
+
+def share_forks() -> None:
+    """Starts the processes that fork services, for this process and all that it starts from now on."""
+    for modules in (WORKER, SERVICES):
+        os.environ[_SHARED + "_".join(modules)] = _address_of_forks(*modules)
+
+
+def forked_pytest() -> str:
+    """The command that pytest-xdist is to start instead of `python`, for its processes."""
+    return shlex.join(forked("tests.support.forked_pytest", *_LIBRARIES))
