@@ -154,8 +154,9 @@ class Adapters:
                 check_fits(adapter, (await asyncio.to_thread(ModelDirectory.open, self._directory)).config)
             except UnusableAdapterError as error:
                 message, violations = f"{directory_field}: {error}", [FieldViolation(directory_field, str(error))]
-                reason = "NO_ADAPTER_IN_DIRECTORY" if isinstance(error, NoAdapterError) else "UNUSABLE_ADAPTER"
-                raise InvalidArgument(message, reason=reason, violations=violations) from error
+                if isinstance(error, NoAdapterError):
+                    raise InvalidArgument(message, reason="NO_ADAPTER_IN_DIRECTORY", violations=violations) from error
+                raise InvalidArgument(message, reason="UNUSABLE_ADAPTER", violations=violations) from error
             # Another call may have taken it meanwhile.
             self._check_name(name, name_field, replace=replace)
             served = ServedAdapter(NamedAdapter(name, adapter.digest, str(adapter.directory)), adapter.rank)
