@@ -111,7 +111,8 @@ class _Inflating:
         return self._stream.eof
 
     async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
-        """The decompressed pieces of `data`. Raises InvalidArgument if the format is wrong."""
+        """The decompressed pieces of `data`. Raises InvalidArgument if the format is wrong, and ResourceExhausted if
+        there is no memory for the pieces."""
         while data:
             if self._stream.eof:
                 self._stream = zlib.decompressobj(self._window)

@@ -708,7 +708,7 @@ class Replicas:
 
 
 def _is_known(link: SchedulerLink, changed: QuireError) -> bool:
-    """Whether the stream's welcome already names the new model because of which a request failed."""
+    """Whether the stream's welcome already names the new model, whose change made a request fail."""
     epoch = changed.metadata.get("scheduler_epoch")
     return epoch is not None and link.welcome is not None and link.welcome.scheduler_epoch >= int(epoch)
 
