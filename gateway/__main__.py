@@ -1,4 +1,4 @@
-"""`python -m gateway`, and what `quire gateway` calls."""
+"""The entry point of `python -m gateway` and of `quire gateway`."""
 
 import os
 import sys
@@ -14,14 +14,14 @@ _PROGRAM = "quire gateway"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a gateway with the given flags, by default those of the command line; returns the exit status."""
+    """Runs a gateway with the given flags, by default the command line's; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
 
     async def start() -> None:
         failpoint.arm(os.environ)
         settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
-        # Delivering tokens can wait a moment; a step that is planned late leaves the device idle. So can the imports,
-        # beside those of a worker.
+        # The gateway yields CPU time to schedulers, since a step that is planned late leaves the device idle, and
+        # before its imports also to the imports of workers.
         os.nice(settings.niceness)
         with imports_that_stay():
             from gateway.app import serve

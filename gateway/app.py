@@ -1,4 +1,4 @@
-"""The gateway as a whole: what it is made of, when it is ready, how it stops."""
+"""The gateway process: builds its parts, reports its readiness, and drains before it stops."""
 
 import asyncio
 import contextlib
@@ -65,17 +65,17 @@ _SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX
 # The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
 _RETURN_MEMORY_EVERY_S = 2.0
-# The time for HTTP clients to learn from the headers of an answer that they must open another connection, and the time
-# without gRPC calls after which all clients of gRPC have done so, or are idle.
+# The time in which HTTP clients learn from the headers of an answer to open a new connection, and the time without gRPC
+# calls after which all gRPC clients have opened new connections or are idle.
 _HAND_OVER_S = 1.0
-# A gateway that hands its ports over waits at most so long for clients that call all the time to leave.
+# Maximum age of gRPC connections to shared ports, so that busy clients leave a gateway that hands its ports over.
 _SHARED_CONNECTION_AGE_S = 10.0
-# A scrape takes the numbers of schedulers that have answered by then.
+# A scrape includes the metrics of schedulers that answer within this time.
 _SCRAPE_TIMEOUT_S = 2.0
-# Where all else is ready, so long a gateway waits for the tables by which it checks constraints: a gateway that starts
-# again is missed more than the first constraint is delayed.
+# Maximum time that readiness waits for the constraint tables after all other parts are ready: a late gateway costs more
+# than a delay of the first constrained request.
 _TABLES_TIMEOUT_S = 0.2
-# Files that are open besides the connections of clients: libraries, stores, schedulers, batches.
+# Open files in addition to client connections: libraries, stores, schedulers, batches.
 _OTHER_FILES = 512
 _ADAPTERS_FIXED = (
     "several gateways share the ports here, and only one of them would know; name adapters by --adapters, or start one "
@@ -90,7 +90,7 @@ class Gateway:
     Attributes:
         grpc_address: Where it serves gRPC, as HOST:PORT.
         http_address: Where it serves HTTP, as HOST:PORT.
-        admin_address: Where it shows its connections, as HOST:PORT; None where it does not.
+        admin_address: Where it serves channelz, as HOST:PORT; None if it does not.
         authenticator: Authenticates callers.
     """
 
@@ -140,10 +140,10 @@ class Gateway:
     async def start(
         cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None, resolver: Resolver | None = None
     ) -> Self:
-        """Listens on both ports, and connects to schedulers in the background. `resolver` gives addresses of names.
+        """Listens on both ports, and connects to schedulers in the background. `resolver` resolves DNS names.
 
         Raises:
-            ConfigurationError: the model directory, a file or an address cannot be used, in one line.
+            ConfigurationError: the model directory, a file or an address cannot be used; the message has one line.
         """
         gateway_id = f"gateway-{entropy.random_hex(6)}"
         metrics = metrics or GatewayMetrics(settings.tenant_metrics)
@@ -151,7 +151,7 @@ class Gateway:
         register_process(metrics.registry, tls.files)
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
-        # In a thread, since a model of a hub may have to be downloaded, and a signal ends that, too.
+        # In a daemon thread, since the model may be downloaded from a hub, and a signal must end the download, too.
         resolve = partial(resolve_model, settings.model, with_weights=False)
         path = await asyncio.get_running_loop().run_in_executor(DaemonThreads("download"), resolve)
         generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
@@ -190,13 +190,13 @@ class Gateway:
             batches,
             started_at_s=started_at_s,
         )
-        # Without files of keys all callers are one tenant.
+        # Without key files all callers are one tenant.
         share = settings.max_total_body_bytes // 2 if settings.keys_files else None
         bodies = BodyMemory(settings.max_total_body_bytes, share)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()
         interceptors: list[grpc.aio.ServerInterceptor] = [
-            # The first one is the first to see a call.
+            # The outermost interceptor comes first.
             idle_calls,
             AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller),
             SlowClientInterceptor(
@@ -230,7 +230,7 @@ class Gateway:
         )
 
     async def run(self) -> None:
-        """Runs until it is cancelled or stopped, or until a part of the gateway fails."""
+        """Runs until it is cancelled or stopped, or a part of the gateway fails."""
         parts = [self._http_task, *self._background]
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         if self._is_stopping:
@@ -241,8 +241,8 @@ class Gateway:
         raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Refuses new requests, or hands its ports over; waits that long for live requests to finish, then aborts the
-        rest and closes everything."""
+        """Rejects new requests, or hands its ports over; waits up to `drain_timeout_s` for live requests to finish,
+        aborts the remaining ones and closes everything."""
         self._is_stopping = True
         self._generator.is_draining = True
         failpoint("gateway.drain.begun")
@@ -264,7 +264,7 @@ class Gateway:
             _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
             for live in self._ledger:
                 live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
-        # From here on all calls are refused. The connections to schedulers close after that.
+        # All further calls are rejected. The connections to schedulers close afterwards.
         self._generator.take_nothing_more()
         self._idle_calls.end()
         self._http.stop()
@@ -302,8 +302,8 @@ class Gateway:
 
 
 def allow_open_files(max_connections: int) -> None:
-    """Raises the limit on open files of this process to what its two ports need, as far as the system allows; the log
-    says where that is not enough. Shells and container engines often set 1,024."""
+    """Raises this process's limit on open files to the number that its two ports need, or to the hard limit; logs a
+    warning if that is too low. Shells and container engines often set 1,024."""
     needed = 2 * max_connections + _OTHER_FILES
     allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= needed:
@@ -325,16 +325,17 @@ async def serve(settings: GatewaySettings) -> None:
     """Runs a gateway until it is cancelled, then drains it.
 
     Raises:
-        ConfigurationError: it cannot start, in one line.
+        ConfigurationError: it cannot start; the message has one line.
     """
     allow_open_files(settings.max_connections)
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        # Loaded objects stay. A garbage collection that visits all of them would block the event loop for about 50 ms.
+        # Loaded objects live on. A garbage collection that visits all of them would block the event loop for about
+        # 50 ms.
         gc.collect()
         gc.freeze()
-        # The one line on stdout. Whoever starts a gateway with port 0 reads the port here.
+        # The only line on stdout. A process that starts a gateway with port 0 reads the port from it.
         print(f"quire-gateway: listening grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
         try:
             await gateway.run()
@@ -344,7 +345,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 @contextlib.contextmanager
 def _metrics_server(settings: GatewaySettings, metrics: GatewayMetrics) -> Iterator[None]:
-    """Serves this gateway's own metrics, where it has a port for them."""
+    """Serves this gateway's metrics on their own port, if it has one."""
     if settings.metrics_port is None:
         yield
         return
@@ -366,12 +367,12 @@ def _metrics_server(settings: GatewaySettings, metrics: GatewayMetrics) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Tls:
-    """The certificates of a gateway; None encrypts nothing.
+    """The certificates of a gateway; None means no TLS.
 
     Attributes:
-        public: Of the ports for clients.
-        inner: By which the gateway calls schedulers.
-        operators: Of the ports of metrics and channelz.
+        public: For the ports of clients.
+        inner: For calls to schedulers.
+        operators: For the ports of metrics and channelz.
     """
 
     public: ServerTls | None
@@ -380,11 +381,11 @@ class _Tls:
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> Self:
-        """Raises ConfigurationError where a file cannot be used."""
+        """Reads the certificates that the settings name. Raises ConfigurationError if a file cannot be used."""
         inner = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
         public = inner
         if settings.public_cert is not None and settings.public_key is not None:
-            # Certificates of clients are still verified by the authority of --tls-dir.
+            # Client certificates are still verified by the authority of --tls-dir.
             authority = settings.tls_dir / AUTHORITY_FILE if settings.tls_client_auth and settings.tls_dir else None
             public = TlsIdentity(settings.public_cert, settings.public_key, authority)
             public.read()
@@ -396,7 +397,7 @@ class _Tls:
 
     @property
     def files(self) -> list[Path]:
-        """The certificates in use."""
+        """The certificate files in use."""
         identities = [self.inner, None if self.public is None else self.public.identity]
         files = [path for each in identities if each is not None for path in (each.certificate, each.authority)]
         return [path for path in files if path is not None]
@@ -455,7 +456,7 @@ def _open_batches(
     read_call: CallReader,
     gateway_id: str,
 ) -> Batches | None:
-    """None where no directory is named. Raises ConfigurationError if it cannot be used."""
+    """The batches; None without a batch directory. Raises ConfigurationError if the directory cannot be used."""
     if settings.batch_dir is None:
         return None
     return Batches(
@@ -469,7 +470,7 @@ def _open_batches(
             settings.max_message_bytes,
             EntryLimits(settings.max_chat_messages),
         ),
-        # Of their own, so that they take none of that of callers who wait.
+        # A separate memory limit, so that batches take no memory from callers that wait for an answer.
         BodyMemory(
             settings.max_total_body_bytes // 4, settings.max_total_body_bytes // 8 if settings.keys_files else None
         ),

@@ -1,9 +1,9 @@
-"""The metrics of the gateway.
+"""The Prometheus metrics of the gateway.
 
-What it counts of requests is counted once: a request when its client has all of it, a token when it first comes from a
-scheduler, and the tokens of candidates that best_of or a beam search dropped when their request completes. A request
-that is submitted again to another scheduler stays one request. A resumed stream is a request of its own in `requests`,
-and neither its prompt nor tokens that came before count again.
+Everything is counted once: a request when its client has the whole answer, a token when it first comes from a
+scheduler, and tokens of candidates that best_of or a beam search drops when their request completes. A request that is
+resubmitted to another scheduler stays one request. A resumed stream counts as a separate request in `requests`, but
+its prompt and its earlier tokens do not count again.
 """
 
 from collections import Counter as Tally
@@ -27,10 +27,10 @@ from quire.metrics import CallCounts
 from quire.rpc.errors import QuireError
 
 _PREFIX = "quire_gateway_"
-# Each tenant has these series, so they are few; likewise each route of HTTP.
+# Few buckets, since each tenant, and each HTTP route, has its own series.
 _TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ANSWER_SECONDS = (0.005, 0.025, 0.1, 0.5, 1, 5, 30, 120, 600)
-# There from the start: rules read them, and the first request of an outcome is an increase, too.
+# Series that exist from the start: alerting rules then see the first request of an outcome as an increase.
 _WATCHED_OUTCOMES = (
     *("completed", "abandoned", "resource_exhausted"),
     *("internal", "unavailable", "unknown", "data_loss", "deadline_exceeded"),
@@ -42,7 +42,7 @@ _counts = partial(Distribution, COUNTS)
 
 @dataclass(slots=True)
 class Durations:
-    """A number of durations and their sum."""
+    """The number and the sum of durations."""
 
     count: int = 0
     seconds: float = 0.0
@@ -53,14 +53,14 @@ class Durations:
 
 
 class RequestStatistics:
-    """Sums over all accepted requests that are over, of any front end.
+    """Sums over all accepted requests that are over, in all front ends.
 
     Attributes:
-        completed: Requests that completed, from their arrival to the end of their call.
-        failed: Requests that failed or were abandoned, likewise.
-        queued: Of the completed ones, the time until the first step that ran them.
-        computed: Of the completed ones, the time from there to their last token.
-        last_completed_at_s: When the last one completed, in seconds since the Unix epoch; None before the first one.
+        completed: Completed requests: time from arrival to the end of the call.
+        failed: Failed or abandoned requests: time from arrival to the end of the call.
+        queued: Completed requests: time until the first step that ran them.
+        computed: Completed requests: time from that step to the last token.
+        last_completed_at_s: Time of the last completion, in seconds since the Unix epoch; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -83,24 +83,24 @@ class RequestStatistics:
 
 @dataclass(slots=True)
 class ReplicaRecord:
-    """What this gateway knows of the tokens that came from one replica, and of the requests that it completed.
+    """This gateway's statistics about one replica: the tokens that came from it, and the requests that it completed.
 
-    Times of phases are those that the scheduler reports: of a request that moved to another scheduler, those there.
+    Times of phases come from the scheduler's reports; if a request moved, from the last scheduler.
 
     Attributes:
         first_token: Seconds from the arrival of a request to its first token.
         inter_token: Seconds between two tokens of a sequence, one observation for each token after the first.
         whole: Seconds from the arrival of a request to the end of its call.
         queue, prefill, decode, inference: Seconds in these phases; inference is prefill and decode.
-        output_token: Seconds of decode for each token of a sequence after the first, one observation a request.
-        prompt_tokens, computed_prompt_tokens: Tokens of a prompt; those that were not cached.
-        output_tokens, longest_output: Tokens of a sequence; of the longest one of a request.
+        output_token: Mean seconds of decode per token of a sequence after the first, one observation per request.
+        prompt_tokens, computed_prompt_tokens: Prompt tokens of a request; prompt tokens that were not cached.
+        output_tokens, longest_output: Tokens of a sequence; tokens of the longest sequence of a request.
         sequences, max_tokens: Parameters of a request.
-        preemptions: Of a request.
-        finished: Sequences that ended, by reason.
-        num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the requests: tokens of their prompts, those
-            of them that were cached, and preemptions.
-        num_prompt_tokens: Prompt tokens of all requests that got a token, however they ended.
+        preemptions: Preemptions of a request.
+        finished: Number of sequences that ended, by reason.
+        num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the completed requests: prompt tokens,
+            cached prompt tokens, and preemptions.
+        num_prompt_tokens: Prompt tokens of all requests that got a token, with any outcome.
         num_generated_tokens: All tokens that came, also for requests that did not complete, and the tokens of
             candidates that completed requests dropped.
     """
@@ -128,13 +128,13 @@ class ReplicaRecord:
     num_generated_tokens: int = 0
 
     def add_tokens(self, arrivals: Arrivals) -> None:
-        """Tokens that came together."""
+        """Adds tokens that came together."""
         self.num_generated_tokens += arrivals.num_tokens
         if arrivals.gaps:
             self.inter_token.add_all(np.divide(arrivals.gaps, arrivals.gap_tokens), arrivals.gap_tokens)
 
     def add_completed(self, live: LiveRequest, usage: Usage) -> None:
-        """A request whose client has all of it."""
+        """Adds a request whose client has the whole answer."""
         lengths = [len(stream.token_ids) for stream in live.sequences]
         prefill_s, decode_s = usage.prefill_ms / 1000, usage.decode_ms / 1000
         self.queue.add(usage.queue_ms / 1000)
@@ -157,12 +157,12 @@ class ReplicaRecord:
         self.num_preemptions += usage.preemptions
 
     def add_uncompleted(self, live: LiveRequest, reason: FinishReason) -> None:
-        """A request that failed, or whose client left: the sequences that run count as ended for this reason."""
+        """Adds a request that failed or lost its client. Its running sequences count as ended for this reason."""
         self.finished.update(reason if stream.finished is None else stream.finished.reason for stream in live.sequences)
 
 
 class HttpAnswer(NamedTuple):
-    """One kind of answer over HTTP; `route` is the path as routes name it, and "other" where no route has it."""
+    """The labels of an HTTP answer; `route` is the path pattern of the route, or "other" for unknown paths."""
 
     route: str
     method: str
@@ -170,7 +170,7 @@ class HttpAnswer(NamedTuple):
 
 
 class HttpAnswers(Collector):
-    """Answers over HTTP: how many began, and how long those took that are over, streams included."""
+    """The number of HTTP answers that began, and the durations of finished ones, including streams."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counts: Tally[HttpAnswer] = Tally()
@@ -178,31 +178,31 @@ class HttpAnswers(Collector):
         registry.register(self)
 
     def begin(self, answer: HttpAnswer) -> None:
-        """An answer begins."""
+        """Counts an answer that begins."""
         self._counts[answer] += 1
 
     def end(self, answer: HttpAnswer, seconds: float) -> None:
-        """An answer is over, `seconds` after its request came."""
+        """Records the end of an answer, `seconds` after its request arrived."""
         place = answer.route, answer.method
         if place not in self._durations:
             self._durations[place] = Distribution(_ANSWER_SECONDS)
         self._durations[place].add(seconds)
 
     def counts(self) -> list[tuple[HttpAnswer, int]]:
-        """How many began of each kind. May be called in any thread."""
+        """The number of answers that began, by their labels. May be called in any thread."""
         return list(self._counts.items())
 
     def durations(self) -> list[tuple[tuple[str, str], Distribution]]:
-        """How long they took, by route and method. May be called in any thread."""
+        """The durations of answers, by route and method. May be called in any thread."""
         return list(self._durations.items())
 
     def collect(self) -> Iterable[Metric]:
-        help_text = "Answers over HTTP, refusals included."
+        help_text = "HTTP answers, including errors."
         counts = CounterMetricFamily(f"{_PREFIX}http_answers", help_text, labels=HttpAnswer._fields)
         for (route, method, status), count in self.counts():
             counts.add_metric([route, method, str(status)], count)
         yield counts
-        help_text = "From a request over HTTP to the end of its answer."
+        help_text = "Seconds from an HTTP request to the end of its answer."
         seconds = HistogramMetricFamily(f"{_PREFIX}http_answer_seconds", help_text, labels=("route", "method"))
         for place, distribution in self.durations():
             distribution.put_into(seconds, place)
@@ -210,10 +210,10 @@ class HttpAnswers(Collector):
 
 
 class ReplicaRecords:
-    """The records of all replicas, each in a place with a number from 0.
+    """The records of all replicas, each at a numbered place, starting from 0.
 
-    The place of a replica that is gone, and its counters, go to the next one that comes: so there are never more places
-    than there were replicas at once, and no counter ever falls.
+    A new replica reuses the place and the counters of a removed one. So the number of places never exceeds the maximum
+    number of replicas at one time, and no counter ever decreases.
     """
 
     def __init__(self) -> None:
@@ -222,13 +222,13 @@ class ReplicaRecords:
         self._present: frozenset[str] = frozenset()
 
     def keep(self, addresses: Collection[str]) -> None:
-        """From now on these are the replicas."""
+        """Sets the present replicas."""
         self._present = frozenset(addresses)
         for address in addresses:
             self.of(address)
 
     def of(self, address: str) -> ReplicaRecord:
-        """The record of a replica, which may be gone by now."""
+        """The record of a replica, present or removed."""
         place = self._places.get(address)
         if place is None:
             place = self._places[address] = self._free_place()
@@ -244,56 +244,54 @@ class ReplicaRecords:
         return len(self._records) - 1
 
     def __iter__(self) -> Iterator[ReplicaRecord]:
-        """All records, by their places."""
+        """All records, in the order of their places."""
         return iter(self._records)
 
     def places(self) -> dict[str, int]:
-        """The numbers of the replicas that are there. May be called in any thread."""
+        """The place numbers of the present replicas. May be called in any thread."""
         return {address: place for address, place in list(self._places.items()) if address in self._present}
 
 
 _HISTOGRAMS: Sequence[tuple[str, str, Callable[[ReplicaRecord], Distribution]]] = (
-    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", attrgetter("first_token")),
+    ("time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", attrgetter("first_token")),
     (
         "inter_token_seconds",
-        "Between two tokens of a sequence, for each token after the first.",
+        "Seconds between two tokens of a sequence, for each token after the first.",
         attrgetter("inter_token"),
     ),
-    ("request_seconds", "From the arrival of a completed request to the end of its call.", attrgetter("whole")),
+    ("request_seconds", "Seconds from the arrival of a completed request to its end.", attrgetter("whole")),
     ("request_prompt_tokens", "Prompt tokens of a completed request.", attrgetter("prompt_tokens")),
     ("sequence_tokens", "Generated tokens of a sequence of a completed request.", attrgetter("output_tokens")),
 )
-"""The histograms over all replicas: name, help, and which one of a record."""
+"""The histograms over all replicas: name, help text, and the distribution in a record."""
 
 
 class GatewayMetrics:
-    """The gateway's metrics, in a registry of their own.
+    """The gateway's metrics, in their own registry.
 
     Attributes:
-        http_answers: Answers over HTTP, those excepted that probes and Prometheus ask for.
-        grpc_calls: gRPC calls that are over, those of health excepted.
-        statistics: Sums over the requests that are over, for those who ask for them otherwise.
-        records: What is known of the requests of each replica.
+        http_answers: HTTP answers, except answers to probes and to Prometheus.
+        grpc_calls: Finished gRPC calls, except calls of the health service.
+        statistics: Sums over the requests that are over, for APIs that report statistics.
+        records: Statistics of each replica.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
-        """`max_tenants` is the number of tenants with metrics of their own."""
+        """`max_tenants` is the maximum number of tenants that have their own series."""
         self.statistics = RequestStatistics()
         self.records = ReplicaRecords()
         self.registry = CollectorRegistry()
         self._refresh: Callable[[], Awaitable[None]] | None = None
-        self._requests = self._counter(
-            "requests", "Requests that were accepted, by how they ended.", labels=["outcome"]
-        )
+        self._requests = self._counter("requests", "Accepted requests that ended, by outcome.", labels=["outcome"])
         for outcome in _WATCHED_OUTCOMES:
             self._requests.labels(outcome)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self._live = Gauge(
-            "quire_gateway_live_requests", "Requests that are read here, waiting ones included.", registry=self.registry
+            "quire_gateway_live_requests", "Live requests with a reader, including queued ones.", registry=self.registry
         )
-        self._resubmissions = self._counter("resubmissions", "Requests sent again after a scheduler was lost.")
+        self._resubmissions = self._counter("resubmissions", "Requests resubmitted after a scheduler was lost.")
         self._moves_from_prefill = self._counter(
-            "moves_from_prefill", "Requests that left a replica for prefill to go on at another one."
+            "moves_from_prefill", "Requests that left a prefill replica to continue on another one."
         )
         self.grpc_calls = CallCounts("gateway", self.registry)
         self.http_answers = HttpAnswers(self.registry)
@@ -302,65 +300,65 @@ class GatewayMetrics:
 
         self._refusals = self._counter(
             "refused_callers",
-            "Calls that were refused for their API key: there is none, or it does not allow them, or not now.",
+            "Calls rejected because of their API key: it is missing, invalid, or does not allow the call at present.",
             labels=["reason"],
         )
         self._ignored_fields = self._counter(
-            "ignored_fields", "Fields of bodies over HTTP and KServe that were ignored, by the API.", labels=["api"]
+            "ignored_fields", "Ignored fields in bodies of HTTP and KServe requests, by API.", labels=["api"]
         )
         self._keys_reload_failures = self._counter(
-            "keys_reload_failures", "Times that a changed file of API keys could not be used."
+            "keys_reload_failures", "Failures to load a changed file of API keys."
         )
         self._refused_connections = self._counter(
-            "refused_http_connections", "HTTP connections that were closed because there were too many."
+            "refused_http_connections", "HTTP connections closed because there were too many."
         )
 
     def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"quire_gateway_{name}", help, labels, registry=self.registry)
 
     def count_move_from_prefill(self) -> None:
-        """Counts a request whose prompt was computed at a replica for prefill, and which left it."""
+        """Counts a request that left a prefill replica after its prompt was computed there."""
         self._moves_from_prefill.inc()
 
     def count_refused_connection(self) -> None:
-        """Counts an HTTP connection that was one too many."""
+        """Counts an HTTP connection beyond the maximum."""
         self._refused_connections.inc()
 
     def count_refused_caller(self, reason: str) -> None:
-        """Counts a call that was refused for the API key that it showed, or for showing none."""
+        """Counts a call that was rejected because of its API key, or because it had none."""
         self._refusals.labels(reason).inc()
 
     def count_ignored_fields(self, api: str, count: int) -> None:
-        """Counts fields of one body that nothing reads. Their names are their callers' text, and no label."""
+        """Counts the ignored fields of one body. Their names come from callers, so they are not labels."""
         self._ignored_fields.labels(api).inc(count)
 
     def count_keys_reload_failure(self) -> None:
-        """Counts a change of the files of keys that was not taken over."""
+        """Counts a change of the key files that could not be loaded."""
         self._keys_reload_failures.inc()
 
     def watch_schedulers(self, addresses: Collection[str], count_connected: Callable[[], int]) -> None:
-        """Reports the number of connected schedulers, which `count_connected` tells when it is asked."""
+        """Reports the number of connected schedulers, which `count_connected` returns at each scrape."""
         self.records.keep(addresses)
         gauge = Gauge("quire_gateway_connected_schedulers", "Schedulers with an open stream.", registry=self.registry)
         gauge.set_function(count_connected)
 
     def show(self, collector: Collector, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Serves the metrics of `collector`, too; `refresh` brings them up to date before each scrape."""
+        """Also serves the metrics of `collector`; `refresh` updates them before each scrape."""
         self.registry.register(collector)
         self._refresh = refresh
 
     async def refresh(self) -> None:
-        """Brings the metrics up to date that others know. To be called before the registry is read."""
+        """Updates metrics that come from other services. Must be called before the registry is read."""
         if self._refresh is not None:
             await self._refresh()
 
     def count_tokens(self, address: str, arrivals: Arrivals) -> None:
-        """Counts the tokens that a batch of events of a replica brought."""
+        """Counts the new tokens in a batch of events from a replica."""
         self.records.of(address).add_tokens(arrivals)
 
     @contextmanager
     def track(self, live: LiveRequest) -> Iterator[None]:
-        """Counts a request while the context runs, and how it ended when it is left."""
+        """Counts a request as live while the context runs, and its outcome at the end."""
         self._prompt_tokens.inc(len(live.request.prompt_token_ids))
         try:
             with self._tracked(live, is_resumed=False):
@@ -373,7 +371,7 @@ class GatewayMetrics:
 
     @contextmanager
     def track_resumed(self, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
-        """Counts a resumed stream as a request of its own, without its prompt and the output that was there before."""
+        """Counts a resumed stream as a separate request, without its prompt and its earlier output."""
         live.num_repeated = max(num_known_tokens - live.num_generated_tokens, 0)
         with self._tracked(live, is_resumed=True, num_known_tokens=num_known_tokens):
             yield
@@ -404,10 +402,10 @@ class GatewayMetrics:
     def _over(
         self, record: ReplicaRecord, live: LiveRequest, usage: Usage | None, outcome: str, seconds: float | None
     ) -> None:
-        """A request is over; `seconds` is None for a resumed one, whose beginning is not known here."""
+        """Records the end of a request; `seconds` is None for a resumed one, whose arrival time is not known here."""
         if usage is None:
             is_left = outcome in ("abandoned", "cancelled", "aborted")
-            # A durable request that nobody reads goes on.
+            # A durable request runs on without a reader.
             if not (is_left and live.request.durable):
                 record.add_uncompleted(live, FinishReason.CANCELLED if is_left else FinishReason.ERROR)
             return
@@ -427,7 +425,7 @@ class _Records(Collector):
         generated = sum(record.num_generated_tokens for record in records)
         yield CounterMetricFamily(f"{_PREFIX}generated_tokens", "Tokens generated for requests.", generated)
         finished = CounterMetricFamily(
-            f"{_PREFIX}finished_sequences", "Sequences of requests that are over, by reason.", labels=["reason"]
+            f"{_PREFIX}finished_sequences", "Finished sequences, by reason.", labels=["reason"]
         )
         for reason in FinishReason:
             finished.add_metric([reason.value], sum(record.finished[reason] for record in records))
@@ -441,31 +439,31 @@ class _Records(Collector):
 
 
 class _TenantMetrics:
-    """Metrics of each tenant, of a bounded number of them."""
+    """Metrics by tenant, for a bounded number of tenants."""
 
     def __init__(self, registry: CollectorRegistry, max_tenants: int) -> None:
         self._labels = TenantLabels(max_tenants)
         make = {"registry": registry, "namespace": "quire", "subsystem": "gateway_tenant"}
-        self._requests = Counter("requests", "Requests of a tenant, by how they ended.", ["tenant", "outcome"], **make)
+        self._requests = Counter("requests", "Requests of a tenant, by outcome.", ["tenant", "outcome"], **make)
         self._prompt = Counter("prompt_tokens", "Prompt tokens of a tenant's requests.", ["tenant"], **make)
         self._generated = Counter("generated_tokens", "Tokens generated for a tenant.", ["tenant"], **make)
         self._first_token = Histogram(
             "time_to_first_token_seconds",
-            "From the arrival of a tenant's request to its first token.",
+            "Seconds from the arrival of a tenant's request to its first token.",
             ["tenant"],
             buckets=_TENANT_SECONDS,
             **make,
         )
         self._whole = Histogram(
             "request_seconds",
-            "From the arrival of a tenant's completed request to the end of its call.",
+            "Seconds from the arrival of a tenant's completed request to the end of its call.",
             ["tenant"],
             buckets=_TENANT_SECONDS,
             **make,
         )
 
     def add(self, live: LiveRequest, outcome: str, num_new_tokens: int, seconds: float | None) -> None:
-        """A request is over; `seconds` is None for a resumed one."""
+        """Records the end of a request; `seconds` is None for a resumed one."""
         tenant = self._labels.of(live.request.tenant)
         self._requests.labels(tenant, outcome).inc()
         self._generated.labels(tenant).inc(max(num_new_tokens, 0))

@@ -1,4 +1,4 @@
-"""Runs long work of callers in threads, fairly by tenant: tokenizing, rendering of conversations, and the like."""
+"""Runs long work of callers in threads, fairly by tenant: tokenization, chat templates, and similar work."""
 
 import asyncio
 from collections import Counter
@@ -11,10 +11,10 @@ from quire.progress import shown_bytes
 from quire.rpc.errors import ResourceExhausted
 
 MAX_WAITING_BYTES = 64 << 20
-"""The default maximum of the bytes that wait for a thread, of all tenants together; a tenant may have half of it."""
-# What a job costs besides its bytes, so that many tiny jobs are not free.
+"""The default maximum of bytes that wait for a thread, for all tenants together; a tenant may have half of it."""
+# The cost of a job in addition to its bytes, so that many tiny jobs are not free.
 _OVERHEAD_BYTES = 1024
-# An estimate: the end of the work before it is not known.
+# An estimate: the end of the preceding work is not known.
 _RETRY_AFTER_MS = 1000
 
 Result = TypeVar("Result")
@@ -22,7 +22,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class _Flow:
-    """The short or the long jobs of one tenant that wait, in the order of their arrival.
+    """The waiting short jobs, or the waiting long jobs, of one tenant, in the order of their arrival.
 
     Attributes:
         served: The virtual time up to which the flow has been served, in bytes.
@@ -37,22 +37,22 @@ class _Flow:
 
     @property
     def finish(self) -> int:
-        """The virtual time up to which the flow is served when its next job has run."""
+        """The virtual time up to which the flow is served after its next job."""
         return self.served + next(iter(self.jobs.values()))
 
 
 class FairExecutor:
-    """Threads that tenants share by bytes of work: while several wait, each gets the same bytes per second.
+    """Threads that tenants share by bytes of work: while several tenants wait, each gets the same bytes per second.
 
-    The order is that of self-clocked fair queueing (Golestani 1994). The short and the long jobs of a tenant wait in
-    two queues; jobs of more than LONG_BYTES are long. They leave one thread to short ones, so that short jobs wait for
-    short jobs only. Where there is one thread, it runs both in turn.
+    The order is self-clocked fair queueing (Golestani 1994). Each tenant has two queues, for short jobs and for long
+    jobs, which have more than LONG_BYTES. Long jobs never use the last thread, so that short jobs wait only for short
+    jobs. A single thread serves both queues in turn.
 
-    All methods are called on one event loop; the functions that it runs must be safe in threads.
+    All methods are called on one event loop; the functions that it runs must be thread-safe.
     """
 
     def __init__(self, num_threads: int, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
-        """A tenant may have half of `max_waiting_bytes` waiting, and always one job."""
+        """A tenant may queue half of `max_waiting_bytes`, and always one job."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
         self._num_free = num_threads
         self._num_free_for_long = max(1, num_threads - 1)
@@ -64,27 +64,27 @@ class FairExecutor:
     async def run(
         self, tenant: str, num_bytes: int, function: Callable[[*Arguments], Result], *arguments: *Arguments
     ) -> Result:
-        """The result of a function that a thread runs when its tenant has its turn. The time that it takes should be in
-        proportion to `num_bytes`. A cancelled call gives up its turn; a function that runs is not interrupted.
+        """Runs a function in a thread, at its tenant's turn, and returns the result. Its duration should be
+        proportional to `num_bytes`. A cancelled call gives up its turn; a running function is not interrupted.
 
         Raises:
-            ResourceExhausted: too many bytes wait already.
+            ResourceExhausted: too many bytes are waiting.
         """
         is_long = num_bytes > LONG_BYTES
         await self._turn(tenant, num_bytes + _OVERHEAD_BYTES, is_long)
-        # Shielded: the thread is in use until the function returns, also if the caller is gone.
+        # Shielded: the thread is in use until the function returns, even if the caller is cancelled.
         running = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         running.add_done_callback(lambda _: self._leave(is_long))
         return await asyncio.shield(running)
 
     def shutdown(self) -> None:
-        """Runs nothing more; running functions are not waited for."""
+        """Starts no more functions, and does not wait for running ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, tenant: str, cost: int, is_long: bool) -> None:
-        """Waits until a thread is free for this job. Returns with the thread taken."""
+        """Waits for a thread for this job, and takes it."""
         if self._is_free(is_long):
-            # No job that could run is waiting: `_leave` leaves none behind.
+            # No waiting job could use the thread: `_leave` starts every job that can run.
             self._take(is_long)
             return
         self._check_room(tenant, cost)
@@ -135,7 +135,7 @@ class FairExecutor:
             flow = self._flows[key]
             turn = next(iter(flow.jobs))
             if turn.cancelled():
-                # Its caller has left, and has not heard of it yet.
+                # Its caller was cancelled, but has not run since.
                 self._remove(key, turn)
                 continue
             flow.served = finish
@@ -145,7 +145,7 @@ class FairExecutor:
             turn.set_result(None)
 
     def _remove(self, key: tuple[str, bool], turn: asyncio.Future[None]) -> None:
-        """Removes a job if it waits. A flow without jobs is forgotten; the next one begins at the virtual time."""
+        """Removes a waiting job. A flow without jobs is removed; a new flow starts at the virtual time."""
         tenant, flow = key[0], self._flows.get(key)
         if flow is None or turn not in flow.jobs:
             return

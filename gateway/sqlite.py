@@ -1,4 +1,4 @@
-"""What the gateway's stores in SQLite share: transactions, and the thread of each."""
+"""Shared parts of the gateway's SQLite stores: their threads, and transactions."""
 
 import asyncio
 import sqlite3
@@ -17,23 +17,23 @@ Found = TypeVar("Found")
 
 
 class StoreThread:
-    """The thread of a store. Tenants take turns there, and the gateway with what it does by itself, such as the renewal
-    of leases: nobody waits for the many calls of another tenant. The work of each is done in the order of its calls."""
+    """The thread of a store. Tenants take turns, so that no tenant waits for many calls of another one; the gateway's
+    own work, such as the renewal of leases, has turns, too. The calls of one tenant run in order."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
-        # What waits, by tenant, in the order of their turns; None is the gateway.
+        # Waiting work by tenant, in the order of the turns; None is the gateway itself.
         self._waiting: OrderedDict[str | None, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
 
     def open(self, opened: Callable[[], Found]) -> Found:
-        """The result of the first work. Raises what it raises."""
+        """Runs the first function in the thread and returns its result. Raises the function's error."""
         return self._thread.submit(opened).result()
 
     async def run(
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
-        """Does some work when it is its turn; a cancelled call gives that up."""
+        """Runs a function at its turn and returns the result; a cancelled call gives up its turn."""
         future: Future[Found] = Future()
         with self._lock:
             self._waiting.setdefault(calling_tenant(), deque()).append((future, partial(work, *arguments, **named)))
@@ -41,12 +41,12 @@ class StoreThread:
         return await asyncio.wrap_future(future)
 
     def close(self, last: Callable[[], object]) -> None:
-        """Does what waits, then `last`, and ends."""
+        """Runs all waiting work, then `last`, and ends the thread."""
         self._thread.submit(last)
         self._thread.shutdown(wait=False)
 
     def _do_next(self) -> None:
-        """Called once for each work that was asked for."""
+        """Runs the next function. Called once for each call of `run`."""
         with self._lock:
             tenant, queue = self._waiting.popitem(last=False)
             future, work = queue.popleft()
@@ -61,13 +61,13 @@ class StoreThread:
 
 @contextmanager
 def changing(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """A transaction, which no other gateway's interrupts."""
+    """A write transaction, which excludes the writes of other gateways."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield database
         database.execute("COMMIT")
     except BaseException:
-        # Where the disk is full or fails, SQLite has ended it.
+        # If the disk is full or fails, SQLite has already ended the transaction.
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise

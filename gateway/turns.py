@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from quire import clock
 
 LONG_BYTES = 64 * 1024
-"""What has more bytes takes long: a parser needs up to a millisecond for so many."""
+"""The size above which an input counts as long: a parser needs up to a millisecond for 64 KiB."""
 _TURN_S = 0.005
 TOKENS_PER_TURN = 50
 """Tokens to detokenize between two pauses. A token takes some ten microseconds, more with stop strings."""
@@ -20,8 +20,8 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class _Line:
-    """Tasks with long work that wait for their next turn. One of them goes on in each iteration of the event loop, so
-    that an iteration takes as long as one turn however many they are."""
+    """Tasks with long work that wait for their next turn. Each iteration of the event loop resumes one task, so that it
+    takes as long as one turn for any number of tasks."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -50,13 +50,13 @@ _lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary(
 
 
 class Turns:
-    """Lets other tasks run during long work that waits for nothing, such as a check of a thousand prompts."""
+    """Lets other tasks run during long work without I/O, such as the validation of a thousand prompts."""
 
     def __init__(self) -> None:
         self._began_at = clock.monotonic()
 
     async def pause(self) -> None:
-        """Lets other tasks run if this one has had its turn, until it has the next one. Call it at least every few
+        """Lets other tasks run if this task has used up its turn, and waits for its next turn. Must be called every few
         milliseconds."""
         if clock.monotonic() - self._began_at >= _TURN_S:
             await _lines.setdefault(asyncio.get_running_loop(), _Line()).wait()
@@ -64,29 +64,29 @@ class Turns:
 
 
 class TenantTurns:
-    """Turns of long work that many calls may do at once: of all of them one has a turn, which takes half of the event
-    loop's time at most, and tenants take turns, however many calls each has. With `Turns` they take
-    all that is left of it, and calls take turns, not tenants."""
+    """Turns of long work that many calls may do at once. Only one call has a turn at a time, tenants alternate
+    independent of their number of calls, and the work takes at most half of the event loop's time. With `Turns`, in
+    contrast, calls take turns instead of tenants, and use all remaining time."""
 
     def __init__(self) -> None:
         self._is_taken = False
-        # Whose turn it is, or was last.
+        # The tenant of the current or the last turn.
         self._last = ""
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def do(self, tenant: str, work: Callable[[], bool]) -> None:
-        """Calls `work`, which takes a millisecond at most, until it returns True."""
+        """Calls `work`, which takes at most a millisecond, until it returns True."""
         is_done = False
         while not is_done:
             async with self._turn(tenant):
                 began_at = clock.monotonic()
                 while not (is_done := work()) and clock.monotonic() - began_at < _TURN_S:
                     pass
-                # As long for everything else: a token passes through several turns of the loop on its way to a client.
+                # Equal time for other tasks: a token needs several iterations of the loop on its way to a client.
                 await asyncio.sleep(clock.monotonic() - began_at)
 
     async def call(self, tenant: str, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        """The result of a function that takes long and cannot pause, such as a parser, in a turn of its own."""
+        """Runs a long function that cannot pause, such as a parser, in its own turn; returns the result."""
         async with self._turn(tenant):
             began_at = clock.monotonic()
             try:
@@ -115,7 +115,7 @@ class TenantTurns:
             raise
 
     def _pass_on(self) -> None:
-        """Gives the turn to the next call; nobody has it where none waits."""
+        """Gives the turn to the next waiting call, or frees it."""
         if self._last in self._waiting:
             self._waiting.move_to_end(self._last)
         while self._waiting:

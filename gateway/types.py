@@ -1,7 +1,7 @@
-"""Requests as they came in, as values in one form for all front ends: their parameters are the contract's own messages.
+"""Requests as received, as values in one form for all front ends. Their parameters are the API's protobuf messages.
 
-An absent field of a request is absent in its messages. `GenerationRequest`, in replicas/generation_request.py, is the
-same request validated, tokenized and completed with defaults.
+A field that is absent in a request is absent in its messages. `GenerationRequest`, in replicas/generation_request.py,
+is the same request after validation and tokenization, with all defaults set.
 """
 
 import math
@@ -21,12 +21,12 @@ from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, Too
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 MAX_ENTRIES = 1 << 20
-"""The maximum length of a list in a message. No limit is above it; a longer list is refused without being copied."""
+"""The maximum length of a list in a message. No limit is above it; a longer list is rejected without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """`add_special_tokens`: whether the tokenizer adds its special tokens to the text."""
+    """A prompt as text. `add_special_tokens` is whether the tokenizer adds its special tokens to it."""
 
     text: str
     add_special_tokens: bool = True
@@ -39,7 +39,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`name` distinguishes speakers of one role. The chat template decides whether it is part of the prompt.
+    """A message of a conversation. `name` distinguishes speakers of one role, if the chat template uses it.
 
     An assistant's message may have tool calls and reasoning. A tool's message is the result of the call `tool_call_id`.
     """
@@ -54,8 +54,8 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to answer. `response_format` is what the content of the answer must match. With `drops_turns` its
-    oldest turns are left out where it does not fit."""
+    """A conversation to answer. The content of the answer must match `response_format`. With `drops_turns`, the oldest
+    turns are dropped if the conversation is too long."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
@@ -69,11 +69,11 @@ class ChatPrompt:
 
 
 class Clamp(Enum):
-    """Whether a max_tokens beyond the context is cut down to what is left of it, or refused."""
+    """Whether a max_tokens beyond the rest of the context is reduced to it, or rejected."""
 
     NEVER = auto()
     AS_SET = auto()
-    """By the gateway's setting."""
+    """As the gateway's setting says."""
     ALWAYS = auto()
 
 
@@ -82,8 +82,8 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """The part of one sequence that the caller has: its tokens, and optionally the number of characters of their text
-    and the sum of their log probabilities."""
+    """The part of one sequence that the caller already has: tokens, and optionally the number of characters of their
+    text and the sum of their log probabilities."""
 
     token_ids: Sequence[int]
     num_characters: int | None = None
@@ -92,9 +92,10 @@ class HeldSequence:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request as the caller sent it, not validated.
+    """One request as the caller sent it, before validation.
 
-    A higher `priority` runs earlier. Errors show `priority_sign * priority`, which is what the caller wrote.
+    Requests with a higher `priority` run earlier. Errors show `priority_sign * priority`, the value that the caller
+    wrote.
     """
 
     prompt: Prompt | None
@@ -104,9 +105,9 @@ class RequestOptions:
     output: OutputOptions = field(default_factory=OutputOptions)
     as_written: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values that the messages cannot hold exactly as the caller wrote them, by the path of the field. The validator
-    checks these instead, and refuses each value that is outside the range of its field."""
+    checks these instead, and rejects each value outside the range of its field."""
     truncate_prompt_tokens: int | None = None
-    """Keeps only this many last tokens of the prompt; -1 keeps as many as a prompt may have."""
+    """The number of last tokens of the prompt to keep; -1 means the maximum length of a prompt."""
     truncation_side: Literal["left", "right"] = "left"
     """The side on which tokens are cut off."""
     clamp: Clamp = Clamp.NEVER
@@ -115,25 +116,25 @@ class RequestOptions:
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
     cache_salt: str | None = None
-    """Requests with different salts share no cached prefixes."""
+    """Requests with different salts do not share cached prefixes."""
     retain_ms: int | None = None
-    """For how long the blocks of prompt and answer are kept after it, if that is possible."""
+    """The time for which the cache keeps the blocks of prompt and answer afterwards, if possible."""
     expected_tokens: int | None = None
     """As in GenerationRequest."""
     front_end: bytes = b""
-    """As in GenerationRequest, as is the next one."""
+    """As in GenerationRequest, and so is the next field."""
     is_steady: bool = False
     continue_from: Sequence[HeldSequence] = ()
     """The output of an earlier request: one entry per sequence, or empty."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a prompt that is too long becomes shorter."""
+        """Whether a prompt that is too long is truncated."""
         drops_turns = isinstance(self.prompt, ChatPrompt) and self.prompt.drops_turns
         return drops_turns or self.truncate_prompt_tokens is not None
 
     def asked(self, path: str) -> Any:
-        """The value that the caller wrote for a field, for example "sampling.top_p"; None if it is absent."""
+        """The value that the caller wrote for a field, for example of "sampling.top_p"; None if it is absent."""
         if path in self.as_written:
             return self.as_written[path]
         parent_of, name, has_presence = _place_of(path)
@@ -143,7 +144,7 @@ class RequestOptions:
 
 @cache
 def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool]:
-    """For the field at a path: a function from options to its message, its name, and whether it can be absent."""
+    """Locates the field at a path: a function from options to its message, its name, and whether it can be absent."""
     parents, _, name = path.rpartition(".")
     parent_of: Callable[[RequestOptions], Message] = attrgetter(parents)
     return parent_of, name, parent_of(RequestOptions(None)).DESCRIPTOR.fields_by_name[name].has_presence
@@ -155,8 +156,8 @@ def optional(message: Message, field: str) -> Any:
 
 
 def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -> None:
-    """Sets the field at the end of `path` to a value of a caller; None leaves it absent. A value that the field cannot
-    hold exactly goes to `as_written` as well."""
+    """Sets the field at the end of `path` to a caller's value; None leaves it absent. A value that the field cannot
+    hold exactly is also stored in `as_written`."""
     if value is None:
         return
     name = path.rpartition(".")[2]

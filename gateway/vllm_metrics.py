@@ -1,8 +1,8 @@
 """The gateway's metrics under vLLM's names, for dashboards and autoscalers made for vLLM (`--vllm-metric-names`).
 
-An engine is a replica; its label is the position in `--schedulers`, or for replicas of a DNS name the first number that
-was free when they were found. The gauges of the queues are of this gateway's own requests, so that sums over several
-gateways are right; the use of the KV cache is the whole replica's. docs/metrics.md has the table of names.
+An engine is a replica; its label is its position in `--schedulers`, or for a replica from a DNS name the first free
+number when it was found. The queue gauges count only this gateway's requests, so that sums over several gateways are
+correct; the KV cache usage is the whole replica's. docs/metrics.md has the table of names.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from quire.histograms import Distribution
 from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
 
 _LABELS = ("model_name", "engine")
-# Requests that no replica has are of no engine.
+# The engine label of requests that have no replica.
 _NO_ENGINE = "none"
 _SLEEP_STATES = {"awake": None, "weights_offloaded": ASLEEP, "discard_all": ASLEEP_WITHOUT_WEIGHTS}
-"""By vLLM's names the phases of a replica's workers. Its lighter sleep offloads the weights, which stay loaded here."""
+"""The phases of a replica's workers by vLLM's names. vLLM's level 1 offloads the weights, which stay loaded here."""
 _REASONS = {
     "stop": (FinishReason.STOP, FinishReason.TOOL_CALLS),
     "length": (FinishReason.LENGTH,),
@@ -36,7 +36,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class _HistogramName:
-    """A histogram of vLLM, and which of ours it is."""
+    """A histogram of vLLM, and the corresponding distribution of a record."""
 
     name: str
     help: str
@@ -48,7 +48,7 @@ HISTOGRAMS = (
     _HistogramName("inter_token_latency_seconds", "Time between two tokens.", lambda record: record.inter_token),
     _HistogramName(
         "time_per_output_token_seconds",
-        "Time between two tokens, under the name before vllm:inter_token_latency_seconds.",
+        "Time between two tokens, under the former name of vllm:inter_token_latency_seconds.",
         lambda record: record.inter_token,
     ),
     _HistogramName(
@@ -79,10 +79,10 @@ HISTOGRAMS = (
 )
 COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
     "prompt_tokens": ("Prompt tokens of requests that got a token.", lambda record: record.num_prompt_tokens),
-    "prompt_tokens_cached": ("Those of completed requests that were cached.", lambda record: record.num_cached_tokens),
+    "prompt_tokens_cached": ("Cached prompt tokens of completed requests.", lambda record: record.num_cached_tokens),
     "generation_tokens": ("Generated tokens.", lambda record: record.num_generated_tokens),
     "prefix_cache_queries": (
-        "Prompt tokens of completed requests, looked up in the prefix cache.",
+        "Prompt tokens of completed requests that were looked up in the prefix cache.",
         lambda record: record.num_looked_up_tokens,
     ),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda record: record.num_cached_tokens),
@@ -91,14 +91,14 @@ COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
 
 
 _DRAFT_COUNTERS: Sequence[tuple[str, str, Callable[[ReplicaLoad], int]]] = (
-    ("spec_decode_num_drafts", "Samples that had drafts.", lambda load: load.num_drafted[0]),
-    ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda load: load.num_drafted[1]),
-    ("spec_decode_num_accepted_tokens", "Those that were right.", lambda load: sum(load.num_accepted_at)),
+    ("spec_decode_num_drafts", "Samples with draft tokens.", lambda load: load.num_drafted[0]),
+    ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", lambda load: load.num_drafted[1]),
+    ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", lambda load: sum(load.num_accepted_at)),
 )
 
 
 class VllmMetrics(Collector):
-    """Makes series under vLLM's names from records and from what the schedulers said at the last `refresh`."""
+    """Makes series under vLLM's names from the records and from the schedulers' answers at the last `refresh`."""
 
     def __init__(self, model_name: str, metrics: GatewayMetrics, replicas: Replicas, gateway_id: str) -> None:
         self._model_name = model_name
@@ -110,7 +110,7 @@ class VllmMetrics(Collector):
         self._refreshing: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
-        """Asks the schedulers for the present state of the queues. Scrapes that come meanwhile share the answers."""
+        """Gets the present state of the queues from the schedulers. Concurrent scrapes share the answers."""
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._ask())
         await asyncio.shield(self._refreshing)
@@ -122,7 +122,7 @@ class VllmMetrics(Collector):
             self._refreshing = None
 
     def collect(self) -> Iterable[Metric]:
-        # Of the replicas that are there. Records outlive them.
+        # Only present replicas. Records outlive their replicas.
         engines = {address: str(place) for address, place in self._records.places().items()}
         records = {str(place): record for place, record in enumerate(self._records)}
         loads = {engines[address]: load for address, load in self._loads.items() if address in engines}
@@ -130,7 +130,7 @@ class VllmMetrics(Collector):
         yield self._family(
             "gauge",
             "kv_cache_usage_perc",
-            "Share of the KV cache in use, 1 is all.",
+            "Share of the KV cache that is in use, from 0 to 1.",
             {(engine,): load.kv_cache_usage for engine, load in loads.items()},
         )
         yield from self._counters(records)
@@ -147,15 +147,15 @@ class VllmMetrics(Collector):
         yield from self._http()
 
     def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
-        """Of the whole replica: a step mixes the requests of all gateways."""
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens that a step computes.", labels=_LABELS)
+        """Tokens per step of the whole replica: a step has requests of all gateways."""
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Computed tokens per step.", labels=_LABELS)
         for engine, load in loads.items():
             if load.step_tokens is not None:
                 load.step_tokens.put_into(family, [self._model_name, engine])
         return family
 
     def _drafts(self, loads: Mapping[str, ReplicaLoad]) -> Iterable[Metric]:
-        """Of the whole replica, of one that drafts."""
+        """Speculative decoding of whole replicas that use it."""
         drafting = {engine: load for engine, load in loads.items() if load.num_drafted[0]}
         for name, help_text, value_of in _DRAFT_COUNTERS:
             yield self._family("counter", name, help_text, {(each,): value_of(drafting[each]) for each in drafting})
@@ -164,30 +164,32 @@ class VllmMetrics(Collector):
             for engine, load in drafting.items()
             for place, count in enumerate(load.num_accepted_at)
         }
-        help_text = "Drafted tokens that were right, by their place."
+        help_text = "Accepted draft tokens, by position."
         name = "spec_decode_num_accepted_tokens_per_pos"
         yield self._family("counter", name, help_text, by_place, ["position"])
 
     def _sleep(self, engines: Mapping[str, str]) -> Metric:
-        """Of replicas that answer, by their addresses. vLLM's dashboards show a model without this series as down."""
+        """Sleep states of the replicas. vLLM's dashboards show a model without this series as down."""
         links, states = self._replicas.links, dict[tuple[str, str], int]()
         for engine, address in engines.items():
             loading = links[address].loading if address in links else None
             phase = None if loading is None or loading.phase not in _SLEEP_STATES.values() else loading.phase
             states |= {(engine, state): int(phase == own) for state, own in _SLEEP_STATES.items()}
-        return self._family("gauge", "engine_sleep_state", "Whether a replica is in a state.", states, ["sleep_state"])
+        return self._family(
+            "gauge", "engine_sleep_state", "1 for the state of the replica, else 0.", states, ["sleep_state"]
+        )
 
     def _http(self) -> Iterable[Metric]:
-        """What the middleware of vLLM's HTTP server counts, under its names."""
+        """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
         name, labels = "http_requests", ("handler", "method", "status")
-        family = CounterMetricFamily(name, "Answers over HTTP, by the first digit of the status.", labels=labels)
+        family = CounterMetricFamily(name, "HTTP answers, by the first digit of the status.", labels=labels)
         by_class: Tally[tuple[str, str, str]] = Tally()
         for answer, count in self._metrics.http_answers.counts():
             by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
         for key, count in by_class.items():
             family.add_metric(key, count)
         yield family
-        name, help_text = "http_request_duration_seconds", "From a request over HTTP to the end of its answer."
+        name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
         family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
         for place, seconds in self._metrics.http_answers.durations():
             seconds.put_into(family, place)
@@ -202,7 +204,7 @@ class VllmMetrics(Collector):
         by_reason = {(engine, "capacity"): load.num_waiting for engine, load in loads.items()}
         by_reason |= {(engine, "deferred"): load.num_held for engine, load in loads.items()}
         by_reason[_NO_ENGINE, "capacity"] = self._replicas.num_unplaced
-        help_text = "Requests that wait: for room, or for what another request or a worker prepares."
+        help_text = "Waiting requests: for capacity, or for data that another request or a worker prepares."
         yield self._family("gauge", "num_requests_waiting_by_reason", help_text, by_reason, ["reason"])
 
     def _counters(self, records: Mapping[str, ReplicaRecord]) -> Iterable[Metric]:
@@ -216,19 +218,21 @@ class VllmMetrics(Collector):
             by_source[engine, "external_kv_transfer"] = 0
         yield self._family("counter", "prompt_tokens_by_source", "Prompt tokens by source.", by_source, ["source"])
         of_device = {(engine, "device"): record.num_cached_tokens for engine, record in records.items()}
-        help_text = "Prompt tokens that were cached, by where."
+        help_text = "Cached prompt tokens, by location."
         yield self._family("counter", "prompt_tokens_cached_by_source", help_text, of_device, ["source"])
         finished = {
             (engine, name): sum(record.finished[reason] for reason in reasons)
             for engine, record in records.items()
             for name, reasons in _REASONS.items()
         }
-        help_text = "Sequences that ended, by reason."
+        help_text = "Finished sequences, by reason."
         yield self._family("counter", "request_success", help_text, finished, ["finished_reason"])
 
     def _cache_config(self, engines: Mapping[str, str]) -> Metric:
         names = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "engine", "model_name")
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache of a replica; the value is 1.", labels=names)
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Configuration of a replica's KV cache; the value is 1.", labels=names
+        )
         for address, engine in engines.items():
             link = self._replicas.links.get(address)
             if link is not None and (welcome := link.welcome) is not None:
@@ -237,7 +241,7 @@ class VllmMetrics(Collector):
         return family
 
     def _adapters(self) -> Metric:
-        """The gateway API inference extension reads the lists, and the time of the newest."""
+        """Lists of adapters. The Gateway API Inference Extension reads the series with the latest time."""
         names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
         running, waiting = self._replicas.adapters_in_use()
@@ -248,7 +252,7 @@ class VllmMetrics(Collector):
     def _family(
         self, kind: str, name: str, help_text: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()
     ) -> Metric:
-        """A family with a series for each engine, and for each value of `labels` behind the engine."""
+        """A family with a series for each engine and each value of `labels`."""
         make = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind]
         family = make(f"vllm:{name}", help_text, labels=[*_LABELS, *labels])
         for of, value in values.items():

@@ -1,1 +1,1 @@
-"""The front ends: OpenAI's, Anthropic's, gRPC and KServe APIs, over the same requests."""
+"""The front ends: the OpenAI, Anthropic, gRPC and KServe APIs, which share one form of requests."""

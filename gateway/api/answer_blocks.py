@@ -17,7 +17,7 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Consecutive output of one kind. `content` is the text or the arguments of a call so far.
+    """Consecutive output of one kind. `content` is the text, or the arguments of a call, so far.
 
     Attributes:
         position: The index among the blocks of the answer.
@@ -28,7 +28,7 @@ class Block:
     kind: BlockKind
     call_id: str = ""
     name: str = ""
-    # Pieces of a few characters would take more memory as a list.
+    # A list of pieces with a few characters each would take more memory.
     _written: io.StringIO = field(default_factory=io.StringIO)
 
     @property
@@ -52,19 +52,19 @@ BlockEvent = tuple[Step, Block, str]
 
 
 class Blocks:
-    """The blocks of one sequence, of which one is open at a time."""
+    """The blocks of one sequence. At most one block is open at a time."""
 
     def __init__(self, *, keeps_content: bool = True) -> None:
-        """Without `keeps_content`, blocks stay empty, and only the events have the content."""
+        """Without `keeps_content`, blocks stay empty, and only the events contain the output."""
         self.all: list[Block] = []
         self._keeps_content = keeps_content
         self._is_open = False
 
     def push(self, output: Output) -> Iterator[BlockEvent]:
-        """The next piece of the answer. Consume the iterator before the next call."""
+        """The events of the next piece of the answer. The iterator must be consumed before the next call."""
         calls = output.tool_calls
         if calls and not calls[0].id:
-            # The rest of the open call. What else is in the piece came after it.
+            # The rest of the open call. All other output in the piece came after it.
             yield from self._add(BlockKind.TOOL_CALL, calls[0].arguments)
             calls = calls[1:]
         if output.reasoning:
@@ -78,14 +78,14 @@ class Blocks:
                 yield from self._add(BlockKind.TOOL_CALL, call.arguments)
 
     def begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> Iterator[BlockEvent]:
-        """A new block, after the end of the one before it."""
+        """Begins a new block, after it ends the open one."""
         yield from self.end()
         self._is_open = True
         self.all.append(Block(len(self.all), kind, call_id, name))
         yield Step.BEGIN, self.all[-1], ""
 
     def end(self) -> Iterator[BlockEvent]:
-        """The end of the open block, if there is one."""
+        """Ends the open block, if there is one."""
         if self._is_open:
             self._is_open = False
             yield Step.END, self.all[-1], ""
@@ -99,7 +99,7 @@ class Blocks:
 
 
 def output_of(part: Chunk | GeneratedSequence) -> Output:
-    """The contributions of a piece of the answer, by kind."""
+    """The output in a piece of the answer, by kind."""
     if isinstance(part, Chunk):
         return Output(part.text, part.reasoning, part.tool_calls)
     calls = [ToolCallDelta(place, call.id, call.name, call.arguments) for place, call in enumerate(part.tool_calls)]

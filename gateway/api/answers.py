@@ -1,7 +1,7 @@
-"""Answers over HTTP: JSON that is made and written in pieces, server-sent events, and errors.
+"""HTTP answers: JSON that is made and written in pieces, server-sent events, and errors.
 
-Long lists are made a few entries at a time and never held as a whole. All non-ASCII characters are escaped, because
-some readers split lines at characters that JSON allows. Errors have a status and, as OpenAI's, the body
+Long lists are made a few entries at a time and are never in memory as a whole. All non-ASCII characters are escaped,
+because some readers split lines at characters that JSON allows. Errors have a status and OpenAI's body,
 {"error": {message, type, param, code}}.
 """
 
@@ -64,7 +64,7 @@ _client_request_id: ContextVar[str | None] = ContextVar("request id of the clien
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    # Without it, proxies would buffer the stream.
+    # Without this header, proxies would buffer the stream.
     "x-accel-buffering": "no",
 }
 _JSON = {"content-type": "application/json"}
@@ -104,13 +104,13 @@ class ErrorAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How an API writes errors and streams.
+    """The form of errors and streams in an API.
 
     Attributes:
         error: Makes the object of an error.
         names_events: Whether each event of a stream has the `type` of its object as its name, as in OpenAI's responses
             and Anthropic's messages. Otherwise events have no names, and [DONE] is the last one.
-        error_event: Makes the object of an error in a stream; None if it is the same.
+        error_event: Makes the object of an error in a stream; None if `error` makes it.
         id_headers: The response headers with the id of the call.
         says_done: Whether [DONE] ends a stream without names.
     """
@@ -152,8 +152,8 @@ class HttpError(Exception):
 
 
 def error_answer(error: Exception, request_id: str | None = None) -> ErrorAnswer:
-    """The response to any error. For an unexpected error it has no details, only the id under which the log has them:
-    the client's own id, or `request_id`, or a new one."""
+    """The response to any error. For an unexpected error it has no details, only the id under which they are logged:
+    the client's own id, `request_id`, or a new id."""
     match error:
         case HttpError(answer=answer):
             return answer
@@ -229,7 +229,7 @@ def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
 
 
 def _suggestion(request: Request) -> str:
-    """The path that was probably meant: clients often leave out /v1, give it twice, or misspell a word."""
+    """The path that the client probably meant: clients often omit /v1, repeat it, or misspell a word."""
     path = request.url.path[:200].rstrip("/")
     paths = sorted({each.path for each in request.app.routes if "{" not in each.path})
     meant = (f"/v1{path}", path.replace("/v1/v1/", "/v1/"), *get_close_matches(path, paths, 1, 0.85))
@@ -238,7 +238,7 @@ def _suggestion(request: Request) -> str:
 
 
 def set_client_request_id(request_id: str) -> None:
-    """The id that the client sent with the current request. It belongs to the task of the request."""
+    """Sets the id that the client sent with the current request, for the task of the request."""
     _client_request_id.set(request_id)
 
 
@@ -248,7 +248,7 @@ def client_request_id() -> str | None:
 
 
 class LazyList(Iterable[Entry]):
-    """A list whose entries are made when they are written."""
+    """A list whose entries are made while it is written."""
 
     def __init__(self, make: Callable[[], Iterable[Entry]]) -> None:
         self._make = make
@@ -258,7 +258,7 @@ class LazyList(Iterable[Entry]):
 
 
 def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
-    """An object as JSON, in pieces of about 32 KiB, which take a few milliseconds each."""
+    """An object as JSON, in pieces of about 32 KiB. Each takes a few milliseconds."""
     parts: list[str] = []
     size = 0
     for part in _parts(answer):
@@ -271,7 +271,7 @@ def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def as_json(answer: Mapping[str, Any] | LazyList[Any]) -> bytes:
-    """An object or a list as JSON. In a thread, other threads run between the pieces of long lists."""
+    """An object or a list as JSON. If called in a thread, other threads run between the pieces of long lists."""
     return "".join(_parts(answer)).encode()
 
 
@@ -282,7 +282,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _parts_with(value: Any, long: Set[int]) -> Iterator[str]:
-    """`long` has the ids of what `_find_long` found in `value`. All that is between is written at once."""
+    """The parts of a value. `long` has the ids that `_find_long` found in it; all other values are written whole."""
     match value:
         case LazyList():
             yield from _list_parts(iter(value))
@@ -308,7 +308,7 @@ def _parts_with(value: Any, long: Set[int]) -> Iterator[str]:
 
 
 def _list_parts_with(entries: Sequence[Any], long: Set[int]) -> Iterator[str]:
-    """Of a list that has an entry that is long."""
+    """The parts of a list that has a long entry."""
     separator, short = "[", list[Any]()
     for each in entries:
         if id(each) not in long:
@@ -339,9 +339,9 @@ def _list_parts(entries: Iterator[Any]) -> Iterator[str]:
 
 
 def _find_long(value: Any, long: set[int]) -> bool:
-    """Whether the value is or contains a list that is made or written in pieces; adds the ids of these lists, and of
-    the containers that have them. It does not look into the lists, whose entries have a turn of their own, and at all
-    else once, however deep it is."""
+    """Whether the value is or contains a list that is written in pieces; adds the ids of these lists and of their
+    containers to `long`. Each value is visited once at any depth, except entries of these lists, which are visited when
+    they are written."""
     match value:
         case LazyList():
             is_long = True
@@ -357,7 +357,7 @@ def _find_long(value: Any, long: set[int]) -> bool:
 
 
 def _find_all_long(values: Iterable[Any], long: set[int]) -> bool:
-    """`_find_long` of each value; whether one of them is long."""
+    """Calls `_find_long` for each value; returns whether one of them is long."""
     return sum(_find_long(each, long) for each in values) > 0
 
 
@@ -395,7 +395,7 @@ class WatchedResponse(Response):
 
 
 class WholeResponse(WatchedResponse):
-    """One JSON object. A long one is sent in pieces, as they are made."""
+    """One JSON object. A long object is made and sent in pieces."""
 
     def __init__(
         self,
@@ -429,7 +429,7 @@ class WholeResponse(WatchedResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
-        # A part of the body was sent already, so the connection is cut.
+        # If a part of the body was already sent, the connection is closed instead.
         if not self._has_started:
             await super()._send_error(send, answer)
 
@@ -437,11 +437,11 @@ class WholeResponse(WatchedResponse):
 class StreamedResponse(WatchedResponse):
     """Server-sent events.
 
-    The headers are sent with the first event, or some time after the request was submitted to a scheduler. A scheduler
-    refuses at once, so a refusal is still an ordinary error response. Later errors are the last event of the stream.
-    Between events, comments keep proxies from cutting the connection. In a stream whose events have ids, a comment is a
-    line of the next event: clients that remember an id, as OpenAI's for Python, take a block without data for an event
-    with empty data. In other streams it is a block, which clients that know only lines of data skip.
+    The headers are sent with the first event, or some time after the submission to a scheduler. A scheduler rejects
+    requests at once, so a rejection is still an ordinary error response. A later error is the last event of the stream.
+    Between events, comments prevent proxies from closing the connection. If events have ids, a comment is a line of the
+    next event: clients that store ids, such as OpenAI's for Python, parse a block without data as an event with empty
+    data. In other streams a comment is a block, which clients that parse only data lines skip.
     """
 
     def __init__(
@@ -452,8 +452,8 @@ class StreamedResponse(WatchedResponse):
         headers: Mapping[str, str],
         dialect: Dialect,
     ) -> None:
-        """`make` yields one or more events at a time. `is_submitted` returns whether a scheduler has the request. After
-        `keep_alive_s` without an event a comment is sent; 0 sends none."""
+        """`make` yields one or more events at a time. `is_submitted` returns whether a scheduler has the request. A
+        comment is sent after `keep_alive_s` without an event; 0 disables comments."""
         super().__init__(headers, dialect)
         self._make_events = make
         self._is_submitted = is_submitted
@@ -465,7 +465,7 @@ class StreamedResponse(WatchedResponse):
         self._lock = asyncio.Lock()
 
     def use(self, dialect: Dialect) -> None:
-        """An error from now on has the form of this dialect."""
+        """Sets the dialect of later errors."""
         self._dialect = dialect
 
     async def _make(self, send: Send) -> None:
@@ -497,7 +497,7 @@ class StreamedResponse(WatchedResponse):
         return _COMMENT if self._has_ids else _COMMENT + b"\n"
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        """Sends `data`, and the headers if they were not sent."""
+        """Sends `data`, after the headers if they were not sent."""
         async with self._lock:
             if not self._has_started:
                 await _start(send, 200, _EVENT_STREAM | dict(self._headers))
@@ -534,8 +534,8 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
 
 
 async def _send_piece(send: Send, body: bytes) -> None:
-    """Sends a part of a body, after the parts before it were written out. Over TLS, data that is written at once counts
-    as sent, and the rest may be cut off later."""
+    """Sends a part of a body in small pieces, each after the previous one is written. With TLS, data counts as sent as
+    soon as it is passed on, so a large piece could be cut off."""
     for begin in range(0, len(body), _PIECE_BYTES):
         await send({"type": "http.response.body", "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
 

@@ -1,4 +1,4 @@
-"""Reads the body of an HTTP request: media type, size, JSON, types."""
+"""Reads the body of an HTTP request: checks media type and size, parses JSON, and validates types."""
 
 import codecs
 import re
@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 _ENTRIES_AT_ONCE = 512
 _DONE = object()
-# zlib's window for each encoding of a body; deflate has zlib's header.
+# zlib's window size for each content encoding; deflate has zlib's header.
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _PIECE_BYTES = 1 << 16
 # Tags of the alternatives of a union, by the `type` of an object.
@@ -47,7 +47,7 @@ _EXPECTED = {
 
 
 def max_entries(limit: int) -> BeforeValidator:
-    """Refuses an object with more entries than `limit` before it validates any of them."""
+    """Rejects an object with more entries than `limit` before any of them is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(cast(dict[Any, Any], value)) > limit:
@@ -60,7 +60,7 @@ def max_entries(limit: int) -> BeforeValidator:
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """Limits of the size of a body, in bytes and in entries. `IncomingBody` limits the time. Long bodies are parsed in
-    `turns`, and `rule` says what becomes of fields that their types do not declare."""
+    `turns`, and `rule` decides about fields that their types do not declare."""
 
     max_bytes: int
     entries: EntryLimits
@@ -69,12 +69,13 @@ class BodyLimits:
 
 
 async def read_body(request: Request, limits: BodyLimits, *, media_types: Collection[str] = ()) -> bytes:
-    """The whole body, unpacked. Besides JSON it may be of `media_types`, which browsers send after a preflight alone.
+    """The whole body, decompressed. Its media type is JSON or one of `media_types`, which browsers send only after a
+    preflight request.
 
     Raises:
-        HttpError: its media type is not JSON, it is encoded, too large or too slow.
-        QuireError: the gateway holds too many bodies.
-        starlette.requests.ClientDisconnect: the client left before all of it arrived.
+        HttpError: the media type or the encoding is not supported, or the body is too large or too slow.
+        QuireError: the gateway has no memory for the body.
+        starlette.requests.ClientDisconnect: the client disconnected before the end of the body.
     """
     _check_media_type(request, media_types)
     _check_announced_size(request, limits.max_bytes)
@@ -97,8 +98,8 @@ async def read_body(request: Request, limits: BodyLimits, *, media_types: Collec
 
 
 class _Inflating:
-    """Unpacks a compressed body in small pieces: a kilobyte may hold a megabyte. It may have several parts, one after
-    the other, as gzip allows."""
+    """Decompresses a body in small pieces, since a kilobyte may expand to a megabyte. The body may consist of several
+    compressed parts, as gzip allows."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -110,7 +111,8 @@ class _Inflating:
         return self._stream.eof
 
     async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
-        """Raises InvalidArgument if it is not in the format, and ResourceExhausted if there is no memory for it."""
+        """The decompressed pieces of `data`. Raises InvalidArgument if the format is wrong, and ResourceExhausted if
+        there is no memory for the pieces."""
         while data:
             if self._stream.eof:
                 self._stream = zlib.decompressobj(self._window)
@@ -125,7 +127,7 @@ class _Inflating:
 
 
 async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
-    """The body of a request as `kind`. Raises as `read_body`, `load_json` and `validated` do."""
+    """The body of a request as `kind`. Raises the errors of `read_body`, `load_json` and `validated`."""
     return validated(kind, await load_json(await read_body(request, limits), limits), union_types)
 
 
@@ -137,8 +139,8 @@ async def validated_by_turns(
     union_types: Mapping[str, str],
     turns: Turns,
 ) -> list[Any]:
-    """The list at `name` among the fields of a `kind`, validated a few entries at a time, so that other calls run
-    between. Raises InvalidArgument for the first bad one."""
+    """The list in the field `name` of a `kind`, validated a few entries at a time, so that other calls can run in
+    between. Raises InvalidArgument for the first invalid entry."""
     asked = fields[name]
     found: list[Any] = []
     for begin in range(0, len(asked), _ENTRIES_AT_ONCE):
@@ -154,7 +156,7 @@ async def validated_by_turns(
 
 
 def validated(kind: type[Model], fields: object, union_types: Mapping[str, str]) -> Model:
-    """`fields` as `kind`. `union_types` are the types of fields with several, as errors show them.
+    """`fields` as `kind`. `union_types` has the types of fields that accept several, as shown in errors.
 
     Raises:
         InvalidArgument: a field has the wrong type.
@@ -166,7 +168,7 @@ def validated(kind: type[Model], fields: object, union_types: Mapping[str, str])
 
 
 async def load_json(data: bytes, limits: BodyLimits) -> Any:
-    """The JSON value in `data`, counted.
+    """The JSON value in `data`, whose entries are counted first.
 
     Raises:
         InvalidArgument: it is not JSON, or has too many entries.
@@ -195,8 +197,8 @@ def _parsed(data: bytes) -> Any:
 
 
 def _check_media_type(request: Request, others: Collection[str]) -> None:
-    """Requires JSON as the media type. Browsers let pages of other sites send other media types, or none, without a
-    preflight request. Programs may omit the media type; requests of pages have the header `origin`."""
+    """Requires JSON as the media type, since browsers let pages of other sites send other media types, or none, without
+    a preflight request. Programs may omit the media type; requests of pages have the header `origin`."""
     stated = request.headers.get("content-type")
     if stated is None and "origin" in request.headers:
         raise _unsupported("content-type is missing; from a page it must be application/json")
@@ -223,7 +225,7 @@ def _too_large(max_bytes: int) -> HttpError:
 
 
 def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidArgument:
-    """The first error; its path omits the alternatives of unions."""
+    """The first validation error; its path omits the alternatives of unions."""
     first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     location = first["loc"]
     if not location:
@@ -260,8 +262,8 @@ def _malformed(cause: str) -> InvalidArgument:
 
 
 def _path(location: tuple[Any, ...], union_types: Mapping[str, str]) -> tuple[str, str | None]:
-    """The path of the invalid field, and its types if it has several. The path ends at such a field, because the rest
-    of the location names the alternative that was tried."""
+    """The path of the invalid field, and its types if it accepts several. The path ends at such a field, because the
+    rest of the location names an alternative of the union."""
     path = ""
     for step in location:
         if isinstance(step, int):

@@ -1,9 +1,9 @@
-"""OpenAI's custom tools: tools whose input is a text, free or of a grammar, in place of JSON.
+"""OpenAI's custom tools: tools whose input is a text, free or constrained by a grammar, in place of JSON.
 
-A model calls a tool in the form that it learned, with arguments in JSON. So a custom tool is for the model a function
-with one text, `input`, which the schema of its arguments enforces as those of other tools are. A grammar that is a
-regular expression is the `pattern` of that text. A grammar in Lark cannot be enforced inside a text of JSON: the model
-reads it in the tool's description, and a call that is required is refused.
+A model calls a tool in the form that it learned, with JSON arguments. So it sees a custom tool as a function with one
+string parameter, `input`, and the schema of the arguments is enforced as for other tools. A regular expression becomes
+the `pattern` of that string. A Lark grammar cannot be enforced inside a JSON string: the model reads it in the tool's
+description, and a request that requires a call of such a tool is rejected.
 """
 
 import json
@@ -19,7 +19,7 @@ from quire.gateway.v1.generation_pb2 import Tool, ToolCall
 
 _INPUT = "input"
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Whole characters of a text in JSON: a surrogate is one with the other half.
+# Whole characters of a JSON string: a surrogate counts only with its other half.
 _CHARACTERS = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
@@ -27,14 +27,15 @@ _CHARACTERS = re.compile(
 
 
 class Grammar(Part):
-    """`syntax` is regex or lark."""
+    """A grammar; `syntax` is regex or lark."""
 
     syntax: str
     definition: str
 
 
 class CustomFormat(Part):
-    """`type` is text or grammar. Responses have the two fields of a grammar here, chats in `grammar`."""
+    """The format of the input; `type` is text or grammar. Responses have the fields of a grammar here, chats in
+    `grammar`."""
 
     type: str
     syntax: str | None = None
@@ -49,7 +50,7 @@ class CustomDefinition(Part):
 
 
 def check_custom(violations: Violations, path: str, tool: CustomDefinition, *, is_forced: bool) -> None:
-    """Adds violations for a format that cannot be had. `is_forced`: a call of some tool is required."""
+    """Adds violations for an unsupported format. `is_forced` is whether a call of some tool is required."""
     format = tool.format
     if format is None or format.type == "text":
         return
@@ -68,7 +69,7 @@ def check_custom(violations: Violations, path: str, tool: CustomDefinition, *, i
 
 
 def custom_tool(tool: CustomDefinition) -> Tool:
-    """The function that a checked custom tool is for the model."""
+    """A checked custom tool as the function that the model sees."""
     text: dict[str, Any] = {"type": "string"}
     description, grammar = tool.description, None if tool.format is None else _grammar_of(tool.format)
     if grammar is not None and grammar.syntax == "regex":
@@ -81,12 +82,12 @@ def custom_tool(tool: CustomDefinition) -> Tool:
 
 
 def custom_call(call_id: str, name: str, text: str) -> ToolCall:
-    """A call of an earlier answer."""
+    """A call in an earlier answer, as a call of the function."""
     return ToolCall(id=call_id, name=name, arguments=json.dumps({_INPUT: text}, ensure_ascii=False))
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a call with these arguments, which may be cut off; the arguments, if they are something else."""
+    """The input in a call's arguments, which may be cut off; arguments of another form are returned unchanged."""
     try:
         found = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:
@@ -96,14 +97,14 @@ def custom_input(arguments: str) -> str:
 
 
 class InputPieces:
-    """The input of a call in pieces, as those of its arguments come."""
+    """Extracts the input of a call piece by piece, as its arguments arrive."""
 
     def __init__(self) -> None:
         self._waiting = ""
         self._has_begun = False
 
     def push(self, arguments: str) -> str:
-        """What the next piece of the arguments adds to the input."""
+        """The next piece of the input, from the next piece of the arguments."""
         self._waiting += arguments
         if not self._has_begun:
             if (begin := _BEGIN.match(self._waiting)) is None:
@@ -115,7 +116,7 @@ class InputPieces:
 
     @property
     def rest(self) -> str:
-        """What is left at the end: arguments that do not begin with a text are the input themselves."""
+        """The remaining input at the end: arguments that do not begin with an input are returned unchanged."""
         return "" if self._has_begun else self._waiting
 
 

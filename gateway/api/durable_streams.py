@@ -1,11 +1,11 @@
-"""Streams of server-sent events to which a reader may come back.
+"""Durable streams of server-sent events, which a reader may resume.
 
-A durable request runs on when its reader is gone, and any gateway can generate its output again (ADR 20 and 25). Here
-the same holds for what an API writes of it: its events depend on the request, its body and its tokens alone. So the id
-of an event is the id of its request and the number of the event, and whoever sends the last id as `Last-Event-ID` gets
-exactly the events after it. Ids are looked up among the requests of the caller's tenant.
+A durable request runs on without a reader, and any gateway can reproduce its output (ADR 20 and 25). The events that
+an API writes are reproducible, too: they depend only on the request, its body and its tokens. The id of an event is the
+id of its request with the number of the event. A reader that sends the last id as `Last-Event-ID` gets exactly the
+events after it. Ids are looked up among the requests of the caller's tenant.
 
-What the writer of the answer needs besides the tokens travels with the request, as `front_end`.
+All data other than the tokens from which a writer can reproduce the answer is sent with the request, as `front_end`.
 """
 
 import re
@@ -28,7 +28,7 @@ _ID = re.compile(r"([A-Za-z0-9._:-]{1,128}):([0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class EventId:
-    """The event `number` of a request's stream, from 0."""
+    """The id of the event `number`, from 0, in a request's stream."""
 
     request_id: str
     number: int
@@ -38,7 +38,7 @@ class EventId:
 
 
 def last_event_id(request: Request) -> EventId | None:
-    """The last event that the caller has, if it comes back. Raises InvalidArgument if that is no id of an event."""
+    """The last event that the caller has, if it resumes a stream. Raises InvalidArgument if it is not an event id."""
     text = request.headers.get(LAST_EVENT_ID)
     if not text:
         return None
@@ -49,22 +49,22 @@ def last_event_id(request: Request) -> EventId | None:
 
 
 class EventWriter:
-    """Writes the events of one stream; those of a durable one have ids, and are counted in `num_events`."""
+    """Writes the events of one stream. Events of a durable stream have ids and are counted in `num_events`."""
 
     def __init__(self, dialect: Dialect, request_id: str | None = None, num_had: int = 0) -> None:
-        """`request_id` is that of a durable stream, whose reader has the first `num_had` events."""
+        """`request_id` is set for a durable stream, whose reader already has the first `num_had` events."""
         self._dialect = dialect
         self._request_id = request_id
         self._num_had = num_had
         self.num_events = 0
 
     def write(self, values: Iterable[Mapping[str, Any]]) -> bytes:
-        """The next events, without those that the reader has."""
+        """The next events, without events that the reader already has."""
         if self._request_id is None:
             return b"".join(map(self._dialect.event, values))
         parts: list[bytes] = []
         for value in values:
-            # Written in any case: lists of log probabilities count characters as they are written.
+            # Always serialized, since lazy lists of log probabilities count characters while they are written.
             event = self._dialect.event(value)
             if self.num_events >= self._num_had:
                 parts += [f"id: {EventId(self._request_id, self.num_events)}\n".encode(), event]
@@ -74,15 +74,15 @@ class EventWriter:
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """What an API needs to write the answer to a request again.
+    """The data with which an API can write the answer to a request again.
 
     Attributes:
         api: The name of the API.
         id: The id of the answer.
-        created: In seconds since the Unix epoch.
-        model: As the answer names it.
-        body: The fields of the body that the answer depends on.
-        more: What else the API needs.
+        created: The time of the answer, in seconds since the Unix epoch.
+        model: The model's name in the answer.
+        body: The fields of the body that affect the answer.
+        more: Further data of the API.
     """
 
     api: str
@@ -93,7 +93,7 @@ class FrontEnd:
     more: Mapping[str, Any]
 
     def to_bytes(self, max_bytes: int | None = MAX_FRONT_END_BYTES) -> bytes:
-        """Raises InvalidArgument if it is larger."""
+        """The serialized data. Raises InvalidArgument if it is larger than `max_bytes`."""
         data = to_json(
             {"api": self.api, "id": self.id, "created": self.created, "model": self.model}
             | {"body": self.body, "more": self.more}
@@ -108,7 +108,7 @@ class FrontEnd:
 
     @classmethod
     def of(cls, data: bytes, api: str, request_id: str) -> Self:
-        """Raises NotFound if the stream is not one of this API."""
+        """Reads serialized data. Raises NotFound if the stream belongs to another API."""
         found = from_json(data) if data else {}
         if found.get("api") != api:
             raise NotFound(

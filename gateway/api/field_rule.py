@@ -1,16 +1,16 @@
-"""What becomes of the fields that no type of a body declares: one rule for every HTTP API, and its table.
+"""The rule for fields that the type of a body does not declare: one rule and one table for all HTTP APIs.
 
-A field of an object is one of these:
+A field of an object has one of these classes:
 
 - read: the object's type declares it. A null is the same as an absent field.
-- silent: the table knows it as a label or a hint, which has no effect.
-- refused: the table says that its absence would change the text, its format or its safety. The values that the table
-  lists beside it have no effect, and pass.
-- ignored: everything else. It is counted, named once in a header of the answer and once in the log at debug.
-  `--strict-fields` refuses it.
+- silent: the table lists it as a label or a hint, which has no effect.
+- refused: the table lists it because the text, its format or its safety would be wrong without it. It is accepted only
+  with the listed values, with which it has no effect.
+- ignored: any other field. It is counted, and named once in a header of the answer and once in the debug log.
+  `--strict-fields` rejects it.
 
-Names of ignored fields are a caller's text: they are escaped and cut off before they reach a header or the log, and
-no metric has them.
+Names of ignored fields come from callers: they are escaped and cut off before they reach a header or the log, and are
+never labels of metrics.
 """
 
 import functools
@@ -40,14 +40,14 @@ IGNORED_HEADER = b"x-quire-ignored-fields"
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """The fields of one kind of object that Quire knows and does not read.
+    """A row of the table: the fields of one kind of object that Quire knows but does not read.
 
     Attributes:
-        silent: They have no effect.
-        refused: They are refused, except with the values listed here.
-        ways_out: What the refusal of a field adds.
+        silent: Fields without an effect.
+        refused: Fields that are refused, except with the values listed here.
+        ways_out: Advice that is appended to the error of a refused field.
         harmless: Values with which every refused field has no effect.
-        generates: The object asks for text: fields of other servers that would change the text are refused, too.
+        generates: Whether the object requests text. Then fields of other servers that affect the text are refused, too.
     """
 
     silent: frozenset[str] = frozenset()
@@ -57,20 +57,20 @@ class Unread:
     generates: bool = False
 
     def values_without_effect(self, name: str) -> tuple[Any, ...] | None:
-        """The values with which a field passes that is refused otherwise; None for a field that is not refused."""
+        """The values with which a refused field is accepted; None if the field is not refused."""
         values = self.refused.get(name)
         if values is None and self.generates:
             values = other_servers.UNREAD.get(name)
         return None if values is None else (*values, *self.harmless)
 
     def way_out(self, name: str) -> str:
-        """What the refusal of a field adds."""
+        """The advice in the error of a refused field."""
         if name in self.ways_out or name in self.refused or name not in other_servers.INSTEAD:
             return self.ways_out.get(name, "")
         return f"; use {other_servers.INSTEAD[name]}"
 
     def plus(self, *silent: str, **refused: tuple[Any, ...]) -> "Unread":
-        """The same fields and these."""
+        """A copy with further fields."""
         return replace(self, silent=self.silent | set(silent), refused={**self.refused, **refused})
 
 
@@ -79,13 +79,13 @@ def _never(*names: str) -> dict[str, tuple[Any, ...]]:
     return dict.fromkeys(names, ())
 
 
-# The table. First what all kinds of objects have that Quire has no use for.
+# The table. It begins with unused fields that all kinds of objects have.
 _LABELS = ("metadata", "user", "safety_identifier")
 _SERVING = ("service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 NOTHING = Unread()
 
-# OpenAI's completions and chats, with vLLM's fields. `store` is heard by responses alone: nothing reads a stored chat.
-# Options of vLLM's slow tokenizers and of its own engine, which say nothing about the text here.
+# OpenAI's completions and chats, with vLLM's fields. Only responses read `store`, since a stored chat cannot be read.
+# `_ENGINE` are options of vLLM's slow tokenizers and of its engine, which do not affect the text here.
 _ENGINE = ("guided_decoding_backend", "guided_decoding_disable_fallback", "spaces_between_special_tokens", "vllm_xargs")
 _GENERATION = Unread(
     frozenset({*_LABELS, *_SERVING, *_ENGINE, "store", "verbosity"}),
@@ -104,7 +104,7 @@ _GENERATION = Unread(
 )
 CHAT = _GENERATION.plus(suffix=("",))
 COMPLETION = _GENERATION.plus(
-    # There is no chat template to read it.
+    # There is no chat template that could read it.
     "reasoning_effort",
     tools=([],),
     tool_choice=("none", "auto"),
@@ -113,7 +113,7 @@ COMPLETION = _GENERATION.plus(
     continue_final_message=(False,),
     **_never("chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
 )
-# `index`, `parsed` and `parsed_arguments` are what OpenAI's client adds to answers, which are sent back.
+# OpenAI's client adds `index`, `parsed` and `parsed_arguments` to answers, which are then sent back.
 _OF_HISTORY = ("cache_control", "id", "index", "timestamp", "metadata")
 CHAT_MESSAGE = Unread(
     frozenset({*_OF_HISTORY, "annotations", "parsed", "phase", "reasoning_details", "reasoning_opaque"}),
@@ -131,7 +131,7 @@ STRUCTURED_OUTPUTS = Unread(
 )
 # A newer form of structural tags.
 RESPONSE_FORMAT = Unread(refused=_never("format"))
-# NIM has constraints and a sampler here; Dynamo has limits.
+# NIM's constraints and sampling parameters, and Dynamo's limits.
 _OF_NVEXT: dict[str, tuple[Any, ...]] = {
     **_never("guided_choice", "guided_grammar", "guided_json", "guided_regex", "max_thinking_tokens"),
     "greed_sampling": (False,),
@@ -157,9 +157,10 @@ RESPONSE_TEXT = Unread(frozenset({"verbosity"}))
 
 # Anthropic's messages.
 MESSAGES = Unread(
-    # Edits of a long context by the server: without them all of it is read, or refused for its length.
+    # `context_management` requests that the server edits a long context; here the whole context is read, or rejected
+    # for its length.
     frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
-    # The code of the error for `thread` makes Anthropic's tool runner send all messages itself.
+    # The error code for `thread` makes Anthropic's tool runner send all messages by itself.
     {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},
     generates=True,
 )
@@ -172,8 +173,8 @@ MESSAGES_TOOL = BLOCK.plus("eager_input_streaming", allowed_callers=(["direct"],
 
 
 class Strict(BaseModel):
-    """An object in a body, strict about types: no text is taken for a number, and no number is NaN or infinite. Fields
-    that it does not declare are in `model_extra`."""
+    """An object in a body with strict types: a text is never converted to a number, and no number is NaN or infinite.
+    Undeclared fields are in `model_extra`."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
@@ -181,7 +182,7 @@ class Strict(BaseModel):
 
 
 class Part(Strict):
-    """An object to which the rule applies: `unread` is its row of the table."""
+    """An object to which the rule applies; `unread` is its row in the table."""
 
     unread: ClassVar[Unread] = NOTHING
 
@@ -192,7 +193,7 @@ class Part(Strict):
 
 
 class IgnoredFields:
-    """What was ignored of one call."""
+    """The ignored fields of one call."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -200,23 +201,23 @@ class IgnoredFields:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further name would be shown."""
+        """Whether further names would not be shown."""
         return len(self._names) > _MAX_NAMED
 
     def add(self, path: str) -> None:
-        """Notes one field by its path. Paths that differ in positions alone are named once."""
+        """Adds one field by its path. Paths that differ only in positions are named once."""
         self.count += 1
         if not self.is_full:
             self._names[_POSITION.sub("[]", path)] = None
 
     def merge(self, others: "IgnoredFields") -> None:
-        """Notes what was ignored elsewhere in the same call."""
+        """Adds other ignored fields of the same call."""
         self.count += others.count
         self._names |= others._names
 
     @property
     def names(self) -> str:
-        """The first names, in characters that every header allows; "..." stands for the others."""
+        """The first names, in characters that every header allows; "..." represents the others."""
         # A name may be empty, and a header's value never ends with a space.
         names = [quote(path, safe="[].-_", errors="replace")[:_MAX_NAME] or '""' for path in self._names]
         return ", ".join(names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], "..."])
@@ -226,7 +227,7 @@ _of_call: ContextVar[IgnoredFields | None] = ContextVar("ignored fields of the c
 
 
 def begin_call() -> IgnoredFields:
-    """What will be ignored of the call that begins in this task; its answer names it."""
+    """Begins to collect the ignored fields of the call in this task, for the header of its answer."""
     ignored = IgnoredFields()
     _of_call.set(ignored)
     return ignored
@@ -241,7 +242,7 @@ class FieldRule:
     """The rule, as one gateway applies it.
 
     Attributes:
-        is_strict: Refuse what would be ignored.
+        is_strict: Whether fields are refused that would otherwise be ignored.
         on_ignored: Called with the name of the API and the number of fields that were ignored in a body.
     """
 
@@ -249,22 +250,22 @@ class FieldRule:
     on_ignored: Callable[[str, int], None] = _uncounted
 
     def check(self, violations: Violations, body: Part, api: str) -> None:
-        """Adds a violation for each field that is refused, of the body and of the objects in it; notes the ignored."""
+        """Adds a violation for each refused field of the body and of the objects in it; records ignored fields."""
         check = _Check(violations, self.is_strict)
         for _ in check.steps(body):
             pass
         self._note(api, check.ignored)
 
     async def check_by_turns(self, violations: Violations, body: Part, api: str, turns: Turns) -> None:
-        """As `check`, so that other calls run between: a body may have a hundred thousand fields."""
+        """Like `check`, but lets other calls run in between: a body may have a hundred thousand fields."""
         check = _Check(violations, self.is_strict)
         for _ in check.steps(body):
             await turns.pause()
         self._note(api, check.ignored)
 
     def leave_out(self, violations: Violations, api: str, paths: Mapping[str, str]) -> None:
-        """Notes entries of lists that are left out, such as tools that nobody could run here: their names, or types, by
-        their paths. Strictly, they are refused."""
+        """Records omitted entries of lists, such as tools that cannot run here, as ignored. `paths` has their names or
+        types by path. In strict mode they are refused."""
         if self.is_strict:
             for path, name in paths.items():
                 violations.add(path, f'is "{name:.80}", which cannot be done here')
@@ -275,7 +276,7 @@ class FieldRule:
         self._note(api, ignored)
 
     def note(self, api: str, *paths: str) -> None:
-        """Notes fields that are read, and cannot be heeded by this model."""
+        """Records fields as ignored that are read, but that this model cannot obey."""
         ignored = IgnoredFields()
         for path in paths:
             ignored.add(path)
@@ -299,8 +300,8 @@ class _Check:
         self._is_strict = is_strict
 
     def steps(self, part: Part, path: str = "") -> Iterator[None]:
-        """Checks an object and those in it. Between two steps, which take a fraction of a millisecond each where the
-        body has few fields for its objects, other calls may run."""
+        """Checks an object and the objects in it. Other calls may run between two steps; a step takes a fraction of a
+        millisecond if objects have few undeclared fields."""
         self._check_own(part, path)
         for name, alias in _fields_with_parts(type(part)):
             value = getattr(part, name)
@@ -332,7 +333,7 @@ class _Check:
             elif values is None:
                 known = "is not a field that is known here" if path else "is not a field of this request"
                 self._violations.add(_place(path, name), known)
-            # `in` alone would take 1 for true.
+            # `in` would treat 1 as equal to true.
             elif not any(isinstance(value, bool) is isinstance(each, bool) and value == each for each in values):
                 self._violations.add(_place(path, name), _UNSUPPORTED + unread.way_out(name))
             if self._violations.are_enough:
@@ -345,8 +346,8 @@ def _place(path: str, name: str) -> str:
 
 @functools.cache
 def _fields_with_parts(kind: type[Part]) -> tuple[tuple[str, str], ...]:
-    """The fields that may have objects to check, each with its name in bodies. A prompt may have a million tokens, and
-    is not one of them."""
+    """The fields that may contain objects to check, each with its name in bodies. A prompt, which may have a million
+    tokens, is not among them."""
     return tuple(
         (name, declared.alias or name)
         for name, declared in kind.model_fields.items()

@@ -1,4 +1,4 @@
-"""Common parts of the bodies of several APIs: parsing, tools, and conversations that know the place of each message in
+"""Common parts of the bodies of several APIs: parsing, tools, and conversations that record the path of each message in
 the body."""
 
 import re
@@ -20,7 +20,7 @@ from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 PartType = TypeVar("PartType", bound=Part)
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 """vLLM's `cache_salt`."""
-# Messages of the contract, whose fields a body has without them.
+# Protobuf messages of the parameters; a body has their fields at the top level.
 _GROUP = re.compile(r"^(sampling\.beam_search|sampling|stopping|output|template_options)\.")
 _END_OF_NAME = re.compile(r"[.\[]|\Z")
 _ASSISTANT, _SYSTEM = "assistant", "system"
@@ -34,7 +34,7 @@ TOOL_CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class LongList:
-    """The list of a body that may be long: messages, or items of a conversation.
+    """The list in a body that may be long: messages, or items of a conversation.
 
     Attributes:
         name: The name of its field.
@@ -55,11 +55,11 @@ async def parse(
     *,
     api: str,
 ) -> PartType:
-    """The body in `data`: first the JSON, then its types, a few entries at a time, so that other calls run between. Of
-    the fields that no type declares, the rule of `limits` says what becomes; `api` names the API in metrics.
+    """The body in `data`. Parses the JSON, then validates types, a few entries at a time, so that other calls can run
+    in between. The rule of `limits` decides about undeclared fields; `api` is the API's name in metrics.
 
     Raises:
-        InvalidArgument: it is not JSON, a field has the wrong type, `check` found something, or there are too many
+        InvalidArgument: it is not JSON, a field has the wrong type, `check` found a violation, or there are too many
             entries.
     """
     turns, types = Turns(), union_types or {}
@@ -79,12 +79,12 @@ async def parse(
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names that fields of the validator have in a body. A field without a name of its own has the validator's,
-    without the message of the contract: "top_p" for "sampling.top_p".
+    """Maps fields of the validator to their names in a body. By default a field keeps the validator's name without the
+    protobuf message: "top_p" for "sampling.top_p".
 
     Attributes:
-        begins: Names of fields. What is in such a field has the same path in the body behind this name.
-        whole: Names of fields whose parts are no fields of the body.
+        begins: Names of fields. Subfields have the same path after this name.
+        whole: Names of fields whose subfields do not exist in the body.
     """
 
     begins: Mapping[str, str]
@@ -101,13 +101,13 @@ class Names:
 
 
 def numbered(name: str, places: Iterable[str]) -> dict[str, str]:
-    """Names of the entries of a list of the validator by their places in the body, which may have more entries."""
+    """Names for the entries of a validator's list. `places` are their paths in the body, whose list may be longer."""
     return {f"{name}[{position}]": place for position, place in enumerate(places)}
 
 
 def options_of(body: Part, prompt: Prompt | None, request_id: str, **own: Any) -> RequestOptions:
-    """The request of a checked body with this prompt. A field that the body's type declares under the name of a
-    parameter is that parameter; `own` has the parameters for which that does not hold."""
+    """The request of a checked body with this prompt. Fields of the body with the name of a parameter are read as that
+    parameter; `own` has the parameters that are read in another way."""
     groups = {"sampling": SamplingParameters(), "stopping": StoppingParameters(), "output": OutputOptions()}
     as_written: dict[str, Any] = {}
     for group, message in groups.items():
@@ -134,12 +134,12 @@ def _meant(name: str, value: Any) -> Any:
 
 
 def schema_text(schema: Mapping[str, Any] | None) -> str | None:
-    """A JSON schema as the text that the contract's messages have."""
+    """A JSON schema as text, for protobuf messages."""
     return None if schema is None else to_json(schema).decode()
 
 
 def make_tool(name: str, description: str | None, schema: Mapping[str, Any] | None, strict: bool | None) -> Tool:
-    """A tool of a body; `schema` is the schema of its arguments."""
+    """A tool in a body; `schema` is the schema of its arguments."""
     tool = Tool(name=name, description=description, parameters=schema_text(schema))
     if strict is not None:
         tool.strict = strict
@@ -155,17 +155,17 @@ def effort_arguments(effort: str | None) -> dict[str, Any]:
 
 
 def tag_of(value: Any, default: str | None = None) -> str | None:
-    """The kind of an object by its `type`, as the tag of a union. Errors leave tags out of the path of a field."""
+    """The `type` of an object as the tag of a union. Errors omit tags from the paths of fields."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     kind = default if kind is None else kind
     return f"<{kind:.80}>" if isinstance(kind, str) else None
 
 
 def as_parts(value: Any, kind: str) -> Any:
-    """A text as a list with one part of this kind; a list as it is. For a BeforeValidator.
+    """Converts a text to a list with one part of this kind; returns a list unchanged. For a BeforeValidator.
 
     Raises:
-        PydanticCustomError: it is neither.
+        PydanticCustomError: the value is neither.
     """
     if isinstance(value, str):
         return [{"type": kind, "text": value}]
@@ -176,7 +176,7 @@ def as_parts(value: Any, kind: str) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A message that may still grow. `path` is its place in the body."""
+    """A message that may still grow. `path` is its path in the body."""
 
     path: str
     role: str
@@ -201,15 +201,15 @@ class Conversation:
     def __init__(
         self, earlier: Sequence[ChatMessage] = (), earlier_path: str = "", instructions: str | None = None
     ) -> None:
-        """The conversation continues `earlier` messages, to which the field `earlier_path` of the body refers.
-        `instructions` precede all messages and are not one of them."""
+        """The conversation continues the `earlier` messages, to which the field `earlier_path` of the body refers.
+        `instructions` precede all messages and do not count as a message."""
         self._earlier = tuple(earlier)
         self._earlier_path = earlier_path
         self._instructions = instructions
         self._drafts: list[_Draft] = []
 
     def add_system(self, path: str, texts: Sequence[str]) -> None:
-        """Adds instructions. Those at the beginning become one message, because many chat templates accept only one."""
+        """Adds instructions. At the start they become one message, since many chat templates accept only one."""
         drafts = self._drafts
         if not (drafts and drafts[-1].role == _SYSTEM and len(drafts) == 1 and not self._earlier):
             drafts.append(_Draft(path, _SYSTEM))
@@ -219,7 +219,7 @@ class Conversation:
         drafts[-1].texts += texts
 
     def add(self, path: str, role: str, texts: Sequence[str], *, joins: bool = False) -> None:
-        """Adds a message. With `joins` it extends the message before it if that has the same role."""
+        """Adds a message. With `joins` it extends the previous message if that has the same role."""
         last = self._drafts[-1] if self._drafts else None
         if last is None or last.role != role or not joins:
             last = _Draft(path, role)
@@ -231,12 +231,12 @@ class Conversation:
         self._drafts.append(_Draft(path, "tool", list(texts), tool_call_id=tool_call_id))
 
     def add_answer(self, path: str, texts: Sequence[str], *, joins: bool = False) -> None:
-        """Adds content of the assistant. After reasoning it joins the same message; after content or calls it begins
-        another message, unless it `joins` them."""
+        """Adds content of the assistant. After reasoning it extends the same message; after content or calls it begins
+        another message, unless `joins` is set."""
         self._answer(path, joins=joins).texts += texts
 
     def add_reasoning(self, path: str, texts: Sequence[str], *, joins: bool = False) -> None:
-        """Adds reasoning of the assistant, as `add_answer` does."""
+        """Adds reasoning of the assistant, in the same way as `add_answer`."""
         self._answer(path, joins=joins).reasonings += texts
 
     def add_call(self, path: str, call: ToolCall) -> None:
@@ -264,7 +264,7 @@ class Conversation:
 
     @property
     def paths(self) -> list[str]:
-        """The places in the body of the messages of `prompt`."""
+        """The paths in the body of the messages in `prompt`."""
         is_apart = self._instructions and not self._joins_instructions(self.messages)
         earlier = [self._earlier_path] * len(self._earlier)
         return [*(["instructions"] if is_apart else ()), *earlier, *(draft.path for draft in self._drafts)]

@@ -1,4 +1,4 @@
-"""Routes that describe themselves, and /openapi.json and /docs, which are made from them."""
+"""Routes with descriptions, and the documents /openapi.json and /docs, which are made from them."""
 
 import asyncio
 import functools
@@ -19,7 +19,7 @@ from gateway.api.answers import HTTP_STATUSES, ErrorBody
 from quire.version import VERSION
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready", "/version"})
-"""Load balancers and supervisors request these, and they have no keys."""
+"""Paths without authentication: load balancers and supervisors request them, and have no keys."""
 METRICS_PATH = "/metrics"
 AnyObject = dict[str, Any]
 _SCHEMAS = "#/components/schemas/"
@@ -28,23 +28,24 @@ _PAGE_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Quir
 <h1>Quire: paths of the HTTP port</h1>
 <p>For programs: <a href="openapi.json">openapi.json</a></p>"""
 _EVENT_STREAM = "text/event-stream"
-# Error statuses of every path that needs a key: no key, a key without permission, no such model, a fault.
+# Error statuses of every path that needs a key: no key, no permission, no such model, an internal error.
 _STATUSES = frozenset({401, 403, 404, 500})
 
 
 class ApiRoute(Route):
     """A route with its description for callers.
 
-    An endpoint that returns no Response answers its value as JSON; its annotation is then the type of the answer.
+    If an endpoint does not return a Response, its return value is sent as JSON, and its return annotation is the type
+    of the answer.
 
     Attributes:
-        body: The type of its request's body; None where it has none.
-        answer: The type of a successful answer in JSON; None where it has none.
-        media_type: That of a successful answer that is not a stream.
-        events: The type of the data of each event of a stream; None where the answer is none.
+        body: The type of the request's body; None if it has none.
+        answer: The type of a successful JSON answer; None if there is none.
+        media_type: The media type of a successful answer that is not a stream.
+        events: The type of the data of each event in a stream; None if the answer is not a stream.
         names_events: Whether the events of a stream have names. Otherwise [DONE] is the data of the last one.
         is_open: Whether it needs no API key.
-        statuses: Of its answers, errors included.
+        statuses: The statuses of its answers, including errors.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class ApiRoute(Route):
         error: Any = ErrorBody,
         errors: Collection[int] = (),
     ) -> None:
-        """The first paragraph of the endpoint's docstring describes it.
+        """The first paragraph of the endpoint's docstring is the description.
 
         Args:
             events: The type of the data of each event, if a successful answer may be a stream of server-sent events.
-            names_events: Those events have names; otherwise [DONE] is the data of the last one.
-            refuses: The path is known, and never answered with success.
-            statuses: With the same answer as 200, besides that and besides those of any path with or without a body.
+            names_events: Whether these events have names; otherwise [DONE] is the data of the last one.
+            refuses: Whether the path never succeeds.
+            statuses: Further statuses that have the same answer as 200.
             error: The type of the body of errors.
-            errors: Statuses of errors, besides those of any path with or without a body.
+            errors: Further error statuses, in addition to the statuses of all paths with, or without, a body.
         """
         returned = inspect.signature(endpoint).return_annotation
         if not (isinstance(returned, type) and issubclass(returned, Response)):
@@ -100,14 +101,14 @@ def _as_json(endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request
 
 
 def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
-    """GET /openapi.json and GET /docs: the document of `routes` and of these two, for programs and for people."""
+    """The routes /openapi.json and /docs, which describe `routes` and themselves, for programs and for people."""
 
     @functools.cache
     def document() -> dict[str, Any]:
         return openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), *own])
 
-    # Made when it is first asked for, since that takes longer than all else that a gateway does to start; in a thread,
-    # so that streams go on meanwhile.
+    # Made at the first request, since that takes longer than the whole start of a gateway; in a thread, so that streams
+    # continue meanwhile.
     async def openapi(request: Request) -> AnyObject:
         """This document."""
         return await asyncio.to_thread(document)
@@ -143,7 +144,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        # A gateway without a file of keys needs none.
+        # A gateway without key files needs no key.
         "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
@@ -176,14 +177,14 @@ def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[
             description += "; in a stream, each event has the schema"
             content[_EVENT_STREAM] = {"schema": _event(schemas[repr(route.events)], is_named=route.names_events)}
         return {"description": description, "content": content}
-    # Before a route is found, and without a key, errors have the shape that most paths have.
+    # Errors before a route is found, or without a key, have the form of most paths.
     shapes = [schemas[repr(each)] for each in dict.fromkeys((route.error, ErrorBody))]
     schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def _event(schema: Mapping[str, Any], *, is_named: bool) -> dict[str, Any]:
-    """The schema of one server-sent event, which is what the schema of a stream is for those who read OpenAPI 3.1."""
+    """The schema of one server-sent event, which is the schema of a stream in OpenAPI 3.1."""
     data = {"contentMediaType": "application/json", "contentSchema": schema}
     if is_named:
         properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
@@ -193,7 +194,7 @@ def _event(schema: Mapping[str, Any], *, is_named: bool) -> dict[str, Any]:
 
 
 def openapi_page(document: Mapping[str, Any]) -> str:
-    """The document as one page of HTML, which loads nothing else."""
+    """The document as one HTML page, which loads no other files."""
     parts = [_PAGE_HEAD]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

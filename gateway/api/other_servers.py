@@ -1,8 +1,7 @@
-"""Fields of other servers' APIs that change the text, its end or its form, and that the API which gets them does not
-read: one table for all of them.
+"""The table of fields in other servers' APIs that affect the text, its end or its form, and that Quire does not read.
 
-A body that generates text and has such a field is refused by the field's name, except with the values listed here, with
-which the field has no effect. Fields that only tune such a field, such as `dry_base`, are ignored as unknown ones are.
+A request for text with such a field is rejected with the field's name, except with the values listed here, with which
+the field has no effect. Fields that only tune such a field, such as `dry_base`, are ignored like unknown fields.
 """
 
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 _OFF: tuple[Any, ...] = (False, 0)
 _EMPTY: tuple[Any, ...] = ("", [])
 _NEVER: tuple[Any, ...] = ()
-# Names of the other servers that have the field; many others took it from them.
+# Grouped by the servers that introduced the fields; many other servers have adopted them.
 UNREAD: dict[str, tuple[Any, ...]] = {
     # SGLang
     "custom_logit_processor": _EMPTY,
@@ -97,7 +96,7 @@ UNREAD: dict[str, tuple[Any, ...]] = {
     "mirostat_target": _NEVER,
     "prompt_truncate_len": _NEVER,
     "safety_model": _EMPTY,
-    # What completions or chats read here, and other APIs do not.
+    # Fields that only completions or chats read here, and no other API.
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
@@ -171,4 +170,4 @@ INSTEAD: dict[str, str] = {
     "template": "chat_template",
     "think": "enable_thinking or reasoning_effort",
 }
-"""What does the same here; for the refusal."""
+"""The equivalents in Quire, for the error message."""

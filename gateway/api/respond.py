@@ -1,8 +1,8 @@
-"""HTTP calls that generate text: runs the requests of a call and writes its answer, whole or as a stream.
+"""Runs the requests of an HTTP call that generates text, and writes its answer, whole or as a stream.
 
-An API has a `Call` for each kind of its calls, and a `Shaper`, which writes the output of requests as objects of that
-API. The common part is here: the requests of a call run and end together, the memory of an answer is counted until the
-client has it, and a client that disconnects ends its requests.
+Each API has a `Call` for each kind of call, and a `Shaper`, which writes output as objects of that API. The common part
+is here: the requests of a call run and end together, the memory of an answer is counted until the client has it, and a
+client that disconnects ends its requests.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ _HEADER_VALUE = re.compile(r"[!-~]{1,256}")
 
 
 class Shaper(Protocol):
-    """Writes the answer to one call: either `whole`, or `begin`, then `event` for each event in order, then `end`.
+    """Writes the answer to one call, either by `whole`, or by `begin`, `event` for each event in order, and `end`.
 
     `position` is the index of a request in the call.
     """
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        """The answer that is not streamed. `results` has one entry per request."""
+        """The whole answer. `results` has one entry per request."""
         ...
 
     def begin(self) -> Iterable[Mapping[str, Any]]:
@@ -64,7 +64,7 @@ class Call(Protocol):
         id: The value of the response header x-request-id.
         streams: Whether the answer is a stream.
         shows_prompt_by_choice: Whether each choice has the log probabilities of its prompt.
-        stream_form: How the memory of its stream is counted.
+        stream_form: The form by which the memory of its stream is counted.
     """
 
     dialect: Dialect
@@ -78,7 +78,7 @@ class Call(Protocol):
     def streams(self) -> bool: ...
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        """Its requests, not validated yet. Raises QuireError or HttpError if the call is invalid."""
+        """Its requests, before validation. Raises QuireError or HttpError if the call is invalid."""
         ...
 
     def names(self, position: int) -> Callable[[str], str]:
@@ -86,17 +86,17 @@ class Call(Protocol):
         ...
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
-        """The writer of the answer. Called when the requests run."""
+        """The writer of the answer. Called after the requests have started."""
         ...
 
     async def keep(self) -> None:
-        """Keeps the answer where it is to be stored. Called when it is written, and before its end is sent."""
+        """Stores the answer if required. Called after it was written, and before its end is sent."""
         ...
 
 
 def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
-    """The answer to a call. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
-    # The id is not validated yet: it may be too long for a header or have characters that headers do not allow.
+    """The answer to a call. `keep_alive_s` is the maximum silence of a stream; 0 means no limit."""
+    # The id is not validated yet: it may be too long for a header, or have characters that headers do not allow.
     headers = dict.fromkeys(call.dialect.id_headers, call.id) if _HEADER_VALUE.fullmatch(call.id) else {}
     if not call.streams:
         return WholeResponse(partial(_whole, generator, call), headers, call.dialect)
@@ -112,12 +112,12 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
 
 
 async def whole_answer(generator: Generator, call: Call, priority: int) -> bytes:
-    """The answer to a call that no connection waits for, with this priority. Raises HttpError and QuireError."""
+    """The answer to a call without a connection, run with this priority. Raises HttpError and QuireError."""
     return b"".join([piece async for piece in _whole(generator, call, priority)])
 
 
 async def _whole(generator: Generator, call: Call, priority: int | None = None) -> AsyncGenerator[bytes, None]:
-    """The body in pieces. The memory of the answer is counted until the client has taken it."""
+    """The body in pieces. The memory of the answer is counted until the client has read it."""
     with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     if priority is not None:
@@ -144,7 +144,7 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
 
 
 async def _stream(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
-    """The events. The requests are added to `running_now` when they run."""
+    """The events. The requests are added to `running_now` when they start."""
     with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     durable_id = requests[0].request_id if requests[0].front_end else None
@@ -164,7 +164,7 @@ async def _events(
     has_begun = False
     async with aclosing(events(live)) as all_events:
         async for position, event in all_events:
-            # The stream begins with the first output: until then a refusal is an ordinary error response.
+            # The stream begins with the first output: until then a rejection is an ordinary error response.
             if not has_begun:
                 has_begun = True
                 if first := writer.write(shaper.begin()):
@@ -189,11 +189,11 @@ def resumed(
     keep_alive_s: float,
     dialect: Dialect,
 ) -> Response:
-    """The events of a durable stream after the last one that the caller has. `read_call` reads the call that began it
-    back; `dialect` is of errors before the first event."""
+    """The events of a durable stream after the last one that the caller has. `read_call` restores the call that began
+    the stream; `dialect` is the form of errors before the first event."""
     live: list[LiveRequest] = []
     response = StreamedResponse(
-        # An error is numbered behind the events before it, which the call alone knows.
+        # Only the call knows the number of an error event, which follows the events before it.
         lambda: _rest(generator, last, read_call, live, response.use),
         lambda: bool(live),
         keep_alive_s,
@@ -210,7 +210,7 @@ async def _rest(
     running_now: list[LiveRequest],
     on_begin: Callable[[Dialect], object],
 ) -> AsyncGenerator[bytes, None]:
-    """`on_begin` gets the dialect of the call with each event."""
+    """The events. `on_begin` is called with the dialect of the call before each event."""
     async with generator.resume(last.request_id, ()) as live:
         call = read_call(live)
         shaper = await call.shaper(generator, [live])
@@ -233,5 +233,5 @@ def _running(
 
 
 def _refusal(call: Call, position: int, error: QuireError) -> HttpError:
-    """The answer to an error of the request at `position`, with the body's names of fields."""
+    """The answer to an error of the request at `position`, with the names of fields in the body."""
     return HttpError(error_answer(renamed(error, call.names(position))))

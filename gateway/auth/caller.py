@@ -1,6 +1,6 @@
-"""The caller of the current call. It is a context variable of the call's task, so front ends need not pass it on.
+"""The caller of the current call, a context variable of the call's task, so front ends need not pass it on.
 
-It is set when a call arrives, also if authentication is off. Outside of calls there is none, and reading it raises.
+It is set when a call arrives, also if authentication is off. Outside of calls it is not set, and reading it raises.
 """
 
 from contextvars import ContextVar
@@ -39,10 +39,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of one key, or anyone if authentication is off.
+    """The holder of one key, or any client if authentication is off.
 
     Attributes:
-        tenant: Cached prefixes, request ids and pins are shared within a tenant.
+        tenant: Its tenant. Cached prefixes, request ids and pins are shared within a tenant.
         access: Its permissions.
         account: Its limits and usage.
         key_id: The id of the key; empty if authentication is off.
@@ -62,7 +62,7 @@ class Caller:
         """The priority of a request that sets `asked`. Errors show `sign * asked`, the value in the caller's API.
 
         Raises:
-            PermissionDenied: it is above the key's limit.
+            PermissionDenied: the priority is above the key's limit.
         """
         if asked is None:
             return self.access.priority
@@ -82,7 +82,7 @@ class Caller:
 
 
 def check_is_operator(caller: Caller, what: str) -> None:
-    """Raises PermissionDenied unless `what`, which is of the whole deployment, is for this caller."""
+    """Raises PermissionDenied unless this caller may use `what`, which concerns the whole deployment."""
     if not caller.access.is_operator:
         raise PermissionDenied(f"{what} are for the API keys of operators", reason="OPERATORS_ONLY")
 

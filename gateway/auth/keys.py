@@ -1,7 +1,7 @@
 """API keys: their form, the file that lists them, and the set of keys that a gateway accepts.
 
 A key is 32 random bytes and cannot be guessed, so one SHA-256, which takes a microsecond, protects it as well as a slow
-hash would. Keys are looked up by their hash, so the time of the lookup reveals nothing about the key.
+hash. Keys are looked up by their hash, so the time of the lookup reveals nothing about the key.
 
 The file holds hashes, never keys. It is JSON because `quire keys` writes it, and Python's library cannot write TOML. A
 key has a `note` in place of comments.
@@ -77,14 +77,14 @@ def check_name(what: str, name: str) -> None:
 
 
 def _check_line(text: str) -> str:
-    """Refuses control characters, because texts of the file are printed in terminals."""
+    """Rejects control characters, because texts of the file are printed in terminals."""
     if not text.isprintable():
         raise ValueError
     return text
 
 
 def _parse_time(value: object) -> object:
-    """Parses a text as a time; other values stay unchanged, and the type refuses them."""
+    """Parses a text as a time; other values stay unchanged, and the type rejects them."""
     try:
         parsed = datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError:
@@ -164,7 +164,7 @@ class _File(BaseModel):
 
 
 def entries_of(keys: Sequence[str]) -> list[KeyEntry]:
-    """Keys that allow everything, and are of the default tenant."""
+    """Entries for keys that allow everything, in the default tenant."""
     return [
         KeyEntry(
             id=f"api-key-{number}",
@@ -182,7 +182,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
     """All keys of a file.
 
     Raises:
-        ConfigurationError: it cannot be read, or an entry or a field is wrong. One line names the file and the field.
+        ConfigurationError: the file cannot be read, or an entry is invalid. One line names the file and the field.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -196,7 +196,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def parse_keys(text: str) -> list[KeyEntry]:
-    """Raises ValueError with one line that names the entry and the field."""
+    """The keys in the text of a file. Raises ValueError with one line that names the entry and the field."""
     try:
         content = json.loads(text, object_pairs_hook=_without_repetitions)
     except json.JSONDecodeError as error:
@@ -215,7 +215,7 @@ def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
     """Replaces the file as `replace_file` does. Only its owner can read a new file.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     fields = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
     text = json.dumps({"keys": fields}, indent=2, ensure_ascii=False) + "\n"
@@ -226,7 +226,7 @@ def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
 
 
 def check_distinct(entries: Iterable[KeyEntry]) -> None:
-    """Raises ValueError where two entries have the same id, or the same key."""
+    """Raises ValueError if two entries have the same id or the same key."""
     ids: set[str] = set()
     by_hash: dict[str, str] = {}
     for entry in entries:
@@ -252,14 +252,14 @@ def _first_error(content: Any, error: ValidationError) -> str:
             place = f"{_place(content, position)}.{field}"
             expected = KeyEntry.model_fields[field].description
             if field == "sha256":
-                # Its value may be the key itself, put there by mistake.
+                # Without the value, which may be the key itself by mistake.
                 return f"{place} must be {expected}"
             return f"{place} is {_shown(content['keys'][position].get(field))}; it must be {expected}"
     return 'it must be an object with the one field "keys", a list'
 
 
 def _place(content: Any, position: int) -> str:
-    """The name of an entry, with its id where it has one."""
+    """The name of an entry, with its id if it has one."""
     entry = content["keys"][position]
     key_id = entry.get("id") if isinstance(entry, dict) else None
     if isinstance(key_id, str) and _NAME.fullmatch(key_id):
@@ -281,7 +281,8 @@ def _shown(value: object) -> str:
 
 
 class NoAuthenticator:
-    """Authentication is off: all callers are the same, whatever key they send. It has the methods of `KeyRing`."""
+    """The authenticator if authentication is off: all clients are one caller, with any key or none. It has the methods
+    of `KeyRing`."""
 
     def __init__(self) -> None:
         self._caller = anyone()
@@ -293,14 +294,14 @@ class NoAuthenticator:
         return self._caller if tenant == self._caller.tenant else None
 
     def refresh(self) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
     async def watch(self) -> None:
         await asyncio.get_running_loop().create_future()
 
 
 class _Entries:
-    """The entries of all files, which may be very many."""
+    """The entries of all files. There may be very many."""
 
     def __init__(self, entries: Sequence[KeyEntry]) -> None:
         self.by_hash = {entry.hash: entry for entry in entries}
@@ -308,7 +309,7 @@ class _Entries:
 
 
 class KeyRing:
-    """The keys of some files. A key gets its account when it is used, which persists when the files are read again."""
+    """The keys of some files. A key gets its account at the first use, and keeps it when the files are reloaded."""
 
     def __init__(
         self,
@@ -320,11 +321,11 @@ class KeyRing:
         on_reload_failure: Callable[[], None] = lambda: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`entries` are keys besides those of the files. `clock` returns seconds of a monotonic clock, `now` the time
-        of day. `on_refusal` is called with the reason when a valid key does not allow a request, or not at this time.
+        """`entries` are keys in addition to the files. `clock` returns seconds of a monotonic clock, `now` the time of
+        day. `on_refusal` is called with the reason when a valid key does not allow a request, or not at present.
 
         Raises:
-            ConfigurationError: a file cannot be read or is invalid, in one line.
+            ConfigurationError: a file cannot be read or is invalid; the message has one line.
         """
         self._paths = tuple(paths)
         self._own = tuple(entries)
@@ -333,7 +334,7 @@ class KeyRing:
         self._on_reload_failure = on_reload_failure
         self._on_refusal = on_refusal
         self._callers: dict[KeyHash, Caller] = {}
-        # Of used keys that expire.
+        # Keys in use that have an expiry time.
         self._expiring: list[tuple[KeyEntry, Account]] = []
         self._signatures = [_signature(path) for path in self._paths]
         self._entries = self._read()
@@ -345,7 +346,7 @@ class KeyRing:
         return len(self._entries.by_hash)
 
     def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
-        """The caller, from the authorization headers of a call. Raises Unauthenticated."""
+        """The caller with the key in a call's authorization headers. Raises Unauthenticated if it is not valid."""
         entry = self._entries.by_hash.get(hash_of(shown_key(authorizations)))
         if entry is None:
             message = "the API key is not valid; operators list and make keys with `quire keys`"
@@ -355,16 +356,16 @@ class KeyRing:
         return self._caller_of(entry)
 
     def find(self, key_id: str, tenant: str) -> Caller | None:
-        """The caller with a key's id, for work that goes on without a call; None if the key is not valid any more, or
-        is of another tenant."""
+        """The caller with a key's id, for work that continues after its call; None if the key is no longer valid or
+        belongs to another tenant."""
         entry = self._entries.by_id.get(key_id)
         if entry is None or entry.tenant != tenant or self._is_expired(entry):
             return None
         return self._caller_of(entry)
 
     async def watch(self) -> None:
-        """Does what `refresh` does, every second until it is cancelled. Files are read in a thread: 100,000 keys take
-        more than a second."""
+        """Reloads changed files, every second until it is cancelled. Files are read in a thread, since 100,000 keys
+        take more than a second."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
             if self._have_changed():
@@ -372,7 +373,7 @@ class KeyRing:
             self._close_expired()
 
     def refresh(self) -> None:
-        """Reads changed files again. If one is invalid, all keys stay as they were. Closes accounts of expired keys."""
+        """Reloads changed files. If one is invalid, all keys stay unchanged. Closes accounts of expired keys."""
         if self._have_changed():
             self._take_read(self._read_again())
         self._close_expired()
@@ -386,7 +387,7 @@ class KeyRing:
         return self._signatures != before
 
     def _read_again(self) -> _Entries | None:
-        """None where a file is invalid, of which the log says why."""
+        """The reloaded entries; None if a file is invalid, with the reason in the log."""
         try:
             return self._read()
         except ConfigurationError as error:
@@ -409,7 +410,7 @@ class KeyRing:
         return _Entries(entries)
 
     def _take(self, entries: _Entries) -> None:
-        """Replaces all entries. Accounts of remaining keys are kept, accounts of revoked keys are closed."""
+        """Replaces all entries. Accounts of remaining keys persist, accounts of revoked keys are closed."""
         before, self._callers = self._callers, {}
         self._entries, self._expiring = entries, []
         for key_hash, caller in before.items():
@@ -422,7 +423,7 @@ class KeyRing:
                 self._caller_of(entry, account)
 
     def _caller_of(self, entry: KeyEntry, account: Account | None = None) -> Caller:
-        """The caller with a key, which gets this account, or a new one, if it has none."""
+        """The caller with a key. A key without an account gets this account, or a new one."""
         caller = self._callers.get(entry.hash)
         if caller is None:
             account = account or Account(entry.limits, self._clock, self._on_refusal)
@@ -439,7 +440,7 @@ Authenticator = KeyRing | NoAuthenticator
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes when the file is changed or replaced; None if the file cannot be read."""
+    """A value that differs after a change or replacement of the file; None if the file cannot be read."""
     try:
         found = path.stat()
     except OSError:

@@ -18,7 +18,7 @@ from quire.rpc.errors import (
 
 # An estimate: the end of a running request is not known.
 _CONCURRENCY_RETRY_MS = 1000
-# What a request is refused with, here or later.
+# The errors with which a request is rejected, here or later.
 _REFUSALS = (AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable)
 
 
@@ -27,9 +27,9 @@ class Limits:
     """The limits of a key; None means no limit.
 
     Attributes:
-        requests_per_minute: Each prompt of a call counts as a request, as does a text to tokenize or a prefix to pin.
-        tokens_per_minute: Prompt tokens and generated tokens together.
-        max_concurrent_requests: Requests that run at once.
+        requests_per_minute: Rate of requests. Each prompt of a call, text to tokenize or prefix to pin counts as one.
+        tokens_per_minute: Rate of prompt tokens and generated tokens together.
+        max_concurrent_requests: Maximum number of running requests.
     """
 
     requests_per_minute: int | None = None
@@ -56,7 +56,7 @@ class TokenBucket:
         return max(0.0, (amount - self._level) * 60 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
-        """Takes `amount`, even if the bucket holds less."""
+        """Removes `amount`, even if the bucket holds less."""
         self._fill(now)
         self._level -= amount
 
@@ -66,12 +66,12 @@ class TokenBucket:
         self._level = min(self._level + amount, self.per_minute)
 
     def level(self, now: float) -> float:
-        """What is left; negative if more was used than there was."""
+        """The remaining amount; negative after overuse."""
         self._fill(now)
         return self._level
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Changes the rate. What was used stays used."""
+        """Changes the rate. The amount in use stays the same."""
         self._fill(now)
         self._level = min(self._level + per_minute - self.per_minute, per_minute)
         self.per_minute = per_minute
@@ -83,7 +83,7 @@ class TokenBucket:
 
 
 class Refund(Enum):
-    """What a refused request gets back: its place in `requests_per_minute` and the tokens of its prompt, or less."""
+    """The refund of a rejected request: the request and the tokens of its prompt, only the prompt, or nothing."""
 
     ALL = auto()
     PROMPT = auto()
@@ -91,7 +91,8 @@ class Refund(Enum):
 
 
 def _refund_before_it_ran(error: QuireError) -> Refund:
-    """The caller's error was found by the work that the rates limit, such as tokenizing."""
+    """The default refund. A caller's error is not refunded: its detection took work that the rates limit, such as
+    tokenization."""
     return Refund.NOTHING if isinstance(error, InvalidArgument) else Refund.ALL
 
 
@@ -99,9 +100,9 @@ class Use:
     """One running request.
 
     Attributes:
-        generated: Returns how many tokens it has generated; `charged` of them are charged.
-        prompt_tokens: How many tokens of its prompt are charged.
-        refund: What it gets back if it ends by this refusal before it has generated a token. Never what was computed.
+        generated: Returns the number of generated tokens; `charged` of them are charged.
+        prompt_tokens: The number of charged prompt tokens.
+        refund: Returns its refund if this error ends it before its first token. Computed tokens are never refunded.
     """
 
     def __init__(self, generated: Callable[[], float], charged: float = 0.0) -> None:
@@ -111,7 +112,7 @@ class Use:
         self.refund: Callable[[QuireError], Refund] = _refund_before_it_ran
 
     def uncharged(self) -> float:
-        """Tokens since the last call; negative if fewer are counted now."""
+        """The tokens generated since the last call; negative if `generated` returns less than before."""
         amount = self.generated() - self.charged
         self.charged += amount
         return amount
@@ -125,37 +126,36 @@ class Account:
     recovered.
 
     Attributes:
-        is_closed: Whether the key is invalid now, because it was revoked or has expired: running requests continue, new
-            ones are refused.
+        is_closed: Whether the key was revoked or has expired: running requests continue, new requests are rejected.
     """
 
     def __init__(
         self, limits: Limits, clock: Callable[[], float], on_refusal: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """`clock` returns seconds of a monotonic clock; `on_refusal` is called with the reason of each refusal."""
+        """`clock` returns seconds of a monotonic clock; `on_refusal` is called with the reason of each rejection."""
         self._clock = clock
         self._on_refusal = on_refusal
         self._limits = Limits()
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
-        # In the order of their admission: sums of fractions depend on it.
+        # In the order of admission, since sums of fractions depend on the order.
         self._running: dict[Use, None] = {}
         self.is_closed = False
         self.change_limits(limits)
 
     def change_limits(self, limits: Limits) -> None:
-        """Replaces the limits. What was used stays used."""
+        """Replaces the limits. The usage stays the same."""
         now = self._clock()
         self._limits = limits
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
 
     def check(self, num_tokens: int = 1, num_requests: int = 1) -> None:
-        """Checks whether a request with a prompt of that many tokens, or several together, would be admitted now.
+        """Checks whether `num_requests` requests with prompts of `num_tokens` together would be admitted now.
 
         Raises:
-            Unauthenticated: the key was revoked since the call began.
-            ResourceExhausted: a limit is reached. The error has the time to wait, if waiting helps.
+            Unauthenticated: the key was revoked after the call began.
+            ResourceExhausted: a limit is reached. The error has a retry time, if a retry can succeed.
         """
         with self.counting_refusals():
             self._check_open()
@@ -167,10 +167,10 @@ class Account:
             self._check_tokens(num_tokens, now)
 
     def check_call(self, num_requests: int) -> None:
-        """Checks whether a call that makes that many requests at once would be admitted now.
+        """Checks whether a call of `num_requests` concurrent requests would be admitted now.
 
         Raises:
-            ResourceExhausted: as `check` does. The error has no time to wait if it can never be admitted.
+            ResourceExhausted: as `check`. The error has no retry time if the call can never be admitted.
         """
         with self.counting_refusals():
             limit = self._limits.max_concurrent_requests
@@ -182,8 +182,8 @@ class Account:
         self.check(num_requests=num_requests)
 
     def rates(self) -> Iterator[tuple[str, int, int, float]]:
-        """For each rate of the key, `requests` and `tokens`: the limit, what is left of it now, and the seconds until
-        all of it is there again."""
+        """Yields for each rate of the key, `requests` and `tokens`: its name, its limit, the remaining amount, and the
+        seconds until the whole amount is available again."""
         now = self._clock()
         for use in self._running:
             self._charge(use)
@@ -197,14 +197,14 @@ class Account:
                 )
 
     def check_resumption(self) -> None:
-        """Checks whether an admitted request may be read again now. Raises as `check` does."""
+        """Checks whether an admitted request may be resumed now. Raises the errors of `check`."""
         with self.counting_refusals():
             self._check_open()
             _check_rate(self._requests, 1, self._clock(), "requests_per_minute")
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Counts an error that leaves the context as a refusal."""
+        """Counts a QuireError that leaves the context as a rejection."""
         try:
             yield
         except QuireError as error:
@@ -213,9 +213,9 @@ class Account:
 
     @contextmanager
     def admitted(self, num_tokens: int = 0, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:
-        """Counts a running request during the context. Its prompt has `num_tokens`, unless `charge_prompt` says later
-        how many; `generated` returns the number of tokens that it has generated. Raises as `check` does; then nothing
-        is charged."""
+        """Counts a running request during the context. Its prompt has `num_tokens`, or is charged later by
+        `charge_prompt`; `generated` returns the number of generated tokens. Raises the errors of `check`, and then
+        charges nothing."""
         self.check(num_tokens)
         use = Use(generated)
         self._take(1, num_tokens)
@@ -241,8 +241,8 @@ class Account:
 
     @contextmanager
     def resumed(self, use: Use, generated: Callable[[], float]) -> Iterator[Use]:
-        """An admitted request that is read again while the context runs; `use` is replaced as by `replace`. Raises as
-        `check_resumption` does."""
+        """Counts a resumed request during the context; `use` is replaced as by `replace`. Raises the errors of
+        `check_resumption`."""
         self.check_resumption()
         self._take(1, 0)
         use = self.replace(use, generated)
@@ -252,8 +252,8 @@ class Account:
             self.end(use)
 
     def replace(self, use: Use, generated: Callable[[], float]) -> Use:
-        """Counts the tokens of a running request by another function, and charges or gives back the difference. `end`
-        of the old `use` has no effect any more."""
+        """Counts the tokens of a running request with another function, and charges or refunds the difference.
+        Afterwards `end` of the old `use` has no effect."""
         self._running.pop(use, None)
         other = Use(generated, use.charged)
         self._running[other] = None
@@ -261,7 +261,7 @@ class Account:
         return other
 
     def end(self, use: Use) -> None:
-        """Charges what the request generated since, and stops counting it. Idempotent."""
+        """Charges the uncharged tokens of the request, and stops counting it. Idempotent."""
         if use in self._running:
             del self._running[use]
             self._charge(use)
@@ -277,12 +277,12 @@ class Account:
             raise Unauthenticated("the API key is no longer valid", reason="INVALID_API_KEY")
 
     def _take(self, num_requests: int, num_tokens: int) -> None:
-        """Charges both buckets. Negative numbers give back."""
+        """Charges both buckets. Negative numbers are refunds."""
         _charge(self._requests, num_requests, self._clock())
         _charge(self._tokens, num_tokens, self._clock())
 
     def _charge(self, use: Use) -> None:
-        """Charges the tokens since the last charge, or gives back tokens that were charged in excess."""
+        """Charges the tokens since the last charge, or refunds tokens that were charged in excess."""
         if self._tokens is not None:
             _charge(self._tokens, use.uncharged(), self._clock())
 

@@ -1,1 +1,1 @@
-"""The schedulers: one stream to each, the live requests on them, their messages as values."""
+"""Everything between the gateway and its schedulers: one stream to each, live requests, and messages as values."""

@@ -1,4 +1,4 @@
-"""Events of requests as values: those that clients get, and those of schedulers, read from their messages."""
+"""Events of requests as values: the events for clients, and the events that schedulers report in their messages."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -114,9 +114,9 @@ def _positions(token_ids: TokenIds, columns: LogprobColumns) -> Iterator[Positio
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sequence. `offset` counts the tokens before them; `logprobs` has one entry a token, or none.
+    """New tokens of one sequence. `offset` counts the tokens before them; `logprobs` has one entry per token, or none.
 
-    `reasoning` and `tool_calls` are what was added to those of a chat; `text` has neither.
+    In a chat, `reasoning` and `tool_calls` are the new reasoning and new tool calls; `text` contains neither.
     """
 
     sequence_index: int
@@ -195,7 +195,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class TokenRun:
-    """Consecutive tokens of one sequence; `logprobs`, if requested, has one position a token."""
+    """Consecutive tokens of one sequence; `logprobs`, if requested, has one position per token."""
 
     handle: int
     sequence_index: int
@@ -204,7 +204,7 @@ class TokenRun:
     logprobs: LogprobColumns | None = None
 
     def piece(self, start: int, end: int) -> "TokenRun":
-        """The tokens from `start` to before `end`, as far as there are any."""
+        """The tokens from index `start` up to, but without, `end`; fewer if the run is shorter."""
         token_ids = self.token_ids[start:end]
         logprobs = None if self.logprobs is None else self.logprobs.part(start, start + len(token_ids))
         return TokenRun(self.handle, self.sequence_index, self.offset + start, token_ids, logprobs)
@@ -212,7 +212,7 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class PromptRun:
-    """Log probabilities of consecutive prompt tokens; `first_position` is the index of the first of them."""
+    """Log probabilities of consecutive prompt tokens; `first_position` is the index of the first token."""
 
     handle: int
     first_position: int
@@ -235,7 +235,7 @@ class SequenceEnded:
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
     """All sequences of a request ended. `usage` is None if the gateway aborted a request that the scheduler does not
-    know (any more)."""
+    have, or no longer has."""
 
     handle: int
     usage: Usage | None
@@ -243,7 +243,7 @@ class RequestEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request was refused, or failed while it ran."""
+    """A request was rejected, or failed while it ran."""
 
     handle: int
     error: QuireError
@@ -251,8 +251,8 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class RequestMoved:
-    """A scheduler runs a request no longer, since it was released to go on at another one. `source` is where its blocks
-    can be fetched there; None where they cannot."""
+    """A scheduler no longer runs a request, which was released to continue on another scheduler. `source` is where the
+    other scheduler can fetch its KV blocks; None if it cannot."""
 
     handle: int
     source: KvSource | None
@@ -264,7 +264,7 @@ RequestEvent = TokenRun | PromptRun | SequenceEnded | RequestEnded | RequestFail
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """The events of one or more steps. They are applied in the order `prompt_runs`, `runs`, `ended`, `completed`,
-    `failed`, `moved`: log probabilities of a prompt are reported no later than the tokens that follow it."""
+    `failed`, `moved`, so the log probabilities of a prompt are reported before the tokens that follow it."""
 
     runs: list[TokenRun] = field(default_factory=list[TokenRun])
     ended: list[SequenceEnded] = field(default_factory=list[SequenceEnded])
@@ -273,11 +273,11 @@ class EventBatch:
     prompt_runs: list[PromptRun] = field(default_factory=list[PromptRun])
     moved: list[RequestMoved] = field(default_factory=list[RequestMoved])
     has_room: list[int] = field(default_factory=list[int])
-    """Handles of offers, of requests that run elsewhere."""
+    """Handles of offered requests, which run on another replica and for which this one now has room."""
 
     def parts(self, max_tokens: int) -> "Iterator[EventBatch]":
-        """Batches of at most that many tokens, or about as many ends, which together are this one when they are applied
-        in order; each is made when it is asked for. A request's completion is in the same part as its ends."""
+        """Splits this batch lazily into batches of at most `max_tokens` tokens, or about that number of sequence ends.
+        Applied in order they equal this batch. A request's completion is in the same part as its sequence ends."""
         if sum(len(run.token_ids) for run in self.runs) + len(self.ended) <= max_tokens:
             yield self
             return
@@ -310,8 +310,9 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """What changed in the prefix cache of a replica and on its disks, in the order of the fields. Blocks are the ends
-    of their hashes; of a large pool only those are told whose hash ends in `sampling_bits` zero bits."""
+    """Changes of a replica's prefix cache and of its disk tier, applied in the order of the fields. A block is
+    represented by the end of its hash; a large pool reports only blocks whose hash ends in `sampling_bits` zero bits.
+    """
 
     is_cleared: bool
     removed: list[bytes]
@@ -321,7 +322,7 @@ class CacheUpdate:
     disk_stored: list[bytes] = field(default_factory=list[bytes])
 
 
-# The same from the messages of quire.scheduler.v1.
+# Conversions from the messages of quire.scheduler.v1.
 
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -330,10 +331,10 @@ _REASONS = {
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
 _USAGE = fields(Usage)
-# All in the last byte of a hash.
+# The sampling bits are within the last byte of a hash.
 _MAX_SAMPLING_BITS = 8
 _CHANGES = ("removed", "stored", "disk_removed", "disk_stored")
-# Fields of a welcome that the message has under the same name, as the same type.
+# Fields of `Welcome` that have the same name and type in the message.
 _WELCOME_FIELDS = tuple(
     field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model", "role")
 )
@@ -400,7 +401,7 @@ def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
 
 
 def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs, num_events: int) -> None:
-    """Splits the columns into those of the runs. Either all tokens of a run have log probabilities, or none."""
+    """Gives each run its part of the columns. Either all tokens of a run have log probabilities, or none."""
     events = decode_int32(message.events, "token_logprobs.events", minimum=0, below=num_events)
     columns = decode_logprobs(message)
     if len(events) != len(columns) or not (events[1:] > events[:-1]).all():

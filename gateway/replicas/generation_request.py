@@ -1,4 +1,4 @@
-"""A request as schedulers get it: validated, tokenized and completed with defaults."""
+"""A generation request in the form that schedulers receive: validated, tokenized, with all defaults set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from quire.tracing import TraceContext
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
-    """A LoRA adapter by its content, where workers find its files, and the name that a request chose it by."""
+    """A LoRA adapter: the digest of its content, the directory where workers find it, and the name in the request."""
 
     name: str
     digest: bytes
@@ -23,8 +23,8 @@ class NamedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of a request with every default set, except what depends on the prompt. Requests of one call share
-    them; `GenerationRequest` says what each is."""
+    """The parameters of a request that do not depend on its prompt, with every default set. Requests of one call share
+    them; `GenerationRequest` describes each field."""
 
     sampling: SamplingParameters
     stopping: StoppingParameters
@@ -36,10 +36,10 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length].
+    """A validated request that can be submitted. `prompt_token_ids` is int32, shape [prompt length].
 
     Its id is unique among the running requests of its tenant. The messages have every default set; requests of one call
-    share them, so nobody changes them. `stopping.stop` is matched by the gateway, the token ids by the scheduler;
+    share them, so they must not be changed. The gateway matches `stopping.stop`, the scheduler the stop token ids;
     neither ends a sequence before `stopping.min_tokens` tokens.
     """
 
@@ -47,8 +47,8 @@ class GenerationRequest:
     tenant: str
     prompt_token_ids: NDArray[np.int32]
     sampling: SamplingParameters
-    """`n` sequences are returned, out of `best_of` that are sampled or searched. Without a seed: requests of one call
-    that names none share all but that."""
+    """`best_of` sequences are sampled or searched, and `n` of them are returned. It has no seed: requests that share
+    the message may have different seeds."""
     stopping: StoppingParameters
     output: OutputOptions
     seed: int
@@ -57,26 +57,26 @@ class GenerationRequest:
     row_sampling: bytes = b""
     """The worker's sampling parameters: a serialized quire.common.v1.RowSampling, without the prediction."""
     predicted: Sequence[int] = ()
-    """The tokens that the caller expects, for workers that draft, and for the usage."""
+    """The output tokens that the caller predicts: workers draft from them, and the usage counts the correct ones."""
     priority: int = 0
     expected_tokens: int | None = None
-    """How many tokens the caller expects of each sequence, for the choice of a replica; None if it does not say."""
+    """The length that the caller expects of each sequence, used to choose a replica; None if unknown."""
     durable: bool = False
-    """The request runs on without a reader for a while, and can be resumed."""
+    """Whether the request runs on for a while without a reader, and can be resumed."""
     answer_format: AnswerFormat = PLAIN
-    """How the text is parsed: as plain text, except for chats."""
+    """The format by which the text is parsed: plain text, except for chats."""
     nonce: int = 0
     """64 random bits that distinguish the request from others with the same id."""
     trace: TraceContext | None = None
     """The span that the scheduler continues, if the request is traced."""
     adapter: NamedAdapter | None = None
-    """None is the model as it is."""
+    """None for the base model."""
     cache_salt: bytes = b""
-    """The digest of a salt of the prefix cache; empty without one."""
+    """The digest of a salt of the prefix cache; empty without a salt."""
     front_end: bytes = b""
-    """Of a stream that another gateway may write again: what its front end needs for that."""
+    """Data with which the front end of another gateway can write the stream again; empty for other requests."""
     is_steady: bool = False
-    """Its events come token by token, in an order that depends on the tokens alone."""
+    """Whether events come token by token, in an order that depends only on the tokens."""
 
     @property
     def logprobs(self) -> int | None:
@@ -97,5 +97,5 @@ class GenerationRequest:
 
     @property
     def chooses(self) -> bool:
-        """Whether the returned sequences are selected when all have finished, so that none is delivered earlier."""
+        """Whether the returned sequences are chosen after all candidates finish, so that none is delivered before."""
         return self.sampling.best_of > self.sampling.n or self.sampling.HasField("beam_search")

@@ -1,4 +1,4 @@
-"""All live requests of the gateway. Pure bookkeeping: it returns what to send, others send it."""
+"""The table of all live requests of the gateway. It does no I/O: it returns the actions, and its callers send them."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,7 @@ from gateway.text.tokenizer import Tokenizer
 from quire import clock
 from quire.rpc.errors import AlreadyExists, QuireError
 
-# Handles travel as int32.
+# Handles are int32 in messages.
 _END_OF_HANDLES = 2**31
 
 
@@ -35,17 +35,17 @@ class Outcome:
 
     Attributes:
         arrivals: The tokens that came with this batch.
-        ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. The scheduler
-            has yet to report their cost.
-        sequences_ended_here: Sequences, by index, that the gateway ended likewise in requests that run on.
-        failed: Requests that the scheduler refused or failed.
+        ended_here: Requests that the gateway ended by a stop string. The scheduler may still run them, and has yet to
+            report their usage.
+        sequences_ended_here: Sequences, by index, that a stop string ended in requests that run on.
+        failed: Requests that the scheduler rejected or failed.
         begun: Requests that got their first token.
-        moved: Requests that the scheduler runs no longer, to go on at another one.
-        over: Requests that ended with this batch and that no scheduler runs any more.
+        moved: Requests that the scheduler released, to continue on another replica.
+        over: Requests that ended with this batch; no scheduler runs them.
         broken: Requests that failed here because one of their events could not be applied. The scheduler may still run
             them.
-        unknown_handles: Handles of requests that the scheduler runs and nobody reads (any more), for example because a
-            client left while the stream was broken.
+        unknown_handles: Handles of requests that the scheduler runs but that have no reader here, for example because
+            the client disconnected while the stream was broken.
     """
 
     arrivals: Arrivals
@@ -60,9 +60,9 @@ class Outcome:
 
 
 class Ledger:
-    """Finds live requests by tenant and id and by handle; a request is in it from `open` to `close`.
+    """Finds live requests by tenant and id, and by handle. It contains a request from `open` to `close`.
 
-    It also counts calls that were let in and have not opened a request yet.
+    It also counts admitted calls that have not opened a request yet.
     """
 
     def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = clock.monotonic) -> None:
@@ -99,7 +99,7 @@ class Ledger:
         return live
 
     def prepare(self, request: GenerationRequest, tokenizer: Tokenizer) -> LiveRequest:
-        """An entry that is not in the ledger yet."""
+        """Makes an entry without adding it to the ledger."""
         stopping = request.stopping
         stop_strings = StopStrings(stopping.stop) if stopping.stop else None
         ending_token_ids = request.ending_token_ids
@@ -124,21 +124,21 @@ class Ledger:
         )
 
     def enter(self, live: LiveRequest) -> None:
-        """Adds an entry. No other one may have its id."""
+        """Adds an entry, whose id no other entry may have."""
         request = live.request
         self._by_id[request.tenant, request.request_id] = live
         self._by_handle[live.handle] = live
         self._is_empty.clear()
 
     def close(self, live: LiveRequest) -> None:
-        """Removes a request; later events of it are dropped. Idempotent."""
+        """Removes a request; its later events are dropped. Idempotent."""
         if self._by_handle.pop(live.handle, None) is not None:
             del self._by_id[live.request.tenant, live.request.request_id]
             self._update_empty()
 
     @contextmanager
     def arriving(self) -> Generator[None]:
-        """Counts a call that was let in and may open a request while the context runs."""
+        """Counts an admitted call, which may open a request while the context runs."""
         self._num_arriving += 1
         self._is_empty.clear()
         try:
@@ -160,17 +160,17 @@ class Ledger:
         ]
 
     def apply(self, replica: str, batch: EventBatch) -> Outcome:
-        """Applies events of a replica; events of requests that it does not have (any more) are dropped.
+        """Applies events of a replica; events of requests that are not placed there are dropped.
 
-        An event that cannot be applied for an unforeseen reason fails its own request and no other.
+        An unexpected error while an event is applied fails only the request of that event.
 
         Raises:
-            TokenGapError: events are missing. Nothing wrong was forwarded; a new connection repeats them.
+            TokenGapError: events are missing. Clients got no wrong output; a new connection repeats the events.
         """
         outcome = Outcome(Arrivals(self._clock()))
         touched: list[LiveRequest] = []
         self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
-        # The scheduler reports a completion together with the last end. Without one, the request ended only here.
+        # The scheduler reports a completion with the last sequence end. Without a completion, it ended only here.
         outcome.ended_here = [live for live in touched if live.ends_here()]
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
@@ -213,11 +213,11 @@ class Ledger:
                 live.complete(event)
                 outcome.over.append(live)
             case RequestFailed() if live.awaits_usage:
-                # All of it came before: the failure concerns tokens after its end.
+                # The output was complete before: the failure concerns tokens after its end.
                 live.end_if_complete()
                 outcome.over.append(live)
             case RequestMoved() if live.awaits_usage:
-                # A stop string ended it meanwhile, and the answer to the abort follows.
+                # A stop string has ended it, and the answer to the abort follows.
                 pass
             case RequestMoved():
                 live.kv_source = event.source
@@ -241,7 +241,7 @@ class Ledger:
 
 
 def _naming_adapter(error: QuireError, live: LiveRequest) -> QuireError:
-    """Numbers that are not finite may be the adapter's, which a worker does not know by its name."""
+    """Adds the adapter to an error about non-finite logits: it may be the cause, and workers do not know its name."""
     adapter = live.request.adapter
     if error.reason == "NON_FINITE_LOGITS" and adapter is not None:
         error.message = f'{error.message}; the request has the adapter "{adapter.name}", whose numbers may overflow'
@@ -249,6 +249,6 @@ def _naming_adapter(error: QuireError, live: LiveRequest) -> QuireError:
 
 
 def _call_id(request: GenerationRequest, sequence_index: int, call_index: int) -> str:
-    """The id of a tool call: the same at every gateway, and no other call has it."""
+    """The unique id of a tool call. Every gateway computes the same one."""
     of = f"{request.nonce} {sequence_index} {call_index}".encode()
     return request.answer_format.call_id(hashlib.blake2b(of, digest_size=12).hexdigest())

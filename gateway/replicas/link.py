@@ -1,4 +1,4 @@
-"""The multiplexed stream to one scheduler: opened, read and written, and opened again when it breaks."""
+"""The multiplexed stream to one scheduler. It is opened, read and written, and reopened when it breaks."""
 
 import asyncio
 import contextlib
@@ -32,21 +32,21 @@ _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 _MIN_BACKOFF_S = 0.01
 _MAX_BACKOFF_S = 0.25
-# A stream that breaks sooner does not reset the backoff.
+# A stream that breaks earlier does not reset the backoff.
 _STABLE_AFTER_S = 1.0
-# Credit is granted for several messages at once: otherwise each message down would need a message up.
+# Credit is granted for several messages at once: otherwise each message received would need a message sent.
 _MESSAGES_OF_CREDIT = 2
-# Messages that are applied now, and messages that are on their way.
+# Messages that are being applied, and messages in transit.
 _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
-# A task that waits for an event runs in the turn after it, and writes in the next one.
+# A task that waits for an event runs in the next turn of the event loop, and writes in the turn after that.
 _TURNS_OF_A_READER = 2
-# These are detokenized in a few milliseconds. A durable output that is read again comes in messages of many more.
+# Detokenizing these takes a few milliseconds. A replayed durable output comes in messages of many more tokens.
 _TOKENS_AT_ONCE = 256
 _logger = logging.getLogger(__name__)
 
 
 class Backoff:
-    """Delays that double from 10 to 250 ms; jitter keeps many gateways from coming back at once."""
+    """Delays that double from 10 to 250 ms; jitter prevents many gateways from reconnecting at once."""
 
     def __init__(self, uniform: Callable[[float, float], float] = entropy.uniform) -> None:
         self._uniform = uniform
@@ -57,17 +57,17 @@ class Backoff:
         return delay_s * self._uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Call it after a success."""
+        """Starts again at the shortest delay, after a success."""
         self._delay_s = _MIN_BACKOFF_S
 
 
 class LinkListener(Protocol):
-    """Is called with what happens on a stream. Synchronous: the stream is not read while a method runs.
+    """Callbacks of a stream. They are synchronous: the stream is not read while a method runs.
 
-    `check_welcome` raises SchedulerRefusedError if this scheduler cannot be used. `on_readiness` says that the
-    scheduler of an open stream lost its worker, or has one again, or drains. `on_events` takes a limited number of
-    tokens at a time; if it raises TokenGapError, since events are missing, the stream is opened anew. `on_not_sent`
-    gets a request that could not be serialized.
+    `check_welcome` raises SchedulerRefusedError if this scheduler cannot be used. `on_readiness` is called when the
+    scheduler of an open stream loses its worker, has a worker again, or drains. `on_events` gets a limited number of
+    tokens at a time; if it raises TokenGapError because events are missing, the stream is reopened. `on_not_sent` gets
+    a request that could not be serialized.
     """
 
     def check_welcome(self, welcome: Welcome) -> None: ...
@@ -79,7 +79,7 @@ class LinkListener(Protocol):
 
 
 class _Offered(NamedTuple):
-    """A request that another scheduler runs."""
+    """An offer to this scheduler of a request that another scheduler runs."""
 
     live: LiveRequest
 
@@ -88,26 +88,26 @@ _Mail = scheduler_pb2.ConnectRequest | LiveRequest | _Offered
 
 
 class SchedulerRefusedError(Exception):
-    """This gateway cannot use the scheduler; it tries again later."""
+    """This gateway cannot use the scheduler, and tries again later."""
 
 
 class SchedulerLink:
     """Keeps one stream to one scheduler open while `run` runs, and reconnects with backoff.
 
-    Nothing is sent to a scheduler that is not connected: in `on_connected` the listener submits again whatever should
-    run there, and the scheduler then ends all other requests of this gateway.
+    Nothing is sent to a scheduler that is not connected: in `on_connected` the listener resubmits every request that
+    should run there, and the scheduler then ends all other requests of this gateway.
 
     Attributes:
         address: Where the scheduler listens.
         welcome: The scheduler's last welcome; None before the first one.
         is_connected: Whether a stream is open.
         is_ready: Whether, in addition, the scheduler has its worker and runs steps.
-        is_draining: Whether it ends once its requests are over, or go on at others.
-        leave_after_s: While it drains, after how long they should leave at the latest; 0 where it does not say.
+        is_draining: Whether the scheduler exits when its requests have ended or moved to other replicas.
+        leave_after_s: While it drains, the time after which requests should move at the latest; 0 if unspecified.
         is_busy: Whether it drains and has requests, of any gateway.
-        cached: What the replica's prefix cache holds; None while that is unknown.
-        problem: Why no stream is open; None before the first attempt, and while one is open.
-        loading: How far the workers of the scheduler are with loading their model; None where it does not say.
+        cached: The contents of the replica's prefix cache; None while they are unknown.
+        problem: Why no stream is open; None before the first attempt, and while a stream is open.
+        loading: The progress of the scheduler's workers in loading their model; None if not reported.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SchedulerLink:
         tls: TlsIdentity | None = None,
         host_name: str | None = None,
     ) -> None:
-        """`host_name` is what the scheduler's certificate must name, where it is not the host of `address`."""
+        """`host_name` is the name that the scheduler's certificate must have, if not the host of `address`."""
         self.address = address
         self._host_name = host_name
         self._tls = tls
@@ -135,7 +135,7 @@ class SchedulerLink:
         self.cached: CachedBlocks | None = None
         self.problem: str | None = None
         self.loading: LoadProgress | None = None
-        # The stub for unary calls, which end with the stream; None while no stream is open.
+        # The stub for unary calls, which fail when the stream ends; None while no stream is open.
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         hello = scheduler_pb2.Hello(
             gateway_id=gateway_id,
@@ -146,7 +146,7 @@ class SchedulerLink:
         )
         self._hello = scheduler_pb2.ConnectRequest(hello=hello)
         self._listener = listener
-        # A request stands for its submission, which is serialized when it is written: after a reconnect there are many.
+        # A request represents its submission, which is serialized only when written: a reconnect submits many.
         self._outbox: deque[_Mail] = deque()
         self._has_mail = asyncio.Event()
         self._outbox_is_empty = asyncio.Event()
@@ -157,22 +157,22 @@ class SchedulerLink:
         return UNKNOWN_MODEL if self.welcome is None else self.welcome.model
 
     def submit(self, live: LiveRequest) -> None:
-        """Queues a request, with the tokens that it has already, for sending."""
+        """Queues the submission of a request, with the tokens that it already has."""
         self._send(live)
 
     def offer(self, live: LiveRequest) -> None:
-        """Asks for room for a request that runs elsewhere. An earlier offer of it is replaced."""
+        """Asks for room for a request that runs on another replica. Replaces an earlier offer of the request."""
         self._send(_Offered(live))
 
     def abort(self, handle: int, sequence_index: int | None = None, *, wants_usage: bool = False) -> None:
-        """Queues the end of a request, or with an index of one sequence; optionally the scheduler reports its cost. No
-        effect without a stream."""
+        """Queues an abort of a request, or of one sequence if an index is given; with `wants_usage` the scheduler
+        answers with its usage. No effect without a stream."""
         if self.is_connected:
             abort = scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index, wants_usage=wants_usage)
             self._send(scheduler_pb2.ConnectRequest(abort=abort))
 
     def withdraw(self, live: LiveRequest) -> None:
-        """Ends a request. Its first submission, where it waits here, is not sent: no scheduler knows the request."""
+        """Ends a request. If its first submission still waits here, it is dropped, and no abort is needed."""
         if live.submissions == 1 and live in self._outbox:
             self._outbox.remove(live)
         else:
@@ -185,28 +185,28 @@ class SchedulerLink:
         self._send(scheduler_pb2.ConnectRequest(resume=resume))
 
     def release(self, handle: int) -> None:
-        """Says that a request is to go on at another scheduler. The stream must be open."""
+        """Queues the release of a request, which is to continue on another scheduler. The stream must be open."""
         self._send(scheduler_pb2.ConnectRequest(release=scheduler_pb2.Release(handle=handle)))
 
     def detach(self, handle: int) -> None:
-        """Tells the scheduler that a durable request has no reader any more. Without a stream it knows already."""
+        """Notifies the scheduler that a durable request lost its reader. Without a stream the scheduler knows that."""
         if self.is_connected:
             self._send(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle)))
 
     async def ask(self, method: str, request: Message, timeout_s: float | None) -> Any:
-        """The answer to a call of a unary method.
+        """Calls a unary method and returns the response.
 
         Raises:
-            QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
+            QuireError: the scheduler's error, or Unavailable if it is not connected or disconnects.
         """
         with self._calling() as stub:
             return await getattr(stub, method)(request, timeout=timeout_s)
 
     async def watch(self, *, wants_memory: bool) -> AsyncGenerator[scheduler_pb2.WatchResponse, None]:
-        """Frames of the scheduler, with block tables and names of blocks or without, until its stream breaks.
+        """Frames of the scheduler, optionally with block tables and block names, until its stream breaks.
 
         Raises:
-            QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
+            QuireError: the scheduler's error, or Unavailable if it is not connected or disconnects.
         """
         with self._calling() as stub:
             call: Any = stub.Watch(scheduler_pb2.WatchRequest(include_memory=wants_memory))
@@ -218,7 +218,7 @@ class SchedulerLink:
 
     @contextlib.contextmanager
     def _calling(self) -> Generator[Any]:
-        """The stub for a call; what goes wrong in the call is raised as QuireError."""
+        """The stub for a call; failures of the call are raised as QuireError."""
         unconnected = Unavailable(f"scheduler {self.address} is not connected", reason="NO_SCHEDULER")
         if self._stub is None:
             raise unconnected
@@ -227,14 +227,14 @@ class SchedulerLink:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
-            # gRPC also raises it in a call whose channel closes, which is not a cancellation of this task.
+            # gRPC also raises this error in a call whose channel closes, which does not cancel this task.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise unconnected from None
 
     async def flush(self) -> None:
-        """Waits until everything that was queued before is written, the stream is broken, or a second has passed."""
+        """Waits until all queued messages are written, the stream breaks, or a second has passed."""
         if not self.is_connected:
             return
         try:
@@ -244,7 +244,7 @@ class SchedulerLink:
             _logger.warning("scheduler %s does not read its stream", self.address)
 
     async def run(self) -> None:
-        """Connects, reads, reconnects; ends only by cancellation."""
+        """Connects, serves the stream and reconnects, until cancelled."""
         backoff = Backoff()
         last_problem = None
         clock = asyncio.get_running_loop().time
@@ -260,7 +260,7 @@ class SchedulerLink:
                 loading = LoadProgress.of_metadata(error.metadata) if isinstance(error, QuireError) else None
                 is_refused = isinstance(error, FailedPrecondition | SchedulerRefusedError)
             except Exception as error:
-                # An unforeseen error must not end the other streams, and the next stream may work.
+                # An unexpected error must not end the other streams, and the next stream may work.
                 problem = f"{type(error).__name__}: {error}"
                 if problem != last_problem:
                     _logger.exception("the stream to scheduler %s failed unexpectedly", self.address)
@@ -268,7 +268,7 @@ class SchedulerLink:
                 was_connected = self.is_connected
                 if was_connected:
                     self._disconnect()
-            # Not each byte that a worker has read.
+            # Loading progress is logged once per phase.
             kind = problem if loading is None else loading.phase
             if was_connected or kind != last_problem:
                 # Before the first connection a scheduler may not have started yet.
@@ -280,10 +280,10 @@ class SchedulerLink:
             await asyncio.sleep(backoff.next_delay_s())
 
     async def _run_stream(self) -> None:
-        """One stream from Hello to its end. Raises QuireError when it breaks."""
+        """Serves one stream from Hello to its end. Raises QuireError when it breaks."""
         async with open_channel(self.address, tls=self._tls, host_name=self._host_name) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            # Messages are serialized here: with one that cannot be serialized, gRPC would send nothing and wait.
+            # Messages are serialized here: gRPC would hang on a message that cannot be serialized.
             call = cast(Any, channel).stream_stream(
                 _CONNECT, response_deserializer=scheduler_pb2.ConnectResponse.FromString
             )()
@@ -296,12 +296,12 @@ class SchedulerLink:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             finally:
-                # Before the channel closes: no call can use it then.
+                # Before the channel closes, since no call can use it afterwards.
                 self._stub = None
                 call.cancel()
 
     async def _greet(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> Welcome:
-        # In its own task: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
+        # In its own task: a gRPC call that is cancelled while it starts swallows its caller's cancellation.
         exchange = asyncio.create_task(_exchange_hello(call, self._hello, responses))
         try:
             await asyncio.wait([exchange], timeout=_WELCOME_TIMEOUT_S)
@@ -311,13 +311,13 @@ class SchedulerLink:
         finally:
             if not exchange.done():
                 call.cancel()
-                # The call's end does not wake a write that waits for the connection.
+                # The end of the call does not wake a write that waits for the connection.
                 exchange.cancel()
                 await asyncio.gather(exchange, return_exceptions=True)
 
     def _connect(self, welcome: Welcome) -> None:
-        # The epoch is not compared: a stream is opened after the end of the one before, so its scheduler is the newer
-        # one, even if the clock that epochs are made from went back.
+        # The epoch is not compared: a stream opens after the previous one has ended, so its scheduler is newer, even if
+        # the clock behind the epochs went back.
         self._listener.check_welcome(welcome)
         self._outbox.clear()
         self._has_mail.clear()
@@ -340,8 +340,8 @@ class SchedulerLink:
         self._listener.on_disconnected(self)
 
     async def _serve(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
-        """Reads and writes until the stream ends. The failure of one ends the other: a stream that is only read, or
-        only written to, serves nobody."""
+        """Reads and writes until the stream ends. If one of the two fails, the other is ended, too: the stream needs
+        both."""
         reader = asyncio.create_task(self._read(responses))
         writer = asyncio.create_task(self._write_outbox(call))
         try:
@@ -387,10 +387,10 @@ class SchedulerLink:
                         self.cached = CachedBlocks()
                     self.cached.update(cache_update_from(message.cache))
                 case _:
-                    """Added by a later version, or a second welcome."""
+                    """A message of a later version, or a second welcome."""
 
     async def _write_outbox(self, call: Any) -> None:
-        """Writes until the stream breaks; the reader gets the cause. Raises other errors."""
+        """Writes until the stream breaks; the reader raises the cause. Raises all other errors."""
         try:
             while True:
                 await self._has_mail.wait()
@@ -413,7 +413,7 @@ class SchedulerLink:
         try:
             has_drafts = self.welcome is not None and self.welcome.max_drafts > 0
             message = submit_message(live, has_drafts=has_drafts, is_offer=is_offer)
-            # By the time of another submission the blocks are gone.
+            # By the next submission the blocks will be gone.
             live.kv_source = None
             return message.SerializeToString()
         except Exception as error:
@@ -421,7 +421,7 @@ class SchedulerLink:
             return None
 
     def _grant(self, num_messages: int, num_taken: int) -> None:
-        """Allows so many more messages of events, besides those that were taken in."""
+        """Grants credit for `num_messages` more event messages, after `num_taken` were taken in."""
         credit = scheduler_pb2.Credit(messages=num_messages, taken=num_taken)
         self._send(scheduler_pb2.ConnectRequest(credit=credit))
 
@@ -432,8 +432,8 @@ class SchedulerLink:
 
 
 async def _let_readers_run() -> None:
-    """Lets every stream with news write them before more are read. So a gateway that cannot keep up gets fewer
-    messages, each with more tokens, and no queue of old ones."""
+    """Lets every client stream with new events write them before more are read. An overloaded gateway then receives
+    fewer messages, each with more tokens, in place of a growing queue."""
     for _ in range(_TURNS_OF_A_READER):
         await asyncio.sleep(0)
 
@@ -441,7 +441,7 @@ async def _let_readers_run() -> None:
 async def _exchange_hello(
     call: Any, hello: scheduler_pb2.ConnectRequest, responses: AsyncIterator[scheduler_pb2.ConnectResponse]
 ) -> Welcome:
-    # A write to a failed call does not raise the cause; the read does.
+    # A write to a failed call does not raise the cause; the read below does.
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(hello.SerializeToString())
     answer = await anext(responses, None)

@@ -1,4 +1,4 @@
-"""A live request from its arrival to its end: what schedulers bring, and what its client has not got yet."""
+"""A live request from its arrival to its end: the tokens from schedulers, and the output not yet sent to the client."""
 
 import asyncio
 import dataclasses
@@ -35,14 +35,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Arrivals:
-    """The tokens of a batch of events that are new to this gateway.
+    """The tokens in a batch of events that are new to this gateway.
 
     Attributes:
-        at: When they came, in seconds of the ledger's clock.
+        at: Their arrival time, in seconds of the ledger's clock.
         num_tokens: Their number.
-        gaps: For consecutive tokens of one sequence that came together, the seconds since the token before them;
-            nothing for the first tokens of a sequence.
-        gap_tokens: How many tokens came after each of these gaps.
+        gaps: For consecutive tokens of one sequence that came together, the seconds since the previous token of the
+            sequence; the first tokens of a sequence have no entry.
+        gap_tokens: The number of tokens after each of these gaps.
     """
 
     at: float
@@ -53,12 +53,12 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """The memory of one token.
+    """The memory of one token, in bytes.
 
     Attributes:
-        kept: Until its request ends.
-        pending: Until its client gets it.
-        prompt: Of a prompt token that has log probabilities.
+        kept: Held until its request ends.
+        pending: Held until its client gets it.
+        prompt: Held for a prompt token with log probabilities.
     """
 
     kept: int
@@ -70,23 +70,23 @@ class LiveRequest:
     """The ledger's entry of one request. Writers (the scheduler's events) never wait for the reader (the client).
 
     Attributes:
-        request: What the caller requested; together with `sequences` it is all that another scheduler needs to go on.
+        request: The validated request; together with `sequences` it is all that another scheduler needs to continue.
         handle: The request's number on scheduler streams.
         sequences: One stream per sequence.
-        replica: Address of the scheduler that has the request; None while it waits for one.
+        replica: Address of the scheduler that has the request; None while it waits for a scheduler.
         last_replica: Address of the scheduler that has it or had it last; None before the first one.
-        num_repeated: How many of the tokens that are still to come were counted before, by another stream.
-        num_brought_tokens: How many tokens its client brought.
-        submissions: How often it was sent to a scheduler, except to those that drained.
+        num_repeated: The number of tokens yet to come that another stream has already counted.
+        num_brought_tokens: The number of tokens that its client sent with the request.
+        submissions: The number of submissions to schedulers, without schedulers that rejected it because they drain.
         is_prepared: Whether it may be submitted; not before all requests of its call are valid.
         moves: How often it left a scheduler that had no worker, since its last token.
-        is_heir: Whether it goes on from an earlier entry of this gateway, and nothing has come since: another gateway
-            may have taken the request over from that one unnoticed.
-        kv_source: Where the next scheduler finds blocks of it; None where there are none.
-        model: The model of the scheduler that its tokens come from, or that has it; unknown before.
-        prompt_logprobs: Log probabilities of the prompt tokens that the request asks for, as far as they came.
-        usage: What it cost; None until it is completed.
-        awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the cost.
+        is_heir: Whether it continues an earlier entry of this gateway and has no new event yet: meanwhile another
+            gateway may have taken the request over from that entry.
+        kv_source: The source of KV blocks for the next scheduler; None if there is none.
+        model: The model of the scheduler that generated its tokens, or that has it; unknown before.
+        prompt_logprobs: The requested log probabilities of prompt tokens that have arrived.
+        usage: Its usage; None until it is completed.
+        awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the usage.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LiveRequest:
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()
         self.usage: Usage | None = None
-        # All tokens of a durable request, whose client may come back for them.
+        # All log probabilities of a durable request, whose client may return for them.
         self._logprobs = [LogprobLog() for _ in self.sequences]
         self._count_bytes: Callable[[int], object] = lambda num_bytes: None
         self._token_bytes = TokenBytes(0, 0, 0)
@@ -129,7 +129,7 @@ class LiveRequest:
         self._on_over: Callable[[], object] = lambda: None
 
     def count_memory(self, count: Callable[[int], object], token_bytes: TokenBytes) -> None:
-        """From now on calls `count` with the bytes that tokens add, or remove (a negative number)."""
+        """Reports memory from now on: calls `count` with the bytes that tokens add, or (negative) free."""
         self._count_bytes, self._token_bytes = count, token_bytes
 
     @property
@@ -139,26 +139,26 @@ class LiveRequest:
 
     @property
     def is_completed(self) -> bool:
-        """Whether all of it came, and it did not fail."""
+        """Whether it ended without an error, and all of its output arrived."""
         return self.usage is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended by an error of its own: of its scheduler, or of this gateway."""
+        """Whether it ended by an error of its scheduler or of this gateway."""
         return self._error is not None
 
     @property
     def may_have_run(self) -> bool:
-        """Whether its prompt may have been computed. It was not if no scheduler got it, or if it failed without any
-        output; but workers find that they cannot sample only after they computed the prompt."""
+        """Whether its prompt may have been computed. It was not if no scheduler got the request, or if the request
+        failed without output; but workers detect invalid sampling only after they have computed the prompt."""
         has_output = self.num_generated_tokens or len(self.prompt_logprobs)
         was_refused = self._error is not None and self._error.reason != "INVALID_SAMPLING"
         return bool(has_output or (self.submissions and not was_refused))
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another entry can go on from this one. It cannot if log probabilities are requested and the client
-        itself brought the first tokens: nobody has theirs."""
+        """Whether another entry can continue from this one. It cannot if log probabilities are requested and the client
+        sent the first tokens with the request, since theirs are unknown."""
         if not self.request.durable or self._error is not None:
             return False
         return self.request.logprobs is None or all(
@@ -166,11 +166,11 @@ class LiveRequest:
         )
 
     def fits(self, model: ModelFingerprint) -> bool:
-        """Whether it can go on with this model."""
+        """Whether it can continue with this model."""
         return not (self.num_generated_tokens and differing_parts(self.model, model))
 
     def begin_with(self, model: ModelFingerprint) -> None:
-        """Its tokens, none of which has come, come from this model. What another one said of the prompt is dropped."""
+        """Sets the model, before the first token. Prompt log probabilities of another model are dropped."""
         if differing_parts(self.model, model):
             self.prompt_logprobs = TokenLogprobs()
         self.model = model
@@ -181,31 +181,31 @@ class LiveRequest:
 
     @property
     def is_behind_client(self) -> bool:
-        """Whether its client has tokens that have not come here, so that nobody here knows their model."""
+        """Whether its client has tokens that have not come to this gateway, so that their model is unknown here."""
         return any(stream.is_behind_client for stream in self.sequences)
 
     @property
     def num_dropped_tokens(self) -> int:
-        """The tokens of the candidates that were not returned; 0 before the request is completed."""
+        """The number of tokens of candidates that were not returned; 0 before the request is completed."""
         if self.usage is None or not self.request.chooses:
             return 0
         return max(self.usage.generated_tokens - self.num_generated_tokens, 0)
 
     @property
     def num_computed_tokens(self) -> float:
-        """The tokens that were generated so far, those of candidates that are not returned included."""
+        """The number of tokens generated so far, including candidates that are not returned."""
         return self.num_generated_tokens * self.request.sampling.best_of / self.request.sampling.n
 
     @property
     def max_generated_tokens(self) -> int:
-        """Upper bound of `num_generated_tokens` at the end."""
+        """Upper bound of the final `num_generated_tokens`."""
         max_tokens = self.request.stopping.max_tokens
         return sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
 
     @property
     def num_expected_tokens(self) -> int | None:
-        """How many tokens are yet to come as its caller expects, at least 1 and at most what may come; None if the
-        caller expects nothing."""
+        """The number of tokens yet to come by its caller's estimate, from 1 up to the possible maximum; None if the
+        caller gave no estimate."""
         each = self.request.expected_tokens
         if each is None:
             return None
@@ -218,15 +218,15 @@ class LiveRequest:
 
     @property
     def seconds_since_news(self) -> float:
-        """Seconds since its last token, or since its arrival."""
+        """Seconds since its last token, or since its arrival before the first token."""
         return self._clock() - self._last_token_at
 
     # Events from the scheduler.
 
     def accept(self, run: TokenRun, arrivals: Arrivals | None = None) -> bool:
-        """Takes new tokens; returns whether a stop string ended the sequence with them.
+        """Adds new tokens; returns whether a stop string among them ended the sequence.
 
-        Tokens that come from a scheduler are added to `arrivals`.
+        Tokens that come from a scheduler are counted in `arrivals`.
 
         Raises:
             TokenGapError: tokens are missing.
@@ -241,7 +241,7 @@ class LiveRequest:
             if arrivals is None:
                 self._last_token_at = self._clock()
             else:
-                # For each token of each step: in line, and with one look at the clock a batch.
+                # This runs for each sequence in each step: it is inlined and reads the clock once per batch.
                 self._last_token_at = now = arrivals.at
                 if self.num_repeated:
                     num_repeated = min(self.num_repeated, num_new)
@@ -260,14 +260,14 @@ class LiveRequest:
 
     @property
     def end_of_prompt_logprobs(self) -> int:
-        """The first position of the prompt whose log probability has yet to come."""
+        """The first prompt position whose log probability has yet to come."""
         return self.request.prompt_logprobs_start + len(self.prompt_logprobs)
 
     def accept_prompt(self, run: PromptRun) -> None:
-        """Takes log probabilities of prompt tokens; those that came before are dropped.
+        """Adds log probabilities of prompt tokens, without positions that came before.
 
         Raises:
-            TokenGapError: some are missing before them.
+            TokenGapError: positions before these are missing.
         """
         seen = self.end_of_prompt_logprobs - run.first_position
         if seen < 0:
@@ -292,18 +292,18 @@ class LiveRequest:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
         usage = end.usage or self._own_usage()
-        # The scheduler knows no texts.
+        # The scheduler does not parse text, so it cannot count reasoning tokens.
         if num_reasoning_tokens := self._num_reasoning_tokens:
             usage = dataclasses.replace(usage, reasoning_tokens=num_reasoning_tokens)
         if predicted := self.request.predicted:
             usage = self._with_prediction(usage, predicted)
         if self.request.stopping.stop:
-            # The scheduler generates tokens until it learns that a stop string ended a sequence here.
+            # The scheduler generates tokens until the gateway notifies it that a stop string ended a sequence.
             usage = dataclasses.replace(usage, generated_tokens=self.num_generated_tokens)
         self._complete(usage)
 
     def ends_here(self) -> bool:
-        """Whether a stop string ended its last sequence here, so that the scheduler must be notified. True once."""
+        """Whether a stop string ended its last running sequence, so that the scheduler must be notified. True once."""
         if self.is_over or self.awaits_usage or not self._all_ended():
             return False
         self.awaits_usage = True
@@ -312,7 +312,7 @@ class LiveRequest:
     def end_if_complete(self) -> None:
         """Ends sequences that have all their tokens, and the request if all its sequences have ended.
 
-        For when the scheduler that would report it is gone: no other one must go on with them.
+        Used after the scheduler that would report the ends is gone, since no other scheduler must continue them.
         """
         for stream in self.sequences:
             stream.end_if_complete(self.request.stopping.max_tokens)
@@ -320,20 +320,20 @@ class LiveRequest:
             self._complete(self._own_usage())
 
     def fail(self, error: QuireError) -> None:
-        """Ends the request by an error, which its reader gets. No effect when it is over."""
+        """Ends the request with an error, which its reader gets. No effect if it is over."""
         if not self.is_over:
             self._error = error
             self._end()
 
     def fail_unexpectedly(self, error: Exception) -> None:
-        """Ends the request by an unforeseen error, and logs it. The reader learns only that it happened."""
+        """Ends the request with an unexpected error, which is logged; its reader gets no details."""
         request_id = self.request.request_id
         _logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra={REQUEST_ID: request_id})
         self.fail(Internal("an unexpected error; the server's log has more", reason="UNEXPECTED"))
 
     def catch_up(self, earlier: "LiveRequest", max_tokens: int) -> bool:
         """Copies up to `max_tokens` tokens of an earlier entry of the same request. Returns whether this entry now has
-        all that the earlier one has; then it also has the same state."""
+        all tokens of the earlier one; then it also has the same state."""
         for stream, source in zip(self.sequences, earlier.sequences, strict=True):
             begin = len(stream.token_ids)
             if stream.finished is None and begin < len(source.token_ids):
@@ -360,9 +360,9 @@ class LiveRequest:
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
 
-        Sequences take turns, so that none waits for another one to end, however slow the reader is.
+        Sequences take turns, so that no sequence waits for the end of another, however slow the reader is.
 
-        Those of a steady request do not join: they come token by token, in an order that depends on the tokens alone.
+        Chunks of a steady request have one token each, in an order that depends only on the tokens.
 
         Raises:
             QuireError: the request failed.
@@ -382,7 +382,7 @@ class LiveRequest:
                 self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
                 if event is None:
                     continue
-                # It may have more after the turns of the others.
+                # The sequence may have more after the other sequences had their turns.
                 self._news.set()
                 failpoint("gateway.stream.before_write")
                 yield event
@@ -393,7 +393,7 @@ class LiveRequest:
                 return
 
     async def _steady_events(self) -> AsyncIterator[Event]:
-        """One token of each sequence after the other."""
+        """Events with one token each, from the running sequences in turn."""
         running = list(self.sequences)
         while running:
             for stream in list(running):
@@ -422,14 +422,14 @@ class LiveRequest:
             raise self._error
 
     def when_over(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once the scheduler has nothing more to report; at once if that is so already."""
+        """Calls `callback` as soon as the scheduler has nothing more to report, now if that is already true."""
         if self.is_over:
             callback()
         else:
             self._on_over = callback
 
     async def result(self) -> tuple[list[GeneratedSequence], Usage]:
-        """Waits for the end; all sequences, whole, and the usage. For a reader that does not use `events`.
+        """Waits for the end and returns all sequences and the usage. For a reader that does not use `events`.
 
         Raises:
             QuireError: the request failed.
@@ -477,8 +477,8 @@ class LiveRequest:
         return self.sequences[index]
 
     def _own_usage(self) -> Usage:
-        """The usage of a request whose scheduler cannot report it any more. What only the scheduler knows is 0, and the
-        time in its queue counts as prefill."""
+        """The usage as computed here, for a request whose scheduler can no longer report it. Values that only the
+        scheduler knows are 0, and the queue time counts as prefill."""
         first = self._first_token_at if self._first_token_at is not None else self._last_token_at
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),

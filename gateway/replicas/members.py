@@ -1,12 +1,12 @@
-"""Which replicas there are: the schedulers that `--schedulers` names, and those that its DNS names resolve to.
+"""The set of replicas: the scheduler addresses in `--schedulers`, and the addresses to which its DNS names resolve.
 
-A name is resolved every few seconds, and at once when a scheduler that it had resolved to is lost, as gRPC clients do.
-An address that it resolves to is a replica, until the name no longer has it and its requests are over:
+A name is resolved every few seconds, and at once after the stream to one of its addresses breaks, as gRPC clients do.
+An address is a replica until its name no longer resolves to it and its requests are over:
 
-- An address that the name no longer has gets no new requests while there are others. Its stream is closed when it is
-  idle and the name has lacked it several times in a row, so that one incomplete answer of a DNS server changes little.
-- An address that the name no longer has and that is not connected is gone, and its requests go elsewhere at once.
-- A name that cannot be resolved, or has no address now, keeps those that it had.
+- An address that is no longer in the DNS answer gets no new requests while there are others. Its stream is closed when
+  it is idle and several answers in a row lack it, so that one incomplete answer of a DNS server changes little.
+- An address that is no longer in the DNS answer and not connected is removed, and its requests move at once.
+- A name that cannot be resolved, or that has no address at the moment, keeps its previous addresses.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ _logger = logging.getLogger(__name__)
 
 
 async def resolve_name(name: DnsName) -> Collection[str]:
-    """Asks the system. Of a name with IPv4 and IPv6 addresses, those of the kind that the system puts first: they are
-    the same hosts, and a scheduler takes one stream of a gateway."""
+    """Resolves a name with the system's resolver. If the name has IPv4 and IPv6 addresses, returns only the family that
+    comes first: both lead to the same hosts, and a scheduler accepts one stream per gateway."""
     found = await asyncio.get_running_loop().getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     return {str(TcpAddress(str(where[0]), name.port)) for family, *_, where in found if family == found[0][0]}
 
 
 @dataclass(frozen=True, slots=True)
 class Resolver:
-    """How names are resolved.
+    """A way to resolve names.
 
     Attributes:
-        resolve: Gives the addresses of a name, "HOST:PORT" each. Raises OSError where it cannot.
-        interval_s: Seconds from one answer to the next question.
+        resolve: Returns the addresses of a name, each as "HOST:PORT". Raises OSError on failure.
+        interval_s: Seconds from one answer to the next query.
     """
 
     resolve: Callable[[DnsName], Awaitable[Collection[str]]] = resolve_name
@@ -47,7 +47,7 @@ class Resolver:
 
 @dataclass(slots=True)
 class _Name:
-    """A DNS name: the addresses that it has now, and for how many answers it has lacked those that are still linked."""
+    """A DNS name, its current `addresses`, and for each removed address with a link the count of answers without it."""
 
     target: DnsName
     addresses: frozenset[str] = frozenset()
@@ -57,8 +57,8 @@ class _Name:
 
 
 class MembersListener(Protocol):
-    """Is told who comes and goes. `is_idle` says whether no request is placed at an address; `on_gone` is called after
-    its link has left."""
+    """Callbacks for new and removed replicas. `is_idle` returns whether no request is placed on a replica; `on_gone` is
+    called after its link was removed."""
 
     def is_idle(self, address: str) -> bool: ...
     def on_found(self, address: str) -> None: ...
@@ -66,13 +66,13 @@ class MembersListener(Protocol):
 
 
 class LinkMaker(Protocol):
-    """Makes the link to an address, whose certificate names `host_name` if that is given."""
+    """Makes the link to an address. Its certificate must have the name `host_name`, if given."""
 
     def __call__(self, address: str, *, host_name: str | None = None) -> SchedulerLink: ...
 
 
 def may_be_several(targets: Sequence[str]) -> bool:
-    """Whether there may ever be more than one replica."""
+    """Whether there can be more than one replica, now or later."""
     return len(targets) > 1 or any(isinstance(parse_target(target), DnsName) for target in targets)
 
 
@@ -80,7 +80,7 @@ class Members:
     """Keeps a stream to each replica open while `run` runs.
 
     Attributes:
-        links: The streams, by address. They come and go while `run` runs, if there are names.
+        links: The streams, by address. They change while `run` runs, if there are DNS names.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class Members:
 
     @property
     def problems(self) -> list[str]:
-        """Why names are not resolved, and why streams are not open."""
+        """Reasons why names are not resolved and streams are not open."""
         names = [f"{name.target}: {name.problem}" for name in self._names if name.problem is not None]
         return names + [f"{address}: {link.problem}" for address, link in self.links.items() if link.problem]
 
     def is_listed(self, address: str) -> bool:
-        """Whether an address is one of `--schedulers`, or of its names as they resolve now."""
+        """Whether an address is in `--schedulers`, or one of its names currently resolves to it."""
         return address in self._fixed or any(address in name.addresses for name in self._names)
 
     def lost(self, address: str) -> None:
-        """The stream to an address broke: it may be gone, or replaced by another one."""
+        """Resolves the names of an address again, after its stream broke: it may be gone or replaced."""
         for name in self._names:
             if address in name.addresses or address in name.missed:
                 name.is_due.set()
         self._drop_gone()
 
     async def run(self) -> None:
-        """Opens the streams, and opens them again; ends only by cancellation."""
+        """Keeps the streams open until cancelled."""
         async with asyncio.TaskGroup() as group:
             for link in self.links.values():
                 group.create_task(link.run(), name=f"scheduler {link.address}")
@@ -131,7 +131,7 @@ class Members:
                 _logger.info("%s has the scheduler %s", name.target, address)
                 self._listener.on_found(address)
             self._drop_gone()
-            # Many that are lost at once are one reason to ask.
+            # Several streams that break at once cause only one query.
             await asyncio.sleep(min(_MIN_INTERVAL_S, self._resolver.interval_s))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._resolver.interval_s):
@@ -142,7 +142,7 @@ class Members:
         try:
             found = frozenset(await self._resolver.resolve(name.target))
         except (OSError, UnicodeError) as error:
-            # UnicodeError: no name of a host can be like this.
+            # UnicodeError: the name is not a valid host name.
             found, problem = frozenset[str](), getattr(error, "strerror", None) or str(error)
         if not found:
             problem = problem or "it has no address"
@@ -157,7 +157,7 @@ class Members:
         name.addresses, name.problem = found, None
 
     def _drop_gone(self) -> None:
-        """Ends the links to addresses that no name has any more, unless they have requests to end, or might be back."""
+        """Ends links to addresses to which no name resolves, except links that have requests or may be listed again."""
         for name in self._names:
             for address, missed in list(name.missed.items()):
                 link = self.links.get(address)

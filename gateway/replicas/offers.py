@@ -1,9 +1,9 @@
-"""Requests that are to go on at another replica: each runs where it is until another one has room for it.
+"""Moves of running requests to other replicas: each request runs on its replica until another one has room for it.
 
-An offer is a submission that only waits: it has its turn in the queue of the other replica, which then keeps the room
-and says so. Only then is the request released where it runs, so that it does not wait with its stream paused. The
-replica that is chosen first is asked first, and after a while all others are, too. A request that has to leave, since
-its replica drains, leaves in the end wherever it goes.
+An offer is a submission that only waits in the queue of another replica. When its turn comes, that replica reserves
+room and reports it. Only then is the request released where it runs, so that its stream does not pause meanwhile. The
+best replica gets the offer first, and after a while all others get it, too. A request whose replica drains leaves after
+some time even if no replica has room.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from gateway.replicas.live import LiveRequest
 
 _FIRST_LOOK_S, _NEXT_LOOK_S = 0.1, 1.0
 _MAX_WAIT_S = 30.0
-"""A replica that refused an offer is asked again after 1 s, and after twice as long each time, up to so long."""
+"""The longest delay before a replica that rejected an offer gets it again. Delays start at 1 s and double each time."""
 _KEPT_S = 5.0
-"""After so long without an answer of its replica, a request that was released is offered anew."""
+"""A released request whose replica does not answer for this long is offered anew."""
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """`asked` are the replicas that were asked, with the number of tokens that they know of; `refused` when those that
-    refused may be asked again, and how long that was; `taker` is the one that keeps room, and has since `taken_at`;
-    `released_at` is when the request was released last."""
+    """An open offer. `asked` maps each replica that has the offer to the number of tokens in it; `refused` maps each
+    replica that rejected it to the time of the next attempt and the delay before that. `taker` is the replica that has
+    reserved room, since `taken_at`; `released_at` is the time of the last release of the request."""
 
     live: LiveRequest
     source: str
@@ -38,7 +38,7 @@ class _Offer:
 
 
 class Offers:
-    """The offers of all requests. At most one a request."""
+    """The offers of all requests, at most one per request."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Offers:
         takers: Callable[[LiveRequest, SchedulerLink], Mapping[str, SchedulerLink]],
         choose: Callable[[LiveRequest, Mapping[str, SchedulerLink]], str],
     ) -> None:
-        """`takers` gives the replicas that a request may go to now from where it is, `choose` the best of them."""
+        """`takers` returns the replicas to which a request may now move from its replica, `choose` the best of them."""
         self._links = links
         self._takers = takers
         self._choose = choose
         self._open: dict[int, _Offer] = {}
 
     def open(self, live: LiveRequest, source: SchedulerLink, leave_after_s: float | None = None) -> None:
-        """The request is to leave the replica that runs it, for one of those that may take it: once that has room, or
-        after a time in any case."""
+        """Starts to move a request away from its replica, as soon as another replica has room, or after `leave_after_s`
+        in any case."""
         offer = self._open.get(live.handle)
         leaves_at = None if leave_after_s is None else asyncio.get_running_loop().time() + leave_after_s
         if offer is None:
@@ -67,14 +67,14 @@ class Offers:
             self._look_later(offer, _FIRST_LOOK_S)
 
     def has_room(self, link: SchedulerLink, handle: int) -> None:
-        """A replica keeps room for a request that was offered to it."""
+        """Handles the report that a replica has reserved room for a request that was offered to it."""
         offer = self._open.get(handle)
         if offer is None or link.address not in offer.asked or link.welcome is None:
             return
         if offer.taker not in (None, link.address):
             self._withdraw(offer, link.address)
         elif offer.live.num_generated_tokens - offer.asked[link.address] > link.welcome.block_size:
-            # It takes more room by now.
+            # The request has grown since the offer and needs more room.
             self._ask(offer, [link])
         else:
             offer.taker, offer.taken_at = link.address, asyncio.get_running_loop().time()
@@ -83,7 +83,7 @@ class Offers:
             self._release(offer)
 
     def refused(self, address: str, handle: int) -> None:
-        """A replica does not take the offer, for now."""
+        """Handles the rejection of an offer, which the replica may accept later."""
         offer = self._open.get(handle)
         if offer is not None and offer.asked.pop(address, None) is not None:
             if offer.taker == address:
@@ -92,12 +92,12 @@ class Offers:
             offer.refused[address] = asyncio.get_running_loop().time() + wait_s, wait_s
 
     def taker(self, live: LiveRequest) -> str | None:
-        """The replica that keeps room for a request, or that would be next; None where no replica was asked."""
+        """The replica that has reserved room for a request, else the first with the offer; None without an offer."""
         offer = self._open.get(live.handle)
         return None if offer is None else offer.taker or next(iter(offer.asked), None)
 
     def close(self, live: LiveRequest, taken_by: str | None = None) -> None:
-        """The request is over, or was submitted to a replica. Idempotent."""
+        """Withdraws the offer of a request that is over or was submitted to a replica. Idempotent."""
         if (offer := self._open.pop(live.handle, None)) is not None:
             if offer.timer is not None:
                 offer.timer.cancel()
@@ -105,14 +105,14 @@ class Offers:
                 self._withdraw(offer, address)
 
     def lost(self, address: str) -> None:
-        """A replica has no offers any more."""
+        """Forgets the offers at a replica whose stream broke."""
         for offer in self._open.values():
             offer.refused.pop(address, None)
             if address in offer.asked:
                 self._withdraw(offer, address)
 
     def drains(self, address: str) -> None:
-        """A replica is to have no offers, but of requests that are on their way already: it waits for those."""
+        """Withdraws offers from a draining replica, except of requests that are already released: it waits for them."""
         for offer in self._open.values():
             if address in offer.asked and offer.released_at is None:
                 self._withdraw(offer, address)
@@ -120,7 +120,7 @@ class Offers:
     def _ask(self, offer: _Offer, links: Sequence[SchedulerLink]) -> None:
         for link in links:
             if link.welcome is not None and not link.welcome.takes_offers:
-                # Its release cannot say.
+                # A scheduler of this release cannot report room.
                 self._release(offer)
             else:
                 offer.asked[link.address] = offer.live.num_generated_tokens
@@ -157,7 +157,7 @@ class Offers:
         if source is not None and offer.taker is None:
             takers = self._takers(offer.live, source)
             if offer.released_at is not None and now - offer.released_at > _KEPT_S:
-                # It runs on where it is.
+                # The source did not answer the release in time: the request still runs there.
                 offer.released_at = None
                 for address in offer.asked.keys() - takers.keys():
                     self._withdraw(offer, address)

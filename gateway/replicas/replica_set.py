@@ -1,4 +1,4 @@
-"""The replicas of the model: which one takes a request, and how requests live on while schedulers come and go."""
+"""The replicas of the model: places requests on them, and moves requests when schedulers fail, drain or return."""
 
 import asyncio
 import logging
@@ -32,11 +32,11 @@ from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
 _MAX_RETRY_S = 5.0
-# Each move makes a request wait four times as long before the next one, up to this many.
+# Each move makes a request wait four times longer before the next move, up to this number of moves.
 _MAX_COUNTED_MOVES = 3
 # The wait for the answer to an abort. Without the answer, the usage lacks the values that only the scheduler has.
 _USAGE_TIMEOUT_S = 1.0
-# When requests leave a replica that drains and does not say for how long.
+# The time after which requests leave a draining replica that does not announce a time.
 _LEAVE_AFTER_S = 15.0
 # A request with fewer tokens to come is not worth a move.
 _MIN_TOKENS_TO_MOVE = 16
@@ -46,21 +46,21 @@ _logger = logging.getLogger(__name__)
 class Replicas:
     """Places live requests on replicas and keeps them running while schedulers come and go.
 
-    - A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may still be there when
-      the scheduler is back; then any connected replica takes it.
-    - Without a replica that takes requests it waits, and fails with UNAVAILABLE after `connect_timeout_s`. As long as a
-      scheduler that drains runs requests it waits on: that one is about to have a successor.
-    - From a scheduler that is connected and not ready it moves after the same delay, if another replica is ready and no
-      tokens come. It waits longer before each further move without a token in between: the request may be what kills
-      the workers, and one scheduler must see that often enough to find out.
-    - A request that a scheduler refuses because it drains is placed anew. One that it runs goes on where another
-      replica is ready, once that has room (see `offers`). Where all drain, one that was accepted goes on at one of
-      them, at the one that had it last if possible.
-    - One with a long prompt leaves a replica for prefill likewise, with its first token (see `roles`).
-    - A replica that a DNS name has no longer is left (see `members`).
+    - A request whose scheduler disconnects stays assigned to it for `failover_delay_s`, since the scheduler may return
+      with its KV blocks; then the request moves to any connected replica.
+    - If no replica takes requests, a request waits, and fails with UNAVAILABLE after `connect_timeout_s`. It waits
+      longer while a draining scheduler still runs requests, because its successor starts after it exits.
+    - If its scheduler is connected but not ready, a request moves after `failover_delay_s`, if another replica is ready
+      and no tokens come. The wait grows with each further move without a token in between: the request may be the one
+      that crashes the workers, and one scheduler must see several crashes to detect it.
+    - A request that a draining scheduler rejects is placed on another one. A request that it runs moves to another
+      ready replica as soon as that has room (see `offers`). If all replicas drain, a request that was accepted before
+      may run on one of them, preferably the last one that had it.
+    - A request with a long prompt leaves a prefill replica in the same way, after its first token (see `roles`).
+    - A replica that is no longer in the answers for a DNS name is removed (see `members`).
 
     Attributes:
-        links: The stream to each scheduler, by address. They come and go where a DNS name stands for them.
+        links: The stream to each scheduler, by address. They change with the answers for DNS names.
         calls: Unary calls to the schedulers.
     """
 
@@ -85,12 +85,12 @@ class Replicas:
     ) -> None:
         """
         Args:
-            targets: Addresses of schedulers, and names that stand for several, as `--schedulers` has them.
-            on_tokens: Is called with the address of a replica and the tokens that a batch of its events brought.
-            on_members: Is called with the addresses of all replicas when there are others than before.
-            long_prompt: The uncached tokens from which on a prompt goes to replicas for prefill.
-            on_moved: Is called when a request left a replica for prefill.
-            resolver: Gives the addresses of names; by default the system does.
+            targets: The value of `--schedulers`: addresses of schedulers, and DNS names of several schedulers.
+            on_tokens: Called with the address of a replica and the new tokens in a batch of its events.
+            on_members: Called with the addresses of all replicas when the set changes.
+            long_prompt: The number of uncached tokens from which a prompt goes to prefill replicas.
+            on_moved: Called when a request has left a prefill replica.
+            resolver: Resolves names; by default with the system's resolver.
         """
         self._ledger = ledger
         self._on_tokens = on_tokens
@@ -116,26 +116,26 @@ class Replicas:
         self._offers = Offers(self.links, self._takers, lambda live, takers: self._choose(live, takers).replica)
         # Set while at least one scheduler is connected.
         self._some_connected = asyncio.Event()
-        # Set while at least one replica is ready, and while none is.
+        # Set while at least one replica is ready, and while no replica is ready.
         self._some_ready = asyncio.Event()
         self._none_ready = asyncio.Event()
         self._none_ready.set()
-        # At most one timer a request, by handle.
+        # At most one timer per request, by handle.
         self._timers: dict[int, asyncio.TimerHandle] = {}
         # The handles of the requests on each replica.
         self._placed = defaultdict[str, set[int]](set)
         self._work = defaultdict[str, Work](Work)
-        # Those of them whose callers said how long they will be, by handle.
+        # Requests on each replica whose callers gave an expected length, by handle.
         self._hinted = defaultdict[str, dict[int, LiveRequest]](dict)
-        # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
+        # Durable requests that were released while their scheduler was disconnected, by handle, with its epoch.
         self._unended = defaultdict[str, dict[int, tuple[LiveRequest, int]]](dict)
-        # Addresses of schedulers that refuse new requests until they end, and of those that refuse all.
+        # Addresses of schedulers that reject new requests until they exit, and of schedulers that reject all requests.
         self._draining: set[str] = set()
         self._refusing: set[str] = set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether a connected replica runs steps now. Requests are placed on connected ones in any case."""
+        """Whether a connected replica runs steps now. Requests are placed on connected replicas in any case."""
         return self._some_ready.is_set()
 
     @property
@@ -144,7 +144,7 @@ class Replicas:
 
     @property
     def num_unplaced(self) -> int:
-        """Requests that wait until a replica takes them."""
+        """The number of requests that wait for a replica."""
         return sum(1 for _ in self._waiting())
 
     @property
@@ -156,7 +156,7 @@ class Replicas:
 
     @property
     def durable_grace_s(self) -> float:
-        """The time that schedulers keep durable requests without a reader."""
+        """Seconds for which schedulers keep durable requests without a reader."""
         return max((welcome.durable_grace_s for welcome in self.welcomes), default=0.0)
 
     async def wait_until_ready(self) -> None:
@@ -167,10 +167,10 @@ class Replicas:
         await self._none_ready.wait()
 
     async def wait_until_known(self, patience_s: float) -> list[Welcome]:
-        """The welcomes, at once if a scheduler was ever reached, else after a wait for the first one.
+        """The welcomes, at once if a scheduler was ever reached, else as soon as the first scheduler is reached.
 
         Raises:
-            Unavailable: no scheduler was reached in that time.
+            Unavailable: no scheduler was reached within `patience_s`.
         """
         if not self.welcomes:
             try:
@@ -181,7 +181,7 @@ class Replicas:
         return self.welcomes
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """The names of adapters that requests generate with, and of those whose requests have generated nothing yet."""
+        """Names of adapters with a request that has generated tokens, and of other adapters that requests wait for."""
         named = {live.request.adapter.name: False for live in self._ledger if live.request.adapter is not None}
         for live in self._ledger:
             if live.request.adapter is not None and live.num_generated_tokens:
@@ -189,7 +189,7 @@ class Replicas:
         return [name for name, runs in named.items() if runs], [name for name, runs in named.items() if not runs]
 
     def place(self, live: LiveRequest) -> None:
-        """Sends a request to a replica, or keeps it until there is one."""
+        """Sends a request to a replica, or queues it until a replica is available."""
         candidates = self._candidates(live)
         if not candidates:
             others = self._taking()
@@ -240,15 +240,15 @@ class Replicas:
         return loads_of(num_live, expected)
 
     def _clear_for_prompt(self, link: SchedulerLink) -> None:
-        """Streams leave a replica for prefill before a long prompt comes."""
+        """Moves streams away from a prefill replica that is about to get a long prompt."""
         if _role_of(link) is ReplicaRole.PREFILL and self._work[link.address].streams:
             for live in self._ledger.of_replica(link.address):
                 if self._may_leave(live, link) and self._others_for_streams(live, link):
                     self._offers.open(live, link)
 
     def _leave_prefill(self, live: LiveRequest, link: SchedulerLink) -> None:
-        """A request got its first token: if its prompt was long, it goes on where prompts do not delay its tokens,
-        unless there are more streams there and no prompts here."""
+        """Handles the first token of a request. If its prompt was long, the request leaves a prefill replica, whose
+        prompts would delay its tokens, unless the other replicas have more streams and this one has no prompts."""
         work = self._work[link.address]
         is_long = work.prompts.get(live.handle, 0) >= self._router.long_prompt
         work.remove(live.handle)
@@ -264,7 +264,7 @@ class Replicas:
         return is_running and link.is_connected and live.replica == link.address and _stage_of(live) is not Stage.STAY
 
     def _others_for_streams(self, live: LiveRequest, link: SchedulerLink) -> list[SchedulerLink]:
-        """The replicas that run steps, are not for prefill, and can fetch the request's blocks from where it is."""
+        """The ready replicas, except prefill replicas, that can fetch the request's KV blocks from its replica."""
         namespace = "" if link.welcome is None else link.welcome.kv_namespace
         return [
             other
@@ -274,13 +274,13 @@ class Replicas:
         ]
 
     def _takers(self, live: LiveRequest, link: SchedulerLink) -> dict[str, SchedulerLink]:
-        """The replicas where a request may go on that is to leave this one."""
+        """The replicas to which a request may move from this one."""
         if link.is_draining:
             return {address: other for address, other in self._candidates(live).items() if other.is_ready}
         return {other.address: other for other in self._others_for_streams(live, link)}
 
     def release(self, live: LiveRequest) -> None:
-        """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
+        """Ends a request at its scheduler, or if that is disconnected, after it reconnects. Idempotent."""
         self._cancel_timer(live)
         link = self._link_of(live)
         if link is None:
@@ -288,14 +288,14 @@ class Replicas:
         if link.is_connected:
             link.withdraw(live)
         elif live.request.durable and link.welcome is not None:
-            # A plain request ends by not being submitted again; the scheduler keeps a durable one for its next reader.
+            # The scheduler ends a plain request that is not resubmitted, but keeps a durable one for its next reader.
             unended = self._unended[link.address]
             unended[live.handle] = (live, link.welcome.scheduler_epoch)
             asyncio.get_running_loop().call_later(self.durable_grace_s, unended.pop, live.handle, None)
         self._assign(live, None)
 
     def detach(self, live: LiveRequest) -> None:
-        """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""
+        """Handles the loss of a request's client: a durable request runs on for a while, others end. Idempotent."""
         link = self._link_of(live)
         if not live.request.durable or live.is_completed or link is None:
             self.release(live)
@@ -305,7 +305,7 @@ class Replicas:
         self._assign(live, None)
 
     def resume(self, live: LiveRequest, address: str) -> None:
-        """Takes over a durable request from a replica. Raises Unavailable if its stream is broken by now."""
+        """Takes over a durable request from a replica. Raises Unavailable if the replica is disconnected."""
         link = self.links.get(address)
         if link is None or not link.is_connected:
             raise Unavailable(f"scheduler {address} is not connected", reason="NO_SCHEDULER")
@@ -317,7 +317,7 @@ class Replicas:
             self._wait_for_worker(live)
 
     def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
-        """Continues a request by another entry of it, which has all that the earlier one has."""
+        """Continues a request with another entry, which has all tokens of the earlier one."""
         link = self._link_of(earlier)
         self._forget(earlier)
         if live.is_over:
@@ -334,16 +334,16 @@ class Replicas:
             self._set_timer(live, self._failover_delay_s, self._fail_over)
 
     async def flush(self) -> None:
-        """Waits until aborts are on their way."""
+        """Waits until queued messages, such as aborts, are written."""
         await asyncio.gather(*(link.flush() for link in self.links.values()))
 
     async def run(self) -> None:
-        """Keeps the streams open; ends only by cancellation."""
+        """Keeps the streams open until cancelled."""
         await self._members.run()
 
     @property
     def problems(self) -> list[str]:
-        """Why streams are not open, or names of schedulers cannot be resolved."""
+        """Reasons why streams are not open, or names of schedulers cannot be resolved."""
         return self._members.problems
 
     # Callbacks of the members.
@@ -355,7 +355,7 @@ class Replicas:
         self._on_members(self.links.keys())
 
     def on_gone(self, address: str) -> None:
-        """Its requests need not wait for it."""
+        """Places the requests of a removed replica anew, without a delay."""
         self._unended.pop(address, None)
         self._draining.discard(address)
         self._refusing.discard(address)
@@ -391,7 +391,7 @@ class Replicas:
         self._refusing.discard(link.address)
         self._update_readiness()
         failpoint("gateway.connected.before_resubmit")
-        # First, since a new request may have the id of one that ends.
+        # Before new submissions, since a new request may have the id of a released one.
         self._end_released(link)
         self._for_each(self._ledger.of_replica(link.address), lambda live: self._submit(live, link))
         self._for_each(self._waiting(), self.place)
@@ -421,8 +421,8 @@ class Replicas:
         self._watch_unready()
 
     def _release_draining(self) -> None:
-        """Requests leave replicas that drain, where others can go on with them: first those that have no tokens, which
-        may not have begun. To be called whenever either changes."""
+        """Moves requests away from draining replicas if others can continue them; requests without tokens go first,
+        since they may not have started. Must be called whenever a replica starts to drain or becomes available."""
         for link in self.links.values():
             if not (link.is_connected and link.is_draining):
                 continue
@@ -458,7 +458,7 @@ class Replicas:
             link.abort(handle)
 
     def _go_on(self, live: LiveRequest) -> None:
-        """The request was released: it goes to the replica that keeps room for it, also if that drains by now."""
+        """Submits a released request to the replica that has reserved room for it, even if that has begun to drain."""
         self._cancel_timer(live)
         taker = self.links.get(self._offers.taker(live) or "")
         if taker is not None and (taker.address in self._candidates(live) or self._takes_back(live, taker)):
@@ -474,10 +474,10 @@ class Replicas:
     def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
         self._fail_unexpectedly(live, error)
 
-    # Requests move between replicas.
+    # Placement of requests, and moves between replicas.
 
     def _waiting(self) -> Iterable[LiveRequest]:
-        """Requests that have no replica and need one."""
+        """Requests that wait for a replica."""
         return (live for live in self._ledger if live.replica is None and live.is_prepared and not live.is_over)
 
     def _taking(self) -> list[SchedulerLink]:
@@ -486,8 +486,8 @@ class Replicas:
         return [link for link in taking if self._members.is_listed(link.address)] or taking
 
     def _candidates(self, live: LiveRequest) -> dict[str, SchedulerLink]:
-        """The replicas that may get a request: those that run steps, else those that let it wait. Where there are
-        none, one that was accepted before may go to those that drain, to the one that had it last if possible."""
+        """The replicas that may get a request: ready replicas, else connected ones, which queue it. If there are none,
+        a request that was accepted before may go to a draining replica, preferably the last one that had it."""
         fitting = {link.address: link for link in self._taking() if _fits(live, link)}
         if not fitting:
             fitting = {link.address: link for link in self.links.values() if self._takes_back(live, link)}
@@ -496,12 +496,12 @@ class Replicas:
         return {address: link for address, link in fitting.items() if link.is_ready} or fitting
 
     def _takes_back(self, live: LiveRequest, link: SchedulerLink) -> bool:
-        """Whether a replica drains and runs the request all the same, where no other one does."""
+        """Whether a draining replica accepts the request, which was accepted before, in place of the other replicas."""
         drains = link.is_connected and link.is_draining and link.address not in self._refusing
         return drains and live.submissions > 0 and _fits(live, link)
 
     def _submit(self, live: LiveRequest, link: SchedulerLink, num_new_tokens: int | None = None) -> None:
-        """`num_new_tokens` of its prompt are not cached there, None: all."""
+        """Submits a request to a replica, whose cache lacks `num_new_tokens` of its prompt; None means all of them."""
         self._cancel_timer(live)
         if not _fits(live, link):
             # The scheduler came back with another model, or without adapters.
@@ -539,17 +539,18 @@ class Replicas:
         live.replica = replica
 
     def _link_of(self, live: LiveRequest) -> SchedulerLink | None:
-        """The link to the replica that has the request; None where none has it, or it is gone for good."""
+        """The link to the replica that has the request; None if no replica has it, or the replica was removed."""
         return None if live.replica is None else self.links.get(live.replica)
 
     def _forget(self, live: LiveRequest) -> None:
-        """No scheduler runs the request any more, though its client may still read it."""
+        """Unassigns a request that no scheduler runs any more, though its client may still read it."""
         self._cancel_timer(live)
         self._assign(live, None)
 
     def _end_released(self, link: SchedulerLink) -> None:
-        """Ends durable requests that were released while their scheduler was away. A submission names the request
-        exactly, and makes this stream its reader, who may abort it. A new scheduler does not have them."""
+        """Ends durable requests that were released while their scheduler was disconnected. Each is submitted first: the
+        submission identifies it exactly, and makes this stream its reader, which may abort it. A restarted scheduler
+        does not have these requests."""
         assert link.welcome is not None
         for live, epoch in self._unended[link.address].values():
             if are_of_one_start(epoch, link.welcome.scheduler_epoch):
@@ -564,32 +565,33 @@ class Replicas:
             self._forget(live)
 
     def _outlive_scheduler(self, live: LiveRequest) -> None:
-        """Ends a request whose end its lost scheduler had yet to report; another one waits for it for a while."""
+        """Ends a request that is complete except for the report of its lost scheduler; other requests wait for the
+        scheduler for a while."""
         self._end_if_complete(live)
         if not live.is_over:
             self._set_timer(live, self._failover_delay_s, self._fail_over)
 
     def _refused(self, link: SchedulerLink, error: QuireError, live: LiveRequest) -> None:
-        """A new request fails; one that ran before comes back later, since it was accepted once. A refusal because the
-        scheduler drains sends a request to another one, or to its successor."""
+        """Handles a rejection. A new request fails; a request that was accepted before is retried later. If the
+        scheduler drains, the request goes to another scheduler, or waits for the successor."""
         self._assign(live, None)
         if isinstance(error, Unavailable) and error.reason == "DRAINING":
             live.submissions -= 1
             self._draining.add(link.address)
             if live.submissions:
-                # Schedulers of earlier releases take nothing back.
+                # While they drain, schedulers of earlier releases also reject requests that were accepted before.
                 self._refusing.add(link.address)
             self.place(live)
         elif error.reason == "REQUEST_TAKEN_OVER" and live.is_heir:
-            # The call here is newer than the one that took it over.
+            # The call at this gateway is newer than the call that took the request over.
             live.is_heir = False
             self.resume(live, link.address)
         elif error.reason == "MODEL_CHANGED":
             if _is_known(link, error):
-                # The end of a request that was resumed after it, or submitted again: it would be told again.
+                # The request was resumed or resubmitted after the change of model, and would fail here again.
                 others = {at: other for at, other in self._candidates(live).items() if other is not link}
             else:
-                # It takes nothing new until it is connected again, with a welcome that names its new model.
+                # The scheduler gets no new requests until it reconnects, with a welcome that names its new model.
                 self._draining.add(link.address)
                 others = self._candidates(live)
             if others and not live.is_behind_client:
@@ -602,13 +604,13 @@ class Replicas:
             self._fail(live, error)
 
     def _fail(self, live: LiveRequest, error: QuireError) -> None:
-        """No scheduler runs it. Its client may read that later."""
+        """Fails a request that no scheduler runs. Its client may read the error later."""
         self._forget(live)
         live.fail(error)
 
     def _retry_delay_s(self, error: QuireError) -> float:
-        """The scheduler names the time until one place is free. Requests that wait for one come back spread over as
-        many such times as there are requests."""
+        """A random delay. The scheduler reports the time until one place is free; retries are spread over that time
+        multiplied by the number of requests that have timers."""
         one_s = (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000
         return entropy.uniform(one_s, max(one_s, min(one_s * (1 + len(self._timers)), _MAX_RETRY_S)))
 
@@ -617,8 +619,8 @@ class Replicas:
         self.place(live)
 
     def _watch_unready(self) -> None:
-        """Sets the timers of requests on schedulers that run no steps. Requests whose timer fired when no other replica
-        was ready get a new one: something has changed since."""
+        """Sets the timers of requests on schedulers that are not ready. A request whose timer fired while no other
+        replica was ready gets a new timer, since the readiness of a replica has changed."""
         for link in self.links.values():
             if link.is_connected and not link.is_ready:
                 for live in self._ledger.of_replica(link.address):
@@ -630,12 +632,12 @@ class Replicas:
         self._set_timer(live, patience_s, self._move_from_unready)
 
     def _move_from_unready(self, live: LiveRequest) -> None:
-        """Moves a request to a replica that runs steps, if there is one, unless tokens come from where it is."""
+        """Moves a request to a ready replica, if there is one, unless its present replica still sends tokens."""
         left_s = self._failover_delay_s - live.seconds_since_news
         if left_s > 0:
             self._set_timer(live, left_s, self._move_from_unready)
         else:
-            # A second look: tokens may wait to be read where this process stood still.
+            # Checked once more after a moment: if this process was suspended, tokens may wait to be read.
             self._set_timer(live, LAST_LOOK_S, self._leave_unready)
 
     def _leave_unready(self, live: LiveRequest) -> None:
@@ -645,7 +647,7 @@ class Replicas:
             self._move_from_unready(live)
         else:
             live.moves += 1
-            # A durable one, too: a copy that ran on there might draw other tokens than the one that is read.
+            # Also if it is durable: a copy that ran on there might sample other tokens than the one that is read.
             self.release(live)
             self.place(live)
 
@@ -660,12 +662,12 @@ class Replicas:
         elif connected:
             addresses = ", ".join(link.address for link in connected)
             message = f"no scheduler took requests for {self._connect_timeout_s:g} s: {addresses} drained"
-            live.fail(self._nobody(f"{message}; a start anew ends that"))
+            live.fail(self._nobody(f"{message}; restart them"))
         else:
             live.fail(self._nobody(f"no scheduler could be reached for {self._connect_timeout_s:g} s"))
 
     def _nobody(self, message: str) -> Unavailable:
-        """The error where no scheduler is connected; it says how far the first one is whose workers load."""
+        """The error if no scheduler is available, with the progress of a scheduler whose workers load the model."""
         loading = next((link.loading for link in self.links.values() if link.loading is not None), None)
         if loading is None:
             return Unavailable(message, reason="NO_SCHEDULER")
@@ -673,7 +675,7 @@ class Replicas:
         return Unavailable(message, reason="NO_SCHEDULER", metadata=loading.metadata())
 
     def _set_timer(self, live: LiveRequest, delay_s: float, action: Callable[[LiveRequest], None]) -> None:
-        """Calls `action` with the request after that time, in place of an earlier timer."""
+        """Calls `action` with the request after `delay_s`. Replaces an earlier timer."""
         self._cancel_timer(live)
         self._timers[live.handle] = asyncio.get_running_loop().call_later(delay_s, self._fire, live, action)
 
@@ -686,7 +688,7 @@ class Replicas:
         self._for_each([live], action)
 
     def _for_each(self, requests: Iterable[LiveRequest], action: Callable[[LiveRequest], None]) -> None:
-        """An error in one request does not affect the others."""
+        """Calls `action` with each request; an error in one request does not affect the others."""
         for live in requests:
             try:
                 action(live)
@@ -706,14 +708,13 @@ class Replicas:
 
 
 def _is_known(link: SchedulerLink, changed: QuireError) -> bool:
-    """Whether the welcome of the stream has the model already that a request failed for: then the stream goes on."""
+    """Whether the stream's welcome already names the new model, whose change made a request fail."""
     epoch = changed.metadata.get("scheduler_epoch")
     return epoch is not None and link.welcome is not None and link.welcome.scheduler_epoch >= int(epoch)
 
 
 def _fits(live: LiveRequest, link: SchedulerLink) -> bool:
-    """Whether the request can run there. A scheduler of an earlier release would ignore its adapter,
-    and its salt."""
+    """Whether a replica can run the request. Schedulers of earlier releases would ignore its adapter and its salt."""
     has_adapter = live.request.adapter is not None
     takes_it = not has_adapter or (link.welcome is not None and link.welcome.max_adapters > 0)
     if live.request.cache_salt:
@@ -726,14 +727,14 @@ def _role_of(link: SchedulerLink) -> ReplicaRole:
 
 
 def _stage_of(live: LiveRequest) -> Stage:
-    """A beam search, or a choice of the best of several, goes nowhere else before its end."""
+    """The next stage of a request. A request that chooses among candidate sequences does not move before its end."""
     if live.request.chooses:
         return Stage.STAY
     return Stage.STREAM if live.num_generated_tokens else Stage.PROMPT
 
 
 def adapters_are_off() -> FailedPrecondition:
-    """The error where no worker takes adapters."""
+    """The error if no worker supports adapters."""
     return FailedPrecondition(
         "the workers run no adapters: start them with --max-adapters above 0", reason="ADAPTERS_OFF"
     )

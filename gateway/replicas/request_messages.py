@@ -1,4 +1,4 @@
-"""Requests as messages to schedulers: a submission has all that is needed to go on, and a gateway can read it back."""
+"""Conversion of requests to messages for schedulers, and back. A submission has all data to continue the request."""
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -21,14 +21,14 @@ from quire.tracing import TraceContext
 def submit_message(
     live: LiveRequest, *, has_drafts: bool = True, is_offer: bool = False
 ) -> scheduler_pb2.ConnectRequest:
-    """The request with all defaults, and the tokens that the gateway has of it already. Without the prediction for a
-    replica that does not draft. An offer of it is kept for nobody."""
+    """The submission of a request: all parameters, and the tokens that the gateway already has. It has no prediction if
+    the replica does not draft. An offer is never durable."""
     is_durable = live.request.durable and not is_offer
     request, asked, trace = live.request, live.request.sampling, live.request.trace
     submit = scheduler_pb2.Submit(
         handle=live.handle,
         request_id=request.request_id,
-        # Part of the prefix cache's keys, as it is for pins.
+        # Part of the prefix cache's keys, also for pins.
         tenant=request.tenant,
         priority=request.priority,
         prompt_token_ids=encode_int32(request.prompt_token_ids),
@@ -65,7 +65,7 @@ def submit_message(
 
 
 def _row_sampling(request: GenerationRequest) -> bytes:
-    """With the prediction, which is long: protobuf merges what is joined."""
+    """The serialized row sampling with the prediction appended: protobuf merges concatenated messages."""
     if not request.predicted:
         return request.row_sampling
     predicted = common_pb2.RowSampling(predicted_token_ids=encode_int32(request.predicted))
@@ -73,11 +73,11 @@ def _row_sampling(request: GenerationRequest) -> bytes:
 
 
 def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
-    """A durable request that any gateway can go on with; the inverse of `submit_message`.
+    """The durable request in a submission, for any gateway that continues it; the inverse of `submit_message`.
 
     Raises:
-        InvalidArgument: it is malformed.
-        Unavailable: the gateway that submitted it is of a newer release, and asked for what this one lacks.
+        InvalidArgument: the submission is malformed.
+        Unavailable: a gateway of a newer release submitted it, with a feature that this release lacks.
     """
     if (field := unknown_field(submit)) is not None:
         raise _of_newer_release(f"has {field}")
@@ -153,7 +153,7 @@ def _format_from(message: scheduler_pb2.AnswerFormat) -> AnswerFormat:
 
 
 def _of_newer_release(what: str) -> Unavailable:
-    """The caller may find another gateway, or this one upgraded."""
+    """A retryable error: the caller may reach another gateway, or this one after an upgrade."""
     return Unavailable(
         f"the request {what}, which this gateway's release lacks; a newer gateway can continue it",
         reason="NEWER_REQUEST",

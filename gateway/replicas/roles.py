@@ -1,11 +1,11 @@
-"""Which replicas a request may go to, where some are for prompts and others for the tokens after them.
+"""Disaggregated prefill: selects the replicas that a request may go to, if some are for prefill and others for decode.
 
-A long prompt delays each stream that runs beside it by as many tokens as are computed, so it goes where the sum of the
-delays is least: that of the prompts before it, and those of the streams. Replicas for prefill have no streams for long,
-so they win until their queue is the longer delay, and a replica without streams takes prompts whatever it is for.
+The prefill of a long prompt delays each stream on the same replica. Such a prompt goes where the total delay is
+smallest: its own wait for the prompts before it, plus the delay of the streams. Prefill replicas soon lose their
+streams, so they are chosen until their queue is the longer delay; a replica without streams takes prompts in any role.
 
-A request with a long prompt leaves a replica for prefill with its first token, and so do all others that run there when
-a long prompt comes. Until then streams stay where others are busier, and short prompts go there, too.
+A request with a long prompt leaves a prefill replica after its first token, and all other streams leave when a long
+prompt arrives. Until then streams stay if the other replicas are busier, and short prompts may go there, too.
 """
 
 import enum
@@ -16,11 +16,11 @@ from quire.replica_role import ReplicaRole
 
 
 class Stage(enum.Enum):
-    """What a request needs next.
+    """The next stage of a request.
 
-    PROMPT  its prompt computed; it can move to another replica after that
-    STAY    the same, and it cannot move until it is over
-    STREAM  tokens behind those that it has
+    PROMPT  prefill; it can move to another replica afterwards
+    STAY    prefill and decode on one replica: it cannot move until it is over
+    STREAM  decode
     """
 
     PROMPT = enum.auto()
@@ -30,12 +30,12 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class Work:
-    """What one replica has to do for this gateway.
+    """The work of one replica for this gateway.
 
     Attributes:
-        prompts: The uncached tokens of requests without a token, by handle.
-        num_prompt_tokens: Their sum.
-        streams: The handles of requests with tokens.
+        prompts: The number of uncached prompt tokens of each request in prefill, by handle.
+        num_prompt_tokens: The sum of `prompts`.
+        streams: The handles of requests that have output tokens.
     """
 
     prompts: dict[int, int] = field(default_factory=dict[int, int])
@@ -48,19 +48,19 @@ class Work:
         self.num_prompt_tokens += num_new_tokens
 
     def add_stream(self, handle: int) -> None:
-        """A request that has tokens came, or got its first one."""
+        """Adds a request that has output tokens; it may be in `prompts` until now."""
         self.remove(handle)
         self.streams.add(handle)
 
     def remove(self, handle: int) -> None:
-        """Idempotent."""
+        """Removes a request. Idempotent."""
         self.num_prompt_tokens -= self.prompts.pop(handle, 0)
         self.streams.discard(handle)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A replica as roles see it: its role, its work, and how much of a prompt it would have to compute."""
+    """A replica with its role, its work, and the number of tokens of a prompt that it would have to compute."""
 
     role: ReplicaRole
     work: Work
@@ -68,11 +68,11 @@ class Place:
 
 
 def narrowed(places: Mapping[str, Place], stage: Stage, long_prompt: int) -> Collection[str]:
-    """The replicas among which prefix and load decide, by address. At least one.
+    """The addresses of the replicas that suit the stage, at least one. Cached prefix and load decide among them.
 
     Args:
-        places: Those that can take the request. Not empty.
-        long_prompt: The uncached tokens from which on a prompt is long.
+        places: The replicas that can take the request. Not empty.
+        long_prompt: The number of uncached tokens from which a prompt is long.
     """
     for_streams = [address for address, place in places.items() if place.role is not ReplicaRole.PREFILL]
     if not for_streams or all(place.role is ReplicaRole.BOTH for place in places.values()):
@@ -92,11 +92,11 @@ _ORDER = (ReplicaRole.PREFILL, ReplicaRole.BOTH, ReplicaRole.DECODE)
 
 
 def _delay(place: Place) -> int:
-    """In tokens that are computed before: the sum over the prompt and the streams that it delays."""
+    """The total delay of a prompt and of the streams that it delays, in tokens that are computed first."""
     num_streams = 0 if place.role is ReplicaRole.PREFILL else len(place.work.streams)
     return place.work.num_prompt_tokens + place.num_new_tokens * (1 + num_streams)
 
 
 def has_room(work: Work, others: Iterable[Work]) -> bool:
-    """Whether a replica for prefill takes a stream for now: it has no prompts, and the others have more streams."""
+    """Whether a prefill replica may have a stream for now: it has no prompts, and all others have more streams."""
     return not work.num_prompt_tokens and len(work.streams) < min(len(other.streams) for other in others)

@@ -1,11 +1,11 @@
-"""Which replica takes a request: the one that has most of its prompt cached, unless it is much busier than others.
+"""Prefix-aware routing: a request goes to the replica that has most of its prompt cached, unless that is too busy.
 
-Schedulers tell which blocks their prefix caches hold (`CachedBlocks`), and a prompt's blocks have the same names here
-(`quire.prefix_hashes`). Blocks on the disk of a replica are worth a little less than those in its pool. What replicas
-have alike, or none of them has, is decided by affinity: prompts that go on alike go to the same replica, by rendezvous
-hashing. No replica may have much more than its fair share of requests.
+Schedulers report the blocks in their prefix caches (`CachedBlocks`), and the gateway hashes the blocks of a prompt in
+the same way (`quire.prefix_hashes`). A block on a replica's disk is worth a little less than a block in its pool. If
+replicas have the same part of a prompt, or no replica has any, affinity decides: rendezvous hashing sends prompts with
+the same next blocks to the same replica. No replica may have much more than its fair share of requests.
 
-Where replicas have roles, these come first: see `roles`.
+If replicas have roles, these narrow the choice first: see `roles`.
 """
 
 import enum
@@ -24,28 +24,28 @@ from gateway.replicas.roles import Place, Stage, Work, narrowed
 from quire.prefix_hashes import BlockHash, hash_chain, root_hash, short
 from quire.replica_role import ReplicaRole
 
-# Prompts that agree on this many blocks behind what is cached go to the same replica. With more, requests that share
-# less would be separated.
+# Prompts that share this number of blocks after the cached ones go to the same replica. A larger number would separate
+# requests that share fewer blocks.
 _AFFINITY_BLOCKS = 4
-# A replica may have this many times its fair share of live requests (consistent hashing with bounded loads).
+# Maximum live requests of a replica, as a multiple of its fair share (consistent hashing with bounded loads).
 _HEADROOM = 1.25
-# A request weighs between these shares of the mean one, however long its caller expects it to be.
+# Bounds of a request's weight, relative to the mean request, for any expected length.
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0
-# What a block on disk saves, of that in the pool: between the two, the first token of a long prompt was 0.98 of the way
-# from computed to cached where the disk was fast (docs/kv.md).
+# The value of a block on disk, relative to a block in the pool. With a fast disk, blocks on disk saved 0.98 of the time
+# to the first token that blocks in the pool saved (docs/kv.md).
 _WORTH_ON_DISK = 0.9
-# More blocks of a prompt are not looked for; bounds the time of a call to a few milliseconds.
+# Maximum blocks of a prompt that are looked up, which bounds the time of a call to a few milliseconds.
 _MAX_HASHED_BLOCKS = 4096
 
 Prompt = NDArray[np.int32]
 
 
 class RoutingPolicy(enum.Enum):
-    """How a gateway chooses among its replicas.
+    """The way in which a gateway chooses among its replicas.
 
-    CACHE        the one with most of the prompt cached; of equals by affinity
-    AFFINITY     by the first blocks of the prompt, whatever is cached
-    ROUND_ROBIN  one after the other, whatever the prompt and the load
+    CACHE        the replica with most of the prompt cached; among equals by affinity
+    AFFINITY     by the first blocks of the prompt, independent of the caches
+    ROUND_ROBIN  in turn, independent of prompt and load
     """
 
     CACHE = "cache"
@@ -54,14 +54,14 @@ class RoutingPolicy(enum.Enum):
 
 
 class Found(NamedTuple):
-    """How much of a prompt's beginning a replica has, in blocks or tokens, and how much of that only on disk."""
+    """The length of a prompt's prefix that a replica has, in blocks or tokens, and the part that is only on disk."""
 
     num_cached: int
     num_on_disk: int = 0
 
     @property
     def worth(self) -> float:
-        """As so much in the pool."""
+        """The equivalent length in the pool."""
         return self.num_cached - (1 - _WORTH_ON_DISK) * self.num_on_disk
 
 
@@ -69,8 +69,9 @@ _NOTHING = Found(0)
 
 
 class CachedBlocks:
-    """What a replica's prefix cache and its disks hold, as its scheduler tells: the ends of the blocks' hashes. Of
-    large pools it tells a part, those whose hash ends in some zero bits, so that no more than some 65,536 are told."""
+    """The blocks in a replica's prefix cache and on its disks, as its scheduler reports them, by the ends of their
+    hashes. A large pool is sampled: its scheduler reports only hashes that end in some zero bits, about 65,536 at most.
+    """
 
     def __init__(self) -> None:
         self._blocks: set[bytes] = set()
@@ -81,7 +82,7 @@ class CachedBlocks:
         return len(self._blocks) + len(self._on_disk)
 
     def update(self, update: CacheUpdate) -> None:
-        """Takes in what changed."""
+        """Applies changes."""
         if update.is_cleared:
             self._blocks.clear()
             self._on_disk.clear()
@@ -92,7 +93,7 @@ class CachedBlocks:
         self._on_disk.update(update.disk_stored)
 
     def find(self, hashes: Sequence[BlockHash]) -> Found:
-        """How many of a prompt's first blocks are there. If only a part is told, the last of these that is known."""
+        """The number of a prompt's first blocks that the replica has, up to the last reported one if it is sampled."""
         blocks, mask = self._blocks, self._mask
         num_cached = num_on_disk = 0
         for index, content in enumerate(hashes, 1):
@@ -108,8 +109,8 @@ class CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that can take the request: its live requests here (see `loads_of`), what it has cached, None if that is
-    unknown, what it is for and what it does."""
+    """A replica that can take the request: its load from this gateway (see `loads_of`), its cached blocks (None if
+    unknown), its role and its work."""
 
     load: float
     block_size: int
@@ -119,7 +120,7 @@ class Candidate:
 
 
 class Choice(NamedTuple):
-    """A replica by its address, and how many tokens of the prompt it has yet to compute, as far as that is known."""
+    """The chosen replica's address, and the number of prompt tokens that it is not known to have cached."""
 
     replica: str
     num_new_tokens: int
@@ -129,7 +130,7 @@ class Router:
     """Chooses replicas by one policy."""
 
     def __init__(self, policy: RoutingPolicy, long_prompt: int = 256) -> None:
-        """`long_prompt`: the uncached tokens from which on a prompt goes to replicas for prefill."""
+        """`long_prompt` is the number of uncached tokens from which a prompt goes to prefill replicas."""
         self.policy = policy
         self.long_prompt = long_prompt
         self._turns = count()
@@ -143,8 +144,8 @@ class Router:
         salt: bytes = b"",
         stage: Stage = Stage.PROMPT,
     ) -> Choice:
-        """The replica for a prompt of token ids, of a request with the adapter and the salt of these digests.
-        `candidates` has at least one, by address."""
+        """Chooses the replica for a prompt of token ids. `adapter` and `salt` are digests; `candidates` are by address,
+        at least one."""
         found = self._find(prompt, tenant, candidates, adapter, salt)
         places = {
             address: Place(each.role, each.work, len(prompt) - found.get(address, _NOTHING).num_cached)
@@ -170,7 +171,7 @@ class Router:
         adapter: bytes | None,
         salt: bytes,
     ) -> dict[str, Found]:
-        """How many of the first tokens each has; nothing where no replica is known to have anything."""
+        """The cached prefix at each replica, in tokens; empty if no replica is known to have cached blocks."""
         if self.policy is not RoutingPolicy.CACHE or not any(each.cached for each in candidates.values()):
             return {}
         sizes = {each.block_size for each in candidates.values()}
@@ -192,8 +193,8 @@ def _by_prefix(
     if found:
         num_cached = max(each.num_cached for each in found.values()) // block_size
         num_left = len(prompt) // block_size - num_cached
-        # Of a prompt that is cached but for a little, that little is its own: what is cached decides, so that a prefix
-        # stays at one replica though another one has it, too.
+        # If only a short end of the prompt is not cached, no other prompt shares that end. The key then covers the
+        # cached part, so that a prefix stays at one replica even if other replicas have it, too.
         num_keyed = num_cached + _AFFINITY_BLOCKS if num_left >= _AFFINITY_BLOCKS else num_cached or _AFFINITY_BLOCKS
     key = affinity_key(prompt, block_size, num_keyed) + (adapter or b"")
     worth = {address: each.worth for address, each in found.items()}
@@ -203,14 +204,14 @@ def _by_prefix(
 def prompt_hashes(
     prompt: Prompt, tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
 ) -> list[BlockHash]:
-    """The names of a prompt's full blocks, as its scheduler computes them."""
+    """The hashes of a prompt's full blocks, as its scheduler computes them."""
     num_blocks = min(len(prompt) // block_size, _MAX_HASHED_BLOCKS)
     packed = np.ascontiguousarray(prompt[: num_blocks * block_size], np.int32).tobytes()
     return hash_chain(root_hash(tenant, adapter, salt), packed, 4 * block_size)
 
 
 def affinity_key(prompt: Prompt, block_size: int, num_blocks: int = _AFFINITY_BLOCKS) -> bytes:
-    """A key that prompts with the same first blocks share. A prompt of less than one block is its own key."""
+    """A key that prompts with the same first blocks share. The key of a prompt below one block covers all of it."""
     num_tokens = len(prompt)
     whole_blocks = min(num_tokens // block_size, num_blocks)
     end = whole_blocks * block_size if whole_blocks else num_tokens
@@ -218,12 +219,12 @@ def affinity_key(prompt: Prompt, block_size: int, num_blocks: int = _AFFINITY_BL
 
 
 def loads_of(num_live: Mapping[str, int], expected_tokens: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """How busy each replica is, in requests. A request counts as one, or if its caller said how long it will be, as its
-    share of the mean of all that did.
+    """The load of each replica, in requests. A request counts as one; if its caller gave an expected length, it counts
+    as that length relative to the mean of all expected lengths, within bounds.
 
     Args:
         num_live: The number of live requests of each replica.
-        expected_tokens: The tokens that are yet to come of those that have such a hint; each is positive.
+        expected_tokens: The expected remaining tokens of the requests that have such a hint; each is positive.
     """
     hints = [tokens for each in expected_tokens.values() for tokens in each]
     if not hints:
@@ -237,13 +238,13 @@ def loads_of(num_live: Mapping[str, int], expected_tokens: Mapping[str, Sequence
 
 
 def choose_replica(key: bytes, loads: Mapping[str, float], cached_tokens: Mapping[str, float] | None = None) -> str:
-    """Among the replicas with room the one that has most cached; of equals the best by rendezvous hashing. When a
-    replica joins or leaves, only the keys that it gains or loses move.
+    """The replica with the longest cached prefix among replicas that have room; among equals the first by rendezvous
+    hashing. When a replica joins or leaves, only the keys that it gains or loses move.
 
     Args:
         key: From `affinity_key`.
-        loads: How busy each replica that can take the request is, in live requests. Not empty.
-        cached_tokens: How many tokens of the prompt each has, by their worth; None if that is unknown.
+        loads: The load of each replica that can take the request, in live requests. Not empty.
+        cached_tokens: The cached tokens of the prompt at each replica, weighted by `worth`; None if unknown.
     """
     capacity = math.ceil(_HEADROOM * (sum(loads.values()) + 1) / len(loads))
     with_room = [replica for replica, load in loads.items() if load < capacity]

@@ -1,4 +1,4 @@
-"""Unary calls to the schedulers: requests by their ids, and pinned prefixes. All replicas get them."""
+"""Unary calls to all schedulers: to find and cancel requests, pin prefixes, and manage caches and memory."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from quire.scheduler.v1 import scheduler_pb2
 _TIMEOUT_S = 5.0
 _SLEEP_TIMEOUT_S, _WAKE_UP_TIMEOUT_S = 60.0, 630.0
 _LOAD_TIMEOUT_S = 1.0
-# A replica that has a request keeps a copy of it when it moves to another one. The copies are compared if both replicas
-# answer; one that hangs does not delay the reader for longer.
+# A replica keeps a copy of a request that moves away. If both replicas answer within this time, the copies are
+# compared; a replica that hangs does not delay the reader for longer.
 _OTHERS_WAIT_S = 0.25
 
 
@@ -30,7 +30,7 @@ class FoundRequest:
 
     Attributes:
         is_over: Whether it has ended.
-        num_generated_tokens: Its tokens so far, of all sequences that are returned.
+        num_generated_tokens: Its tokens so far, in all sequences that are returned.
         address: The scheduler's.
     """
 
@@ -42,7 +42,7 @@ class FoundRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A prefix that schedulers keep; `num_tokens` are in whole blocks."""
+    """A pinned prefix; `num_tokens` counts only whole blocks."""
 
     pin_id: str
     num_tokens: int
@@ -52,16 +52,16 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What a replica does now.
+    """The present load of a replica. Request counts are for one gateway, all other values for all gateways.
 
     Attributes:
-        num_running: Requests of one gateway that run; likewise the next two.
-        num_waiting: In the queue, or swapped out.
-        num_held: In the queue, until another request or a worker has prepared what they need.
-        kv_cache_usage: Share of the blocks that are in use, of all gateways.
-        step_tokens: Tokens that its steps computed, of all gateways; None where it does not say.
-        num_drafted: Samples that had drafts, and their drafts, of all gateways.
-        num_accepted_at: Drafts that were right, by their place behind the sample.
+        num_running: Running requests.
+        num_waiting: Requests that are queued or swapped out.
+        num_held: Queued requests that cannot start until another request or a worker has prepared their data.
+        kv_cache_usage: Share of the KV blocks that are in use.
+        step_tokens: Distribution of the tokens computed per step; None if not reported.
+        num_drafted: Number of samples with drafts, and of their draft tokens.
+        num_accepted_at: Number of accepted draft tokens, by their position after the sample.
     """
 
     num_running: int
@@ -74,16 +74,16 @@ class ReplicaLoad:
 
 
 class SchedulerCalls:
-    """Asks all replicas at once, since any of them may have a request, or get one with a pinned prefix."""
+    """Calls all replicas at once, since any replica may have a request, or get a request with a pinned prefix."""
 
     def __init__(self, links: Mapping[str, SchedulerLink]) -> None:
         self._links = links
-        # Cancellations without an answer yet: an event loop alone does not keep its tasks alive.
+        # Cancellations without an answer yet. The event loop has only weak references to its tasks.
         self._late: set[asyncio.Task[Any]] = set()
 
     async def find_durable(self, tenant: str, request_id: str) -> FoundRequest:
-        """If several replicas have it, since it has moved from one to another: the one that still runs it and has most
-        of it. Replicas that answer much later than the first one that has it are ignored.
+        """Finds a durable request. If it has moved and several replicas have copies, returns the one that still runs
+        and has most tokens. Replicas that answer much later than the first one that has the request are ignored.
 
         Raises:
             NotFound: no replica has it.
@@ -99,7 +99,7 @@ class SchedulerCalls:
         return FoundRequest(request_from_submit(answer.submit), answer.is_over, answer.generated_tokens, address)
 
     async def loads(self, gateway_id: str) -> dict[str, ReplicaLoad]:
-        """By address, what the replicas do now that answer within a second."""
+        """The loads of the replicas that answer within a second, by address."""
         request = scheduler_pb2.GetStateRequest(gateway_id=gateway_id)
         asked = [link for link in self._links.values() if link.is_connected]
         states = await asyncio.gather(*(_outcome(link, "GetState", request, _LOAD_TIMEOUT_S) for link in asked))
@@ -110,13 +110,13 @@ class SchedulerCalls:
         }
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """Ends a request, durable or not, at any gateway. Returns when one replica has ended it; copies on other
-        replicas end when those answer. Raises as `find_durable` does."""
+        """Ends a request of any gateway, durable or not. Returns when one replica has ended it; other replicas end
+        their copies later. Raises the same errors as `find_durable`."""
         await _answers(self._cancel_everywhere(tenant, request_id), request_id, others_wait_s=0)
 
     async def cancel_copies(self, tenant: str, request_id: str) -> None:
-        """Ends copies of a request that this gateway has ended, on replicas that had it before. Waits for the answers
-        of replicas that work, so that the id is free for another request, and for no others."""
+        """Ends copies of a request that this gateway has ended, on replicas that had it before. Waits only for replicas
+        that answer soon, so that the id is free for another request there."""
         await asyncio.wait(self._cancel_everywhere(tenant, request_id), timeout=_OTHERS_WAIT_S)
 
     def _cancel_everywhere(self, tenant: str, request_id: str) -> dict[asyncio.Task[Any], str]:
@@ -126,8 +126,8 @@ class SchedulerCalls:
             task.add_done_callback(self._late.discard)
         return asking
 
-    # The id of a pin comes from its content, so it is the same on all replicas. A replica that fails does not undo the
-    # others, which may have had the pin before; pinning or unpinning again makes all replicas equal.
+    # The id of a pin is derived from its content, so it is the same on all replicas. If one replica fails, the pins on
+    # the others stay, since they may be older; pinning or unpinning again makes all replicas equal.
 
     async def pin(
         self,
@@ -142,7 +142,7 @@ class SchedulerCalls:
         """Pins a prefix on this replica, or on every connected one; returns the shortest pin.
 
         Raises:
-            QuireError: a replica refuses it or does not answer, or none is connected.
+            QuireError: a replica rejects it or does not answer, or no replica is connected.
         """
         request = scheduler_pb2.PinPrefixRequest(
             tenant=tenant,
@@ -160,7 +160,7 @@ class SchedulerCalls:
         """Ends a pin on every connected replica.
 
         Raises:
-            QuireError: NotFound if no replica has it; else the error of one.
+            QuireError: NotFound if no replica has it; else the error of a replica.
         """
         request = scheduler_pb2.UnpinPrefixRequest(tenant=tenant, pin_id=pin_id)
         answers, errors = await self._ask_connected("UnpinPrefix", request, timeout_s)
@@ -170,16 +170,16 @@ class SchedulerCalls:
         if not answers:
             raise errors[0]
 
-    # What operators ask of all replicas. Each that can be reached is asked, whatever another one answers, and the error
-    # names those that did not do it: a replica that is not connected may hold its memory, or sleep on.
+    # Operations of administrators on all replicas. Every connected replica gets the call, whatever the others answer.
+    # The error names the replicas that failed: a disconnected replica may still hold its memory, or still sleep.
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets cached prefixes on every replica; returns how many blocks had some. Raises QuireError as `_all`."""
+        """Clears all prefix caches; returns the number of cleared blocks. Raises QuireError as `_all`."""
         answers = await self._all("ResetPrefixCache", scheduler_pb2.ResetPrefixCacheRequest(), _TIMEOUT_S)
         return sum(each.forgotten_blocks for each in answers)
 
     async def sleep(self, *, discard_weights: bool) -> None:
-        """Has every replica give the memory of its KV pool back, or also that of the weights. Raises QuireError as
+        """Makes every replica free the memory of its KV pool, and optionally of the weights. Raises QuireError as
         `_all`."""
         await self._all("Sleep", scheduler_pb2.SleepRequest(discard_weights=discard_weights), _SLEEP_TIMEOUT_S)
 
@@ -195,11 +195,11 @@ class SchedulerCalls:
         return all(state.asleep for state in states)
 
     async def _all(self, method: str, request: Message, timeout_s: float) -> list[Any]:
-        """The answers of all replicas, connected or not.
+        """Calls a method of all replicas and returns their answers.
 
         Raises:
-            QuireError: one of them is not connected, cannot do it or does not answer in time; the others did it. It
-                names each such replica, and is a refusal where one refuses, which a later call does not mend.
+            QuireError: a replica is not connected, cannot do it or does not answer in time; the others did it. The
+                error names each such replica. It is not retryable if the error of one replica is not.
         """
         if not self._links:
             raise _none_known()
@@ -212,7 +212,7 @@ class SchedulerCalls:
     async def _ask_connected(
         self, method: str, request: Message, timeout_s: float | None, replica: str | None = None
     ) -> tuple[list[Any], list[QuireError]]:
-        """The answers and the errors of all connected replicas, or of this one. Raises Unavailable if there is none."""
+        """The answers and errors of all connected replicas, or of `replica`. Raises Unavailable if there are none."""
         links = [each for each in self._links.values() if each.is_connected and replica in (None, each.address)]
         if not links:
             raise Unavailable("no scheduler is connected", reason="NO_SCHEDULER")
@@ -221,8 +221,8 @@ class SchedulerCalls:
         return [outcome for outcome in outcomes if not isinstance(outcome, QuireError)], errors
 
     def _ask_all(self, method: str, request: Message) -> dict[asyncio.Task[Any], str]:
-        """The calls to all replicas, each with the replica's address. Raises Unavailable where none is known, as before
-        the first answer about a name."""
+        """Starts a call to each replica; returns the tasks with the replicas' addresses. Raises Unavailable if no
+        replica is known, for example before the first DNS answer."""
         if not self._links:
             raise _none_known()
         outcomes = {address: _outcome(link, method, request, _TIMEOUT_S) for address, link in self._links.items()}
@@ -247,7 +247,7 @@ def _load_from(state: scheduler_pb2.GetStateResponse) -> ReplicaLoad:
 
 
 def _error_of_some(failed: Sequence[tuple[SchedulerLink, QuireError]], num_asked: int) -> QuireError:
-    """One error for those of several replicas, each with its own."""
+    """One error that names the error of each failed replica."""
     errors = [error for _, error in failed]
     error = next((each for each in errors if not each.is_retryable), errors[0])
     if num_asked == 1:
@@ -261,7 +261,7 @@ def _error_of_some(failed: Sequence[tuple[SchedulerLink, QuireError]], num_asked
 
 
 def no_such_request(request_id: str) -> NotFound:
-    """The error for a request that another tenant has, or that does not exist (any more)."""
+    """The error for a request that does not exist, has ended, or belongs to another tenant."""
     description = f'"{request_id[:128]}" names no running request'
     return NotFound.of_field("request_id", description, reason="REQUEST_NOT_FOUND")
 
@@ -271,8 +271,8 @@ def _none_known() -> Unavailable:
 
 
 async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, others_wait_s: float) -> dict[str, Any]:
-    """By address, the answers of the replicas that do not answer with an error: at least one. After the first one, the
-    others have `others_wait_s` to answer."""
+    """The successful answers by address, at least one. After the first one, the other replicas have `others_wait_s` to
+    answer."""
     found: dict[str, Any] = {}
     errors: list[QuireError] = []
     pending = set(asking)
@@ -282,7 +282,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
         done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             break
-        # In the order of the replicas: that of a set differs from process to process.
+        # In the order of the replicas: the order of a set differs from process to process.
         for task in [each for each in asking if each in done]:
             answer = task.result()
             if isinstance(answer, QuireError):
@@ -295,7 +295,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
         return found
     for error in errors:
         if isinstance(error, DeadlineExceeded):
-            # The limit is the gateway's own: its caller may ask again.
+            # The time limit is the gateway's own, so the caller may retry.
             raise Unavailable(f"a scheduler did not answer within {_TIMEOUT_S:g} s") from error
         if not isinstance(error, NotFound):
             raise error
@@ -303,7 +303,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
 
 
 async def _outcome(link: SchedulerLink, method: str, request: Message, timeout_s: float | None) -> Any:
-    """The answer of one replica, or its QuireError."""
+    """The answer of one replica, or its QuireError as a value."""
     try:
         return await link.ask(method, request, timeout_s)
     except QuireError as error:

@@ -1,4 +1,4 @@
-"""One sequence of a live request: tokens of schedulers become text and log probabilities, exactly once and in order."""
+"""One sequence of a live request: turns the scheduler's tokens into text and log probabilities, once and in order."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from quire.logprob_columns import LogprobColumns, LogprobLog
 
 
 class TokenGapError(Exception):
-    """Tokens are missing between those that came before and those that come now."""
+    """Tokens are missing between the last known token and the new ones."""
 
 
 class SequenceStream:
-    """One sequence of a live request: takes each token exactly once, in order, and returns text, coalesced while the
+    """One sequence of a live request: accepts each token exactly once, in order, and returns text, coalesced while the
     client is busy.
 
     Invariants: `token_ids` are all tokens of the sequence, so their number is the offset of the next event; the pending
-    columns are those of the tokens that were not taken yet; once `finished` is set, no token is accepted.
-    `last_token_at` is when a scheduler last brought a token of it, None before the first one.
+    columns belong to the tokens that were not taken yet; once `finished` is set, no token is accepted.
+    `last_token_at` is the time of the last token from a scheduler, None before the first one.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class SequenceStream:
     ) -> None:
         """Neither a stop string nor a token ends the sequence before token `min_tokens` + 1.
 
-        `parser` separates reasoning and tool calls from the content, in which alone stop strings are looked for. None:
-        all text is content.
+        `parser` separates reasoning and tool calls from the content; None means that all text is content. Stop strings
+        are matched only in the content.
         """
         self.index = index
         self.token_ids: list[int] = []
@@ -56,31 +56,31 @@ class SequenceStream:
         self._ending_token_ids = ending_token_ids
         self._min_tokens = min_tokens
         self._includes_stop_string = include_stop_string
-        # A token that ends the sequence has no text, but only the scheduler knows whether it did end it.
+        # A token that ends the sequence has no text, but only the scheduler knows whether the sequence did end there.
         self._withheld_token: int | None = None
         self._taken = 0
-        # The part that the client has already: tokens, and characters of their text if it counts them.
+        # The part that the client already has: tokens, and characters of their text if it counts them.
         self._known_tokens = 0
         self._known_characters: int | None = None
         # Output that the client lacks, of tokens that it has.
         self._left_over = NOTHING
         self._finish_taken = False
-        # One a token.
+        # One entry per token.
         self._pending: list[Output] = []
         self._pending_logprobs = LogprobLog()
         # Output that became certain after the last token.
         self._last = NOTHING
         self._cumulative_logprob: float | None = None
-        # So many tokens are in the sum already when they come.
+        # Number of first tokens that are already in the sum when they arrive.
         self._num_summed = 0
 
     def accept(self, offset: int, token_ids: Sequence[int], logprobs: LogprobColumns | None = None) -> int:
-        """Takes the new ones among these tokens; returns their number.
+        """Adds tokens that are new, and returns their number.
 
-        Tokens that came before are dropped, and so are tokens after the end: the scheduler generates them until it
-        learns that a stop string ended the sequence here.
+        Tokens that came before are dropped, and so are tokens after the end: the scheduler generates them until the
+        gateway notifies it that a stop string ended the sequence.
 
-        `offset` is the position of the first one in the output; `logprobs` has one position a token.
+        `offset` is the position of the first token in the output; `logprobs` has one position per token.
 
         Raises:
             TokenGapError: tokens before `offset` never came.
@@ -106,10 +106,10 @@ class SequenceStream:
     def end(
         self, num_tokens: int, reason: FinishReason, stop_token_id: int | None, cumulative_logprob: float | None
     ) -> None:
-        """The scheduler ended the sequence. No effect if it is finished already.
+        """Ends the sequence as the scheduler reports it. No effect if it is already finished.
 
         Raises:
-            TokenGapError: another number of tokens came.
+            TokenGapError: the number of tokens that came differs.
         """
         if self.finished is not None:
             return
@@ -121,7 +121,7 @@ class SequenceStream:
             reason, stop_token_id = FinishReason.STOP, None
         elif reason is FinishReason.STOP and self._calls_tools:
             reason = FinishReason.TOOL_CALLS
-        # The sum of the log probabilities that came; without them, that of a scheduler which chose among sequences.
+        # The sum of the log probabilities that came; without them, the sum of a scheduler that chose among sequences.
         if self._cumulative_logprob is not None:
             cumulative_logprob = self._cumulative_logprob
         self.finished = Finished(self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob)
@@ -136,10 +136,11 @@ class SequenceStream:
     def skip(
         self, num_tokens: int, num_characters: int | None = None, *, cumulative_logprob: float | None = None
     ) -> None:
-        """The client has this many tokens, and this many characters of output or the output of those tokens.
+        """Skips output that the client already has: `num_tokens` tokens, and `num_characters` characters or, if None,
+        the output of these tokens.
 
-        Call it before anything is taken. Tokens that come from the client itself bring the sum of their log
-        probabilities, if it has that; call `drop_skipped` when they are accepted.
+        Must be called before any output is taken. If the client sent the tokens with the request, it may also send the
+        sum of their log probabilities; call `drop_skipped` when the tokens are accepted.
         """
         self._known_tokens = num_tokens
         self._known_characters = num_characters
@@ -147,7 +148,7 @@ class SequenceStream:
             self._cumulative_logprob, self._num_summed = cumulative_logprob, num_tokens
 
     def drop_skipped(self) -> None:
-        """Drops the output and the log probabilities of skipped tokens that came."""
+        """Drops the output and the log probabilities of skipped tokens that have arrived."""
         count = min(self._known_tokens, len(self.token_ids)) - self._taken
         if count <= 0:
             return
@@ -159,16 +160,16 @@ class SequenceStream:
 
     @property
     def is_behind_client(self) -> bool:
-        """Whether the client has tokens that have not come here."""
+        """Whether the client has tokens that have not arrived here."""
         return self._known_tokens > len(self.token_ids)
 
     @property
     def num_pending(self) -> int:
-        """The tokens that were not taken yet."""
+        """The number of tokens that were not taken yet."""
         return len(self.token_ids) - self._taken
 
     def take_chunk(self, max_tokens: int) -> Chunk | None:
-        """The next tokens, at most `max_tokens`, or None."""
+        """The next tokens, at most `max_tokens`, or None if there is no output."""
         self.drop_skipped()
         offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
         count = end - offset
@@ -185,8 +186,8 @@ class SequenceStream:
         return Chunk(self.index, offset, token_ids, output.text, logprobs, output.reasoning, output.tool_calls)
 
     def take_token(self) -> Chunk | None:
-        """The next token, or None. Output that became certain after the last token is a chunk of its own: what this
-        returns depends on the tokens, and not on when they came."""
+        """The next token, or None. Output that became certain after the last token is a separate chunk, so the chunks
+        depend on the tokens and not on their arrival times."""
         if not self.num_pending:
             return self.take_chunk(0)
         last, self._last = self._last, NOTHING
@@ -221,7 +222,7 @@ class SequenceStream:
         self.token_ids.append(token_id)
         was_reasoning = self._is_reasoning
         output, stop_string = self._read(text)
-        # The token that opens the reasoning belongs to it, and so does the one that closes it.
+        # The tokens that open and close the reasoning belong to it.
         self.num_reasoning_tokens += was_reasoning or self._is_reasoning
         self._pending.append(output)
         if stop_string is not None:
@@ -271,11 +272,11 @@ class SequenceStream:
 
 
 def num_predicted(predicted: Sequence[int], sequences: Sequence[Sequence[int]]) -> list[int]:
-    """How many tokens of each sequence are those that a prediction has next: from its beginning on, and after a
-    difference from the first place behind it where the last two tokens stand."""
+    """The number of correctly predicted tokens in each sequence. A token is compared with the next token of the
+    prediction; after a difference, matching continues at the next place that has the sequence's last two tokens."""
     if not predicted:
         return [0] * len(sequences)
-    # A prediction may be as long as a context: places are only sorted of pairs that a sequence has, once for all.
+    # A prediction may be as long as a context: places are sorted once, and only of pairs that occur in a sequence.
     wanted = np.unique(np.concatenate([_pairs(each) for each in sequences]))
     pairs = _pairs(predicted)
     numbers = np.searchsorted(wanted, pairs, side="right") - 1
@@ -302,6 +303,6 @@ def _num_followed(
 
 
 def _pairs(token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    """A number for each token and the one before it."""
+    """A number for each pair of consecutive tokens."""
     ids = np.asarray(token_ids, np.int64)
     return ids[:-1] << 32 | ids[1:]

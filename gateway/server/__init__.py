@@ -1,1 +1,1 @@
-"""The two servers, HTTP and gRPC: connections, limits, and what stands before every call."""
+"""The HTTP server and the gRPC server: connections, limits, middleware and interceptors."""

@@ -1,6 +1,6 @@
-"""HTTP connections: the socket, and how much of the gateway connections and request bodies may take.
+"""HTTP connections: the server socket, TLS, and limits on connections, headers, bodies and slow clients.
 
-It builds on private classes of uvicorn. So pyproject.toml bounds uvicorn's version, and each limit has a test over a
+It subclasses private classes of uvicorn. So pyproject.toml bounds uvicorn's version, and each limit has a test over a
 real socket: test_connection_limits.py, test_slow_clients.py, test_http_bodies.py and test_https.py in
 tests/service/gateway.
 """
@@ -32,40 +32,42 @@ from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
 
 _GRACE_S = 2
-# A request may be on its way over a connection when the gateway stops.
+# When the gateway stops, a request may still be in transit.
 _LAST_REQUESTS_S = 0.1
-# Longer than clients and proxies keep idle connections, so that none is closed as it is used again.
+# Longer than the idle timeouts of clients and proxies, so that no connection is closed while it is being reused.
 _KEEP_ALIVE_S = 75
 _ABSOLUTE = re.compile(rb"(?i:https?)://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)")
 _MAX_HEADER_BYTES = 64 * 1024
-# h11 takes a microsecond or more for each line, all lines in one turn; trailers of a chunked body are such lines too.
+# h11 parses all lines without a pause, at a microsecond or more per line; trailers of a chunked body also count.
 _MAX_HEADER_LINES = 1024
 _ACCEPT_PAUSE_S = 0.5
-# Each chunk of a body takes some microseconds, however short it is, and all chunks of one read are taken in one turn.
+# Each chunk of a body takes some microseconds, even if it is short, and all chunks of one read are parsed at once.
 _MAX_SHORT_CHUNKS = 1 << 13
 _MIN_MEAN_CHUNK_BYTES = 256
 _logger = logging.getLogger(__name__)
 _CLOSE = (b"connection", b"close")
-# Read and dropped behind an answer: most clients read an answer only when they have sent their whole body.
+# Limits of the body that is read and dropped after an answer: most clients read an answer only after sending their
+# whole body.
 _MAX_DRAINED_BYTES = 16 * 1024 * 1024
 _MAX_DRAIN_S = 2.0
-# What is sent at once lies in this process until the client takes it.
+# A piece of an answer stays in this process's memory until the client reads it.
 _PIECE_BYTES = 1 << 16
 _LONG_ANSWER_BYTES = 1 << 18
 
 
 class IncomingBody:
-    """Stands between the server and the application while one HTTP request runs.
+    """Limits the body of one HTTP request, between the server and the application.
 
-    Reading ends with 408 when the body takes longer than `timeout_s` from the end of the headers, and with 429 when it
-    is given up for others. An answer to a body that has not arrived says `connection: close`; the rest is then dropped
-    for a while, since closing at once would take the answer from a client that still sends.
+    Reading fails with 408 if the body takes longer than `timeout_s` from the end of the headers, and with 429 if its
+    memory is needed for other requests. An answer before the end of the body has the header `connection: close`; the
+    rest of the body is then read and dropped for a while, since a client that still sends would lose the answer if the
+    connection closed at once.
     """
 
     def __init__(
         self, receive: Receive, send: Send, memory: BodyMemory, timeout_s: float, has_come: Callable[[], bool]
     ) -> None:
-        """`has_come` returns whether the server has the whole body, read or not. `held` is its memory."""
+        """`has_come` returns whether the server has received the whole body. `held` is the body's memory."""
         self._receive = receive
         self._send = send
         self._memory = memory
@@ -77,13 +79,13 @@ class IncomingBody:
         self._is_overdue = False
         self._is_read = False
         self._drains = False
-        # What an answer begins with, while that waits for its body, and whether an error was sent instead.
+        # The start of the answer while it waits for the answer's body, and whether an error was sent instead.
         self._start: Message | None = None
         self._is_refused = False
         self._reading: asyncio.Timeout | None = None
 
     async def receive(self) -> Message:
-        """Raises HttpError or QuireError where the body comes too slowly."""
+        """Receives a message. Raises HttpError or QuireError if the body comes too slowly or is given up."""
         if self._is_read:
             return await self._receive()
         if self._is_given_up:
@@ -105,16 +107,16 @@ class IncomingBody:
                 raise self._refusal() from None
         finally:
             self._reading = None
-        # What came while this process stood still is there now.
+        # If this process was suspended, data that arrived meanwhile can be read now.
         self._is_overdue = True
         self._due_at = asyncio.get_running_loop().time() + LAST_LOOK_S
         return await self._receive_in_time()
 
     async def send(self, message: Message) -> None:
-        """Sends a part of the answer, no faster than the client takes it. A long answer that is whole counts as memory
-        of the request until then; where there is no room, an error is sent instead."""
+        """Sends a part of the answer, no faster than the client reads. A long answer in one piece counts as memory of
+        the request until it is sent; if there is no room, an error is sent instead."""
         if message["type"] == "http.response.start":
-            # That of a whole answer goes out with its body.
+            # The start of an answer in one piece is sent with its body.
             self._start = message
             if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
                 await self._send_start()
@@ -152,12 +154,12 @@ class IncomingBody:
         await self._send(message)
 
     def release(self) -> None:
-        """The request is over. What it began may keep the body's memory (`keep_memory`)."""
+        """Frees the body's memory at the end of the request, unless other work holds it (`keep_memory`)."""
         if not self.held.is_kept:
             self.held.release()
 
     def _give_up(self) -> None:
-        """Called while another request runs."""
+        """Interrupts the reading of the body. Called while another request runs."""
         self._is_given_up = True
         if self._reading is not None and not self._reading.expired():
             self._reading.reschedule(asyncio.get_running_loop().time())
@@ -168,7 +170,7 @@ class IncomingBody:
         return HttpError(ErrorAnswer(408, f"the body did not come within {self._timeout_s:g} s", "slow_sender"))
 
     async def _drain(self) -> None:
-        """Drops what arrives, until the body ends or the client leaves, or it is too much or takes too long."""
+        """Drops the rest of the body until it ends, the client disconnects, or a limit is reached."""
         self.held.release()
         ends_at = min(self._due_at, asyncio.get_running_loop().time() + _MAX_DRAIN_S)
         num_bytes = 0
@@ -184,16 +186,16 @@ class IncomingBody:
 
 
 class Places:
-    """Counts the connections to one port. Each holds a place from its first moment to its last."""
+    """Counts the connections to one port. Each connection holds a place from its start to its end."""
 
     def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
-        """`on_refusal` is called for each connection that finds no place."""
+        """`on_refusal` is called for each connection that gets no place."""
         self._max_connections = max_connections
         self._on_refusal = on_refusal
         self._holders: set[object] = set()
 
     def take(self, holder: object) -> bool:
-        """Returns whether there was a place."""
+        """Takes a place; returns whether one was free."""
         if len(self._holders) >= self._max_connections:
             self._on_refusal()
             return False
@@ -201,12 +203,12 @@ class Places:
         return True
 
     def give_back(self, holder: object) -> None:
-        """Idempotent."""
+        """Frees a place. Idempotent."""
         self._holders.discard(holder)
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application in the running event loop, on a socket that is bound at once."""
+    """Serves an application in the running event loop, on a socket that the constructor binds."""
 
     def __init__(
         self,
@@ -216,17 +218,17 @@ class HttpServer(uvicorn.Server):
         on_refusal: Callable[[], None],
         tls: ServerTls | None,
     ) -> None:
-        """Listens where the settings say. `on_refusal` is called for each connection that is too many.
+        """Listens on the address of the settings. `on_refusal` is called for each connection beyond the maximum.
 
         Raises:
-            ConfigurationError: it cannot listen there, or the files of `tls` cannot be used.
+            ConfigurationError: the address or the files of `tls` cannot be used.
         """
         super().__init__(
             uvicorn.Config(
                 app,
                 http=HttpConnection,
                 log_config=None,
-                # Its warnings are about what clients send: any client could fill the log with them.
+                # Its warnings are about requests: any client could fill the log with them.
                 log_level="error",
                 access_log=False,
                 lifespan="off",
@@ -253,8 +255,8 @@ class HttpServer(uvicorn.Server):
             # As gRPC does.
             dualstack_ipv6=host == ALL_IPV6 and socket.has_dualstack_ipv6(),
         )
-        # Connections inherit it. Without it a client that confirms packets late waits 40 ms for each body of an answer;
-        # uvloop sets it itself, and asyncio only for the sockets that it makes.
+        # Connections inherit the option. Without it, a client with delayed acknowledgements waits 40 ms for each body
+        # of an answer. uvloop sets it by itself, asyncio only for sockets that it creates.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
 
@@ -262,29 +264,29 @@ class HttpServer(uvicorn.Server):
         await self.serve(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's, which knows neither these limits nor certificates that change."""
+        """Replaces uvicorn's method, which has neither these limits nor reloaded certificates."""
         self.servers = [await self._listen(each) for each in sockets or []]
         self.started = True
 
     async def main_loop(self) -> None:
-        """Replaces uvicorn's, which looks ten times a second whether it shall stop."""
+        """Replaces uvicorn's method, which polls ten times a second for a stop."""
         while not self._stopping.is_set():
-            # Updates the header with the date.
+            # Updates the date header.
             await self.on_tick(0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's, which waits a tenth of a second where no connection is open, too."""
+        """Replaces uvicorn's method, which waits a tenth of a second even without open connections."""
         for server in self.servers:
             server.close()
         if self.server_state.connections:
-            # What a client has just sent over a connection that it kept is still answered.
+            # A request that a client has just sent over an idle connection is still answered.
             await asyncio.sleep(_LAST_REQUESTS_S)
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        # Connections that do nothing close in the next turn.
+        # Idle connections close in the next iteration of the event loop.
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(_GRACE_S):
@@ -316,23 +318,23 @@ class HttpServer(uvicorn.Server):
         self._listener.close()
 
     def hand_over(self) -> None:
-        """Closes the port, for those who share it. Open connections are served on."""
+        """Closes the port, which other gateways share. Open connections continue."""
         for server in self.servers:
             server.close()
 
     def stop(self) -> None:
-        """`run_until_stopped` returns soon."""
+        """Makes `run_until_stopped` return soon."""
         self._stopping.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The process handles signals."""
+        """Does nothing, since the process handles signals."""
         yield
 
 
 class TlsListener:
-    """Accepts connections and encrypts them. A connection takes its place when it is accepted; the server of
-    `loop.create_server` reports it only after its handshake, and never when the handshake fails."""
+    """Accepts TLS connections. A connection takes its place when it is accepted; the server of `loop.create_server`
+    reports a connection only after its handshake, and never if the handshake fails."""
 
     def __init__(
         self,
@@ -342,7 +344,7 @@ class TlsListener:
         handshake_timeout_s: float,
         places: Places,
     ) -> None:
-        """`make_protocol` makes the protocol of a connection, from the holder of its place during the handshake."""
+        """`make_protocol` makes a connection's protocol; its argument is the holder of the place in the handshake."""
         self._listener = listener
         self._context = context
         self._make_protocol = make_protocol
@@ -351,15 +353,15 @@ class TlsListener:
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._listener.setblocking(False)
         self._accepting = asyncio.get_running_loop().create_task(self._accept_all(), name="HTTPS")
-        # Not before the event loop no longer watches it.
+        # The listener is closed only after the event loop stops watching it.
         self._accepting.add_done_callback(lambda _: listener.close())
 
     def close(self) -> None:
-        """Accepts no more connections, and closes the port soon. Handshakes go on. Idempotent."""
+        """Stops accepting connections, and closes the port soon. Handshakes continue. Idempotent."""
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
-        """Ends the handshakes that still run. The listener is closed."""
+        """Ends the handshakes that still run. The listener must be closed."""
         for each in self._handshakes:
             each.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
@@ -369,7 +371,7 @@ class TlsListener:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # too many open files, no memory, or the client left
+            except OSError as error:  # too many open files, no memory, or the client disconnected
                 _logger.warning("cannot accept an HTTPS connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
@@ -390,15 +392,15 @@ class TlsListener:
                 ssl=self._context,
                 ssl_handshake_timeout=self._handshake_timeout_s,
             )
-        except OSError as error:  # of which ssl.SSLError and broken connections are some
+        except OSError as error:  # includes ssl.SSLError and broken connections
             _logger.debug("a TLS handshake failed: %s", error)
         finally:
             self._places.give_back(holder)
 
 
 class _Received(ReceiveBuffer):
-    """What h11 has received. It refuses very many lines of headers or trailers before h11 parses them, and a carriage
-    return within the extensions of a chunk, which another program may take for the end of the line."""
+    """The receive buffer of h11. It rejects too many lines of headers or trailers before h11 parses them, and carriage
+    returns in chunk extensions, which another program may parse as the end of the line."""
 
     def maybe_extract_next_line(self) -> bytearray | None:
         line = super().maybe_extract_next_line()
@@ -417,12 +419,12 @@ class _Received(ReceiveBuffer):
 
 
 class _ConnectionState(h11.Connection):
-    """h11's state of one connection. It refuses very many headers or trailers, a body of very many chunks that are
-    short on average, and a body whose length may be read in two ways: a proxy that reads the other one takes the rest
-    for the next request.
+    """h11's state of one connection. It rejects too many headers or trailers, a body of very many chunks that are
+    short on average, and a body with an ambiguous length: a proxy that reads another length parses the rest as the
+    next request.
 
     Attributes:
-        problem: What the other side did wrong, if anything.
+        problem: The client's protocol error, if any.
     """
 
     def __init__(self, max_incomplete_event_size: int) -> None:
@@ -433,7 +435,7 @@ class _ConnectionState(h11.Connection):
         self._num_bytes = 0
 
     def next_event(self) -> Any:
-        """Raises RemoteProtocolError where the other side does not speak HTTP as it should."""
+        """The next event. Raises RemoteProtocolError if the client violates the protocol or these limits."""
         try:
             return self._checked(super().next_event())
         except h11.RemoteProtocolError as error:
@@ -454,8 +456,8 @@ class _ConnectionState(h11.Connection):
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The request with the path as its target, where that is a whole URL, as proxies send it; its host then replaces
-    the one of the header (RFC 9112, 3.2.2)."""
+    """The request with only the path as its target. If the target is a whole URL, as for proxies, its host replaces
+    the Host header (RFC 9112, 3.2.2)."""
     match = None if request.target.startswith(b"/") else _ABSOLUTE.fullmatch(request.target)
     if match is None:
         return request
@@ -465,15 +467,15 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
 
 
 def _check_framing(request: h11.Request) -> None:
-    """Raises RemoteProtocolError for a body that RFC 9112 (6.1) calls faulty: with Content-Length besides
-    Transfer-Encoding, or of HTTP/1.0 with Transfer-Encoding. h11 checks all else of the framing."""
+    """Raises RemoteProtocolError for a body that RFC 9112 (6.1) calls faulty: with both Content-Length and
+    Transfer-Encoding, or with Transfer-Encoding in HTTP/1.0. h11 checks the rest of the framing."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
         raise h11.RemoteProtocolError("the length of the body is ambiguous")
 
 
 class HttpConnection(H11Protocol):
-    """The protocol of one HTTP connection within limits."""
+    """The protocol of one HTTP connection, with limits."""
 
     def __init__(
         self,
@@ -484,7 +486,7 @@ class HttpConnection(H11Protocol):
         handshake: object | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes the arguments of uvicorn's protocol. `handshake` holds the place that this connection already has."""
+        """Has the arguments of uvicorn's protocol. `handshake` is the holder of the place during the TLS handshake."""
         super().__init__(*args, **kwargs)
         self.conn = _ConnectionState(_MAX_HEADER_BYTES)
         self._settings = settings
@@ -494,9 +496,9 @@ class HttpConnection(H11Protocol):
         # The application that uvicorn calls for each request.
         self._application = self.app
         self.app = self._answer
-        # Runs while more waits to be sent than is to be kept.
+        # Runs while the write buffer is above its limit.
         self._writing: PatientTimer | None = None
-        # Runs while headers of a request are due.
+        # Runs while the headers of a request are due.
         self._reading: PatientTimer | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -515,7 +517,7 @@ class HttpConnection(H11Protocol):
             self._reading = self._cut_later(self._settings.slow_sender_timeout, "did not end its headers in time")
 
     def send_400_response(self, msg: str) -> None:
-        """Called for what is not HTTP. An answer that has begun cannot be followed by another one."""
+        """Answers invalid HTTP. If another answer has begun, closes the connection instead."""
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self._cut("sent what is not HTTP")
             return
@@ -546,11 +548,12 @@ class HttpConnection(H11Protocol):
         self._reading = _stopped(self._reading)
         self._places.give_back(self)
         super().connection_lost(exc)
-        # uvicorn leaves its timer be where the client reset the connection; it holds all of it for `_KEEP_ALIVE_S`.
+        # After a reset by the client uvicorn does not stop its timer, which would hold the connection's memory for
+        # `_KEEP_ALIVE_S`.
         self._unset_keepalive_if_required()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application for one request. Where the server stops before the answer, the client gets a 503."""
+        """Runs the application for one request. If the server stops before the answer, the client gets a 503."""
         has_started = False
 
         async def send_and_note(message: Message) -> None:
@@ -564,7 +567,7 @@ class HttpConnection(H11Protocol):
         try:
             await self._application(scope, body.receive, body.send)
         except asyncio.CancelledError:
-            # Only a server that stops cancels requests.
+            # Requests are cancelled only when the server stops.
             if has_started:
                 self.transport.abort()
             else:
@@ -577,7 +580,7 @@ class HttpConnection(H11Protocol):
         return self.conn.their_state is not h11.SEND_BODY
 
     def _watch_reader(self) -> None:
-        """Cuts the connection where the client has taken nothing when the time is over."""
+        """Closes the connection if the client reads nothing within the time limit."""
         num_waiting = self.transport.get_write_buffer_size()
         self._writing = PatientTimer(self._settings.slow_reader_timeout, self._check_reader, num_waiting)
 

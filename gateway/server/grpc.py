@@ -1,7 +1,7 @@
-"""The gRPC server: how services are registered, and what stands before every method.
+"""The gRPC server: registration of services, and interceptors of every method.
 
-Interceptors authenticate callers, bound how long a client may take, end idle calls when the gateway stops, and read
-trace headers. `quire.rpc` has the rest: limits of connections, error mapping, health and reflection.
+Interceptors authenticate callers, limit slow clients, end idle calls when the gateway stops, and read trace headers.
+`quire.rpc` has the rest: connection limits, error mapping, health and reflection.
 """
 
 import asyncio
@@ -31,27 +31,27 @@ from quire.rpc.patience import PatientTimer
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 OPEN_METHODS = frozenset(f"/{_HEALTH.full_name}/{method.name}" for method in _HEALTH.methods)
-"""Load balancers and supervisors call these, and they have no keys."""
+"""Methods without authentication: load balancers and supervisors call them, and have no keys."""
 _HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-# What a call takes that has begun, measured with 4,000 of them, and how much more for its metadata; and the part of all
-# memory that it takes at most.
+# Memory of a call that has begun, measured with 4,000 calls; the factor for its metadata; and the maximum share of all
+# body memory that one call is charged.
 _CALL_BYTES = 32 << 10
 _METADATA_FACTOR = 1.35
 _CALL_SHARE = 1 / 64
-# Of an entry besides its name and its value, as HTTP/2 counts it.
+# Overhead of a metadata entry in addition to its name and value, as HTTP/2 counts it.
 _ENTRY_BYTES = 32
 _Begun = Callable[[], AbstractContextManager[HeldBody]]
 _logger = logging.getLogger(__name__)
 
 
 def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object, limits: EntryLimits) -> None:
-    """Registers the methods of a servicer, which have the names of the service's methods. Requests are counted before
-    they are parsed."""
+    """Registers the methods of a servicer under the names of the service's methods. The entries of a request are
+    counted before it is parsed."""
 
     def handler(method: MethodDescriptor) -> grpc.RpcMethodHandler:
         return _HANDLERS[method.client_streaming, method.server_streaming](
@@ -65,15 +65,15 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: o
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a valid key before any of their messages is read, and sets the caller of all others.
+    """Rejects calls without a valid key before any of their messages is read, and sets the caller of all others.
 
-    Methods of services that are not listed are refused even with a valid key: a new service must be listed.
+    Methods of unlisted services are rejected even with a valid key: a new service must be listed.
     """
 
     def __init__(
         self, authenticator: Authenticator, service_names: Collection[str], on_refusal: Callable[[str], None]
     ) -> None:
-        """Keys are good for `service_names` and reflection. `on_refusal` is called with the reason of each refusal."""
+        """Keys allow `service_names` and reflection. `on_refusal` is called with the reason of each rejection."""
         self._authenticator = authenticator
         self._service_names = {*service_names, *REFLECTION_SERVICES}
         self._on_refusal = on_refusal
@@ -91,9 +91,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 raise PermissionDenied(f"no API key is good for {method}", reason="METHOD_NOT_ALLOWED")
         except QuireError as error:
             self._on_refusal(error.reason)
-            # A handler of streams answers calls of any kind, and reads no message before.
+            # A stream handler can answer calls of any kind, and does not read a message first.
             return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse, error))
-        # A call has a task of its own, in which its interceptors and its handler run.
+        # The interceptors and the handler of a call run in one task, which belongs to that call.
         set_caller(caller)
         return handler
 
@@ -112,15 +112,15 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
 
 
 class IdleCalls(grpc.aio.ServerInterceptor):
-    """Tracks the calls that wait for the next message of their client. Nothing is lost when they end, but a server that
-    stops would wait for them."""
+    """Tracks calls that wait for the next message of their client. A stopping server would wait for them, although
+    ending them loses nothing."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Task[Any], None] = {}
         self._has_ended = False
 
     def end(self) -> None:
-        """Ends the calls that wait with UNAVAILABLE, and all others as soon as they wait."""
+        """Ends waiting calls with UNAVAILABLE, and all other calls as soon as they wait."""
         self._has_ended = True
         for task in self._waiting:
             task.cancel()
@@ -136,7 +136,7 @@ class IdleCalls(grpc.aio.ServerInterceptor):
         return self._read(requests)
 
     async def _read(self, requests: Any) -> AsyncIterator[Any]:
-        """The requests. Raises Unavailable once waiting calls are ended."""
+        """Yields the requests. Raises Unavailable after waiting calls were ended."""
         task = asyncio.current_task()
         assert task is not None, "a call is read in a task"
         iterator = aiter(requests)
@@ -163,28 +163,28 @@ def _stopping() -> Unavailable:
 
 
 class SlowClientInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose only request does not arrive, or whose next response is not taken, within a time.
+    """Ends calls of slow clients, which do not send their only request, or do not read the next response, in time.
 
-    Where a client does not read, gRPC and the connection buffer some tens of kilobytes; then a write blocks, and tokens
-    that come meanwhile are kept once, as ids. `HttpConnection` does the same over HTTP.
+    If a client does not read, gRPC and the connection buffer some tens of kilobytes; then a write blocks, and further
+    tokens are held once, as ids. `HttpConnection` does the same for HTTP.
 
-    Clients of methods that take a stream of requests may send them at any time. Each call takes memory in `bodies` for
-    itself and for its metadata until it ends; where others need it, the oldest calls end that have no request yet, or
-    that need no key, which anybody may hold. Handlers that answer a stream are async generator functions, or write by
-    themselves, without a limit.
+    Clients of methods with a request stream may send requests at any time. Each call is charged memory in `bodies` for
+    itself and its metadata until it ends. If other calls need that memory, the oldest calls without a request end, and
+    the oldest calls of methods without authentication, which any client can open. Handlers with a response stream are
+    async generator functions, or write by themselves without a time limit.
     """
 
     def __init__(
         self, bodies: BodyMemory, turns: TenantTurns, *, sender_timeout_s: float, reader_timeout_s: float
     ) -> None:
-        """The request of a call counts in `bodies` until the call is over; a long one is parsed in one of `turns`."""
+        """A request is charged in `bodies` until its call is over; a long one is parsed in one of `turns`."""
         self._bodies = bodies
         self._turns = turns
         self._sender_timeout_s = sender_timeout_s
         self._reader_timeout_s = reader_timeout_s
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Gives gRPC handlers that read and write by themselves, since gRPC limits neither."""
+        """Replaces handlers by handlers that read and write with time limits, since gRPC has none."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -208,14 +208,14 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
     def _reading(
         self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None, begun: _Begun, *, is_open: bool
     ) -> Behavior:
-        """Takes the one request out of a stream of them, and decodes it."""
+        """A handler that reads the only request from the request stream, and decodes it."""
         decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> Any:
             with begun() as call:
                 data = await self._first(requests)
                 if not is_open:
-                    # A message arrives whole, so it is never given up for another one.
+                    # The message has arrived whole, so the call is not ended to free memory.
                     call.complete()
                 call.add(len(data))
                 message_memory.set(call)
@@ -224,7 +224,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         return handle
 
     async def _first(self, requests: Any) -> bytes:
-        """Raises DeadlineExceeded or InvalidArgument where there is none."""
+        """The first request. Raises DeadlineExceeded or InvalidArgument if there is none."""
         try:
             async with asyncio.timeout(None) as limit:
                 timer = PatientTimer(self._sender_timeout_s, _expire, limit)
@@ -240,7 +240,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         return data
 
     def _reading_each(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None, begun: _Begun) -> Behavior:
-        """Decodes each request of a stream."""
+        """A handler that decodes each request of a stream."""
         decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> None:
@@ -252,7 +252,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _begun(self, num_metadata_bytes: int) -> Iterator[HeldBody]:
-        """The memory of a call that has begun. Until it is complete, others may end the call with ResourceExhausted."""
+        """Charges the memory of a call. Until it is complete, other calls may end it with ResourceExhausted."""
         task, is_given_up = asyncio.current_task(), False
         assert task is not None, "a call runs in a task"
 
@@ -275,8 +275,8 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
     async def _decoded_each(
         self, decode: Callable[[bytes], Any], requests: Any, begun: HeldBody
     ) -> AsyncGenerator[Any]:
-        """The requests. Each counts in the memory of bodies until the next one is read, or for as long as it is kept
-        (`keep_memory`). With the first one the call has `begun`."""
+        """Yields the decoded requests. Each is charged as body memory until the next one is read, or while it is kept
+        (`keep_memory`). The first one completes `begun`."""
         async for data in requests:
             begun.complete()
             held = self._bodies.begin(lambda: None)
@@ -293,7 +293,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         return decode(data) if len(data) <= LONG_BYTES else await self._turns.call(current_tenant(), decode, data)
 
     def _writing(self, behavior: Behavior) -> Behavior:
-        """Writes what a generator yields."""
+        """A handler that writes the responses of a generator."""
 
         async def handle(request: Any, context: grpc.aio.ServicerContext) -> None:
             watch = _WriteWatch(self._reader_timeout_s)
@@ -309,10 +309,10 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
                     raise
             finally:
                 watch.stop()
-            # The request is aborted by now. The status waits behind what the client does not read.
+            # The request is already aborted. The status waits behind the data that the client does not read.
             _logger.info("a client read nothing for %g s; its call is ended", self._reader_timeout_s)
             if watch.num_written == 0:
-                # gRPC would send the headers again, which it still tries to send.
+                # gRPC still tries to send the headers, and would send them twice.
                 raise asyncio.CancelledError
             message = f"nothing was read for {self._reader_timeout_s:g} s while output waited"
             raise DeadlineExceeded(message, reason="SLOW_READER")
@@ -321,7 +321,7 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
-    """The memory of metadata."""
+    """The memory of metadata, in bytes."""
     return int(_METADATA_FACTOR * sum(len(name) + len(value) + _ENTRY_BYTES for name, value in metadata))
 
 
@@ -330,12 +330,12 @@ def _expire(limit: asyncio.Timeout) -> None:
 
 
 class _WriteWatch:
-    """Cancels the task that made it once one write takes too long. It has one timer, which checks when the current
-    write began; a timer for each write would cost far more.
+    """Cancels the task that created it if one write takes too long. A single timer checks when the current write
+    began; a timer for each write would cost far more.
 
     Attributes:
         has_expired: Whether it has cancelled the task.
-        num_written: Writes that have ended.
+        num_written: Number of finished writes.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -357,7 +357,7 @@ class _WriteWatch:
         self.num_written += 1
 
     def stop(self) -> None:
-        """Cancels nothing any more, and undoes the cancellation of the task."""
+        """Stops the timer, and undoes the cancellation of the task."""
         self._timer.cancel()
         if self.has_expired:
             self._task.uncancel()

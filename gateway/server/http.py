@@ -1,5 +1,5 @@
-"""The HTTP application: its routes, what stands before all of them, and the paths of load balancers, supervisors and
-Prometheus."""
+"""The HTTP application: its routes, the middleware before them, and the endpoints for load balancers, supervisors,
+operators and Prometheus."""
 
 import ipaddress
 from collections.abc import Callable, Collection, Sequence, Set
@@ -55,7 +55,7 @@ from quire.rpc.errors import QuireError, Unauthenticated, invalid_field
 from quire.version import VERSION
 
 _ANY_HOST = "*"
-# Media types that browsers let pages of any site send.
+# Media types that browsers let pages of any site send without a preflight request.
 _WITHOUT_PREFLIGHT = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 _REQUEST_ID = b"x-request-id"
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
@@ -77,9 +77,9 @@ def make_http_app(
     *,
     started_at_s: int,
 ) -> Starlette:
-    """The application. Long bodies are parsed in `turns`, and by `rule`.
+    """The application. Long bodies are parsed in `turns`, with `rule` for unknown fields.
 
-    `started_at_s` is the time that models report as theirs, in seconds since the Unix epoch.
+    `started_at_s` is the creation time that models report, in seconds since the Unix epoch.
     """
     body_limits = body_limits_of(settings, turns, rule)
     routes = [
@@ -106,7 +106,7 @@ def make_http_app(
                 else ()
             ),
         ],
-        # The first one is the first to see a request.
+        # The outermost middleware comes first.
         middleware=[
             *_cross_origin(settings.allowed_origins),
             Middleware(
@@ -116,7 +116,7 @@ def make_http_app(
                 reads_traces=settings.otlp_traces_endpoint is not None,
             ),
             *_host_check(settings),
-            # Where keys are asked, a page of another site has none to send.
+            # If keys are required, a page of another site has no key to send.
             *([] if settings.requires_keys else [Middleware(SiteMiddleware, allowed_origins=settings.allowed_origins)]),
             Middleware(
                 AuthMiddleware,
@@ -130,12 +130,12 @@ def make_http_app(
 
 
 def body_limits_of(settings: GatewaySettings, turns: TenantTurns, rule: FieldRule) -> BodyLimits:
-    """The limits of the bodies of calls."""
+    """The limits of request bodies."""
     return BodyLimits(settings.max_message_bytes, EntryLimits(settings.max_chat_messages), turns, rule)
 
 
 def _host_check(settings: GatewaySettings) -> list[Middleware]:
-    """Always where hosts are named, else where only loopback keeps others out."""
+    """The check of host names, if --allowed-hosts is set or only the loopback address protects the gateway."""
     is_open_on_loopback = is_local(str(TcpAddress(settings.http_host, 0))) and not settings.requires_keys
     if _ANY_HOST in settings.allowed_hosts or not (settings.allowed_hosts or is_open_on_loopback):
         return []
@@ -143,7 +143,7 @@ def _host_check(settings: GatewaySettings) -> list[Middleware]:
 
 
 def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
-    """Answers browsers that ask whether a page of another origin may call."""
+    """Answers preflight requests of browsers, for pages of other origins (CORS)."""
     if not allowed_origins:
         return []
     return [
@@ -158,16 +158,16 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
 
 
 class EnvelopeMiddleware:
-    """Rules for every request, whatever its path and its answer.
+    """Rules for every request, independent of its path and its answer.
 
     - The trace context in its headers is read.
-    - The X-Request-Id of the client comes back with the answer, in place of the gateway's own.
+    - The client's X-Request-Id is returned with the answer, in place of the gateway's own.
     - The answer names the fields of the body that were ignored.
-    - While the gateway drains, the connection closes behind the answer, whose headers say so. A client that keeps
-      connections then opens a new one before the old one closes under a request.
-    - Answers are counted, but those that load balancers and Prometheus ask for all the time.
-    - Where the application fails, the answer is 500. Starlette's own handler of such errors stands before all
-      middleware, so its answer would lack these headers, and it logs the error without the request's id.
+    - While the gateway drains, the answer has the header `connection: close`, and the connection closes after it. A
+      client that reuses connections then opens a new one, and does not send a request while the old one closes.
+    - Answers are counted, except the frequent answers to load balancers and Prometheus.
+    - If the application fails, the answer is 500. Starlette's own error handler runs outside of all middleware, so its
+      answer would lack these headers, and its log line would lack the request id.
     """
 
     def __init__(
@@ -219,49 +219,49 @@ class EnvelopeMiddleware:
 
 
 def _kind_of(scope: Scope, status: int) -> HttpAnswer | None:
-    """What an answer counts as; None for what load balancers and Prometheus ask for all the time."""
+    """The labels with which an answer is counted; None for frequent requests of load balancers and Prometheus."""
     if scope["path"] in _UNCOUNTED_PATHS:
         return None
-    # Starlette names the route once it is found. What clients make up is one series.
+    # Starlette sets the route if it finds one. All unknown paths are one series.
     route = scope.get("route")
     method = scope["method"] if scope["method"] in _METHODS else "other"
     return HttpAnswer("other" if route is None else route.path_format, method, status)
 
 
 class HostMiddleware:
-    """Refuses requests that name another host than this server's.
+    """Rejects requests whose Host header names another host.
 
-    A page of any site can point its own name at 127.0.0.1 when it has been loaded (DNS rebinding). The browser then
-    takes this server for a part of that site: the page may call it, and read the answers. Only the `Host` header shows
-    that. Load balancers and supervisors are always answered.
+    After it was loaded, a page of any site can make its own host name resolve to 127.0.0.1 (DNS rebinding). The browser
+    then treats this server as a part of that site: the page may call it, and read the answers. Only the `Host` header
+    shows that. Load balancers and supervisors are always answered.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str]) -> None:
-        """Names of loopback are allowed besides `allowed_hosts`."""
+        """Loopback names are allowed in addition to `allowed_hosts`."""
         self._app = app
         self._allowed = frozenset(name.lower() for name in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        # Browsers always send one.
+        # Browsers always send a Host header.
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
         name = _host_name(host)
         if not name or name in self._allowed or _is_loopback(name):
             return await self._app(scope, receive, send)
         shown = shortened(name)
         message = (
-            f'host is "{shown}"; this gateway answers to names of loopback, and to those that --allowed-hosts names, '
-            f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
+            f'host is "{shown}"; this gateway answers only to loopback names and to the names in --allowed-hosts, so '
+            f"that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
         )
         return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"), dialect=_dialect_of(scope))
 
 
 class SiteMiddleware:
-    """Refuses what a page of another site can send without a preflight request: a POST of no media type, or of a form.
+    """Rejects requests of other sites that need no preflight request: a POST without a media type, or of a form.
 
-    A path whose body is JSON refuses that by itself. Those that have no body, such as /sleep, and uploads would do what
-    any page asks of them that somebody opens in a browser that reaches this gateway.
+    Paths with a JSON body reject such requests by themselves. Without this check, paths without a body, such as /sleep,
+    and uploads would obey any page that is open in a browser that can reach this gateway.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
@@ -271,8 +271,8 @@ class SiteMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and self._is_of_other_site(Headers(scope=scope)):
             message = (
-                "a page of another site may call this path as application/json alone, or where --allowed-origins names "
-                "its origin"
+                "a page of another site may call this path only as application/json, or if --allowed-origins names its "
+                "origin"
             )
             answer = ErrorAnswer(415, message, "unsupported_media_type")
             return await send_answer(send, answer, dialect=_dialect_of(scope))
@@ -285,7 +285,7 @@ class SiteMiddleware:
             return False
         if site is not None:
             return site not in access.OWN_SITES
-        # Browsers that say nothing of the site, as at addresses without TLS, name the origin.
+        # Browsers that do not send Sec-Fetch-Site, as for addresses without TLS, send the origin.
         return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
 
@@ -306,9 +306,9 @@ def _is_loopback(name: str) -> bool:
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key before their body is read, and sets the caller of all others.
+    """Rejects requests without a valid key before their body is read, and sets the caller of all others.
 
-    Metrics are of all tenants together: only operators see them, or everyone where `open_metrics` is set.
+    Metrics cover all tenants: only operators may read them, or every client if `open_metrics` is set.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class AuthMiddleware:
     def _caller_of(self, scope: Scope) -> Caller:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         if not shown:
-            # Anthropic's name of the header.
+            # Anthropic's header for keys.
             shown = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         is_page = access.is_below(scope["path"])
         if not shown and is_page:
@@ -350,7 +350,7 @@ class AuthMiddleware:
 
 
 def _with_rates(send: Send, account: Account) -> Send:
-    """Sends answers with OpenAI's headers of the key's rates, as they are when the answer begins."""
+    """Adds OpenAI's rate limit headers to answers, with the key's rates when the answer begins."""
 
     async def send_with_rates(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -365,7 +365,7 @@ def _with_rates(send: Send, account: Account) -> Send:
 
 
 class Health(TypedDict):
-    """`reason` is why no replica can serve."""
+    """The answer of /health; `reason` says why no replica can serve."""
 
     status: Literal["ok", "failing"]
     reason: NotRequired[str]
@@ -400,7 +400,7 @@ class ServerInfo(TypedDict):
 
 
 class ReplicaLoading(TypedDict):
-    """How far the workers of a scheduler are with loading their model."""
+    """The progress of a scheduler's workers in loading their model."""
 
     scheduler: str
     phase: str
@@ -410,7 +410,7 @@ class ReplicaLoading(TypedDict):
 
 
 class GatewayReadiness(TypedDict):
-    """`reason` is why no request would run, `loading` the replicas whose models are being loaded."""
+    """The answer of /ready; `reason` says why no request would run, `loading` which replicas load their models."""
 
     status: str
     reason: NotRequired[str]
@@ -422,7 +422,7 @@ class GatewayVersion(TypedDict):
 
 
 def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
-    """GET and HEAD, which some load balancers send; uvicorn then sends the headers of the answer alone."""
+    """Routes for probes, with GET and HEAD: some load balancers send HEAD, and uvicorn then sends only the headers."""
     routes = _ProbeRoutes(generator, metrics)
     return [
         *(
@@ -448,22 +448,22 @@ class _ProbeRoutes:
         self._metrics = metrics
 
     async def health(self, request: Request) -> Response:
-        """Some replica can serve."""
+        """Whether a replica can serve requests."""
         if self._generator.replicas.is_ready:
             return JSONResponse(Health(status="ok"))
         answer = Health(status="failing", reason=_reason_not_ready(self._generator))
         return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def live(self, request: Request) -> Health:
-        """The process is up, whether replicas are or not."""
+        """Whether this process is up, independent of the replicas."""
         return {"status": "ok"}
 
     async def load(self, request: Request) -> ServerLoad:
-        """How many requests run at this gateway, those that wait included."""
+        """The number of live requests at this gateway, including queued requests."""
         return {"server_load": self._generator.num_live}
 
     async def server_info(self, request: Request) -> ServerInfo:
-        """What this server is, for operators."""
+        """The version, the model and the replicas, for operators."""
         check_is_operator(current_caller(), "facts about the server")
         return {
             "version": VERSION,
@@ -483,13 +483,13 @@ class _ProbeRoutes:
         }
 
     async def reset_prefix_cache(self, request: Request) -> ForgottenBlocks:
-        """Forgets cached prefixes on all replicas, but those that requests and pins hold, for operators."""
+        """Clears the prefix caches of all replicas, except blocks that requests or pins use; for operators."""
         check_is_operator(current_caller(), "resets of the prefix cache")
         return {"forgotten_blocks": await self._generator.replicas.calls.reset_prefix_cache()}
 
     async def sleep(self, request: Request) -> Sleeping:
-        """Gives the memory of the KV pools of all replicas back, at level 2 also that of the weights, for operators.
-        Requests wait until /wake_up."""
+        """Frees the memory of the KV pools of all replicas, and at level 2 also of the weights; for operators. Requests
+        wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests wait and go on after /wake_up; cancel them yourself")
@@ -499,7 +499,7 @@ class _ProbeRoutes:
     async def wake_up(self, request: Request) -> Sleeping:
         """Ends the sleep of all replicas, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
-        _check_values(request, "tags", {"weights", "kv_cache"}, "those are the parts that sleep")
+        _check_values(request, "tags", {"weights", "kv_cache"}, "only these parts sleep")
         tags = request.query_params.getlist("tags")
         if not tags or "kv_cache" in tags:
             await self._generator.replicas.calls.wake_up()
@@ -511,7 +511,7 @@ class _ProbeRoutes:
         return {"is_sleeping": await self._generator.replicas.calls.are_asleep()}
 
     async def ready(self, request: Request) -> Response:
-        """A request would run at once."""
+        """Whether a request would run at once."""
         if self._generator.is_ready:
             return JSONResponse(GatewayReadiness(status="ready"))
         answer: GatewayReadiness = {
@@ -536,7 +536,7 @@ class _ProbeRoutes:
         return {"version": VERSION}
 
     async def prometheus_metrics(self, request: Request) -> Response:
-        """Metrics of this gateway, as Prometheus reads them."""
+        """The metrics of this gateway, in Prometheus' format."""
         await self._metrics.refresh()
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -550,7 +550,7 @@ def _dialect_of(scope: Scope) -> Dialect:
 
 
 def _check_values(request: Request, name: str, known: Set[str], why: str) -> None:
-    """Raises InvalidArgument for a value of a parameter of the path that is not known."""
+    """Raises InvalidArgument for an unknown value of a query parameter."""
     for value in request.query_params.getlist(name):
         if value not in known:
             raise invalid_field(name, f'is "{shortened(value)}"; it must be {" or ".join(sorted(known))}: {why}')
@@ -560,7 +560,7 @@ def _reason_not_ready(generator: Generator) -> str:
     if generator.is_draining:
         return "draining"
     if generator.replicas.is_ready:
-        return "the tables by which constraints are checked are not made yet"
+        return "the tables for checks of constraints are not ready yet"
     if generator.replicas.num_connected:
         loading = [
             f"{address}: {link.loading}"

@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API answers: messages, the events of their streams, and errors.
+"""The answers of Anthropic's Messages API: messages, the events of their streams, and errors.
 
 Writers build these objects, and /openapi.json is made from them. A field that may be absent is NotRequired.
 """

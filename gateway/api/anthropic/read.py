@@ -1,6 +1,6 @@
-"""The body of a message: its fields, and their conversion to a request.
+"""The request bodies of Anthropic's Messages API, and their conversion to requests of the gateway.
 
-A message of the user may have results of tools besides its text; in a chat each of them is a separate message.
+A message of the user may contain tool results in addition to its text; each becomes a separate message of the chat.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ Texts = Annotated[
 
 
 class ThinkingBlock(Part):
-    """Reasoning of an earlier answer. Quire does not sign it."""
+    """Reasoning of an earlier answer, which Quire does not sign."""
 
     unread: ClassVar[Unread] = field_rule.THINKING_BLOCK
 
@@ -60,7 +60,7 @@ class ThinkingBlock(Part):
 
 
 class RedactedThinkingBlock(Part):
-    """Reasoning that only Anthropic could read. It is left out."""
+    """Reasoning that only Anthropic can read. It is omitted."""
 
     unread: ClassVar[Unread] = field_rule.CALL_BLOCK
 
@@ -80,7 +80,7 @@ class ToolUseBlock(Part):
 
 
 class ToolReferenceBlock(Part):
-    """A deferred tool that a client's search has found: the model sees it from then on. Its text is the tool's name."""
+    """A deferred tool that a client's search found: the model sees it from then on. Its text is the tool's name."""
 
     unread: ClassVar[Unread] = field_rule.BLOCK
 
@@ -111,8 +111,8 @@ class ToolResultBlock(Part):
 
 
 class ToolDefinition(Part):
-    """`input_schema` is a JSON schema that calls match; with `strict: false` only required calls do. With
-    `defer_loading` the model sees the tool only after a block has named it."""
+    """A tool. Calls match the JSON schema `input_schema`; with `strict: false` only required calls do. With
+    `defer_loading` the model sees the tool only after a block names it."""
 
     unread: ClassVar[Unread] = field_rule.MESSAGES_TOOL
 
@@ -125,7 +125,7 @@ class ToolDefinition(Part):
 
 
 class ServerTool(Part):
-    """A tool that Anthropic's server would run. It is left out: its type says all."""
+    """A tool that Anthropic's server would run. It is omitted, and only its type is read."""
 
     type: str
 
@@ -151,7 +151,7 @@ class NewTool(Part):
 
 
 class ToolAdditionBlock(Part):
-    """Adds a deferred or removed tool by its name, or a new one, in a message of the system."""
+    """Adds a deferred or removed tool by its name, or a new tool, in a system message."""
 
     unread: ClassVar[Unread] = field_rule.BLOCK
 
@@ -179,7 +179,7 @@ Block = Annotated[
     | Annotated[ToolRemovalBlock, Tag("<tool_removal>")],
     Discriminator(tag_of),
 ]
-# The only role that has these; text is in all.
+# The only role whose messages may have the block; all roles have text.
 _ROLES: dict[type[Part], str] = {
     ThinkingBlock: "assistant",
     RedactedThinkingBlock: "assistant",
@@ -202,7 +202,7 @@ class ToolChoiceFields(Part):
 
 
 class ThinkingConfig(Part):
-    """The chat template decides whether the model reasons. The budget is a limit."""
+    """Thinking. The chat template decides whether the model reasons; the budget limits the reasoning tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -215,7 +215,7 @@ class OutputFormat(Part):
 
 
 class OutputConfig(Part):
-    """`effort` goes to the chat template."""
+    """Options of the output. `effort` is an argument of the chat template."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -236,7 +236,7 @@ class TokensBody(Part):
 
 
 class MessageBody(TokensBody):
-    """The sampling parameters are those of Anthropic's older models; `top_k` is Quire's."""
+    """A body of /v1/messages. It has the sampling parameters of Anthropic's older models; `top_k` is as in Quire."""
 
     max_tokens: int
     stop_sequences: Annotated[list[str] | None, Field(fail_fast=True)] = None
@@ -255,7 +255,7 @@ _MESSAGES = LongList("messages", TypeAdapter(list[Message]))
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Raises InvalidArgument as `parse` does, also for values that contradict each other."""
+    """The body in `data`. Raises InvalidArgument like `parse`, also for values that contradict each other."""
 
     def check(violations: Violations, body: TokensBody) -> None:
         _check(violations, body)
@@ -303,15 +303,15 @@ def _check(violations: Violations, body: TokensBody) -> None:
 
 
 def _blocks_of(body: TokensBody) -> Iterator[tuple[str, Block]]:
-    """All blocks, each with its place in the body."""
+    """All blocks with their paths in the body."""
     for position, message in enumerate(body.messages):
         for number, block in enumerate(message.content):
             yield f"messages[{position}].content[{number}]", block
 
 
 def _shown_tools(body: TokensBody) -> dict[str, ToolDefinition]:
-    """The tools that the model sees, by their places in the body: a chat template has one list of them, so it is that
-    of the conversation's end."""
+    """The tools that the model sees, by their paths in the body. A chat template has only one list of tools, so these
+    are the tools at the end of the conversation."""
     tools = enumerate(body.tools or ())
     known = {tool.name: (f"tools[{place}]", tool) for place, tool in tools if isinstance(tool, ToolDefinition)}
     shown = {name: True for name, (_, tool) in known.items() if not tool.defer_loading}
@@ -326,7 +326,7 @@ def _shown_tools(body: TokensBody) -> dict[str, ToolDefinition]:
             case ToolRemovalBlock():
                 shown[block.tool.name] = False
             case _:
-                """It changes no tools."""
+                """The block does not change the tools."""
     return {place: tool for name, (place, tool) in known.items() if shown.get(name)}
 
 
@@ -396,7 +396,7 @@ def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> Reques
         stop=body.stop_sequences,
         thinking_token_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
     )
-    # Agents ask for as much as Anthropic's models write.
+    # Agents send the maximum output of Anthropic's models as max_tokens.
     return dataclasses.replace(options, clamp=Clamp.ALWAYS)
 
 

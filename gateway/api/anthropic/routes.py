@@ -1,5 +1,5 @@
-"""The paths of Anthropic's Messages API. What becomes of a field does not depend on the headers anthropic-version and
-anthropic-beta; the former says whose errors and models a caller reads."""
+"""The routes of Anthropic's Messages API. Fields are read in the same way with any anthropic-version and anthropic-beta
+header; with anthropic-version, errors and lists of models have Anthropic's form on all paths."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,16 +41,16 @@ _API = "messages"
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """The dialect of the errors of a call, including errors before a route is found: Anthropic's at its paths, and at
-    those that its clients share with OpenAI's or miss here."""
+    """The dialect of the errors of a call, including errors before a route is found: Anthropic's for its own paths, and
+    for requests of its clients to any other path."""
     path = scope["path"]
     is_own = path == _PATH or path.startswith(f"{_PATH}/")
     return ANTHROPIC if is_own or any(name == b"anthropic-version" for name, _ in scope["headers"]) else OPENAI
 
 
 def _is_told_to_think(generator: Generator, rule: FieldRule, body: TokensBody) -> bool:
-    """Whether the chat template switches thinking on. A model that always reasons needs no switch; one that never does
-    answers without, which is noted; strictly, its template refuses."""
+    """Whether the chat template gets the switch for thinking. A model that always reasons needs none. A model that
+    never reasons answers without reasoning, and the field counts as ignored; in strict mode its template rejects it."""
     chat = generator.model.chat
     if chat.template is not None and "enable_thinking" in chat.template.variables:
         return True
@@ -84,7 +84,7 @@ class MessageCall:
 
     @classmethod
     def read_back(cls, live: LiveRequest, rule: FieldRule) -> Self:
-        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        """The call that began a durable stream. Raises NotFound if the stream belongs to another API."""
         kept = FrontEnd.of(live.request.front_end, _API, live.request.request_id)
         call = cls(validated(MessageBody, kept.body, {}), kept.model, rule)
         call.id = kept.id
@@ -101,7 +101,7 @@ class MessageCall:
         return names_of(self._body, self._conversation)
 
     async def keep(self) -> None:
-        """No answer of this API is stored."""
+        """Does nothing, since answers of this API are not stored."""
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> MessageShaper:
         thinking = self._body.thinking
@@ -110,7 +110,7 @@ class MessageCall:
 
 
 def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
-    """`keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
+    """The routes. `keep_alive_s` is the maximum silence of a stream; 0 means no limit."""
     model, texts = generator.model.name, TextService(generator)
 
     async def create(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""A message as an object and as a stream of events, and errors as Anthropic has them."""
+"""Writes messages as objects and as streams of events, and errors in Anthropic's form."""
 
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
@@ -30,8 +30,8 @@ def _error(answer: ErrorAnswer) -> answers.AnthropicError:
     other = "invalid_request_error" if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     kind = _ERROR_TYPES.get(answer.status, other)
     error: answers.AnthropicErrorDetail = {"type": kind, "message": answer.message}
-    # By `thread` Anthropic's tool runner asks the server to store the conversation. After this error it sends all
-    # messages itself; after any other it fails.
+    # With `thread`, Anthropic's tool runner requests that the server stores the conversation. After this error it sends
+    # all messages by itself; after any other error it fails.
     if answer.param == "thread":
         error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": error}
@@ -122,9 +122,8 @@ class MessageShaper:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object, completed if max_tokens cut them off. Arguments that are not an object,
-    which a model can write if `strict` is false, or have numbers that are infinite for readers, are kept as a string in
-    `arguments`."""
+    """The arguments of a call as an object, completed if max_tokens cut them off. Arguments that are not an object
+    (possible if `strict` is false), or that have numbers beyond the range of floats, become a string in `arguments`."""
     try:
         found = from_json(text or "{}", allow_partial=True)
         write_json(found)

@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: requests in a file, run when there is room, with their answers in a file."""
+"""OpenAI's files and batches: the requests in a file run with low priority, and their answers are written to a file."""

@@ -1,4 +1,4 @@
-"""The requests of batches as calls of the APIs that they name."""
+"""Conversion of batch requests to calls of the APIs that they name."""
 
 from gateway.api.body import BodyLimits
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
@@ -11,16 +11,16 @@ from gateway.api.responses.store import ResponseStore
 
 
 class CallReader:
-    """Makes calls of bodies."""
+    """Makes calls from bodies."""
 
     def __init__(self, model: str, limits: BodyLimits, store: ResponseStore) -> None:
-        """`model` is the name of the model where a body has none; `store` keeps responses."""
+        """`model` is the model for bodies that name none; `store` stores responses."""
         self._model = model
         self._limits = limits
         self._store = store
 
     async def __call__(self, endpoint: str, data: bytes) -> Call:
-        """The call of a body at an endpoint. Raises InvalidArgument."""
+        """The call with a body at an endpoint. Raises InvalidArgument."""
         match endpoint:
             case "/v1/chat/completions":
                 chat = await parse_body(ChatBody, data, self._limits)

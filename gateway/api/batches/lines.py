@@ -14,7 +14,7 @@ from quire.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable
 
 WrongModel = Callable[[str], FieldViolation | None]
-"""What is wrong with the name of a model; None for one that the caller of the batch may use."""
+"""Checks the name of a model; returns None if the caller of the batch may use it, else the violation."""
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 50
 _PARAMETERS = ("custom_id", "method", "url", "body")
@@ -24,7 +24,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Of one input: how many requests it may have, bytes of a file and of one line, and entries of a line."""
+    """Limits of one input: number of requests, bytes of the file and of a line, and JSON entries in a line."""
 
     max_requests: int
     max_file_bytes: int
@@ -34,7 +34,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with a line, from 1 on; None is the whole file."""
+    """An error in a line, numbered from 1, or in the whole file if `line` is None."""
 
     line: int | None
     code: str
@@ -42,15 +42,16 @@ class LineError:
     param: str | None = None
 
     def shown(self) -> dict[str, Any]:
-        """The error as OpenAI has it."""
+        """The error in OpenAI's form."""
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
 def read_lines(
     path: Path, endpoint: str, limits: BatchLimits, wrong_model: WrongModel = lambda _: None
 ) -> tuple[list[Line], list[LineError]]:
-    """The requests of a file, and what is wrong with it; of its bodies only the model is looked at, and fields that no
-    batch has. Blank lines are passed over. Takes long for large files: it is for a thread. Raises as `opened` does."""
+    """The requests of a file, and its errors. In bodies it checks only the model, and fields that are not allowed in
+    batches. Blank lines are skipped. Must run in a thread, since large files take long. Raises the errors of `opened`.
+    """
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: dict[str, int] = {}
@@ -63,7 +64,7 @@ def read_lines(
                 break
             if not data.strip():
                 if (num_blank := num_blank + 1) > limits.max_requests:
-                    # A line that is passed over takes time, too.
+                    # Skipping lines also takes time.
                     message = f"the file has more than {limits.max_requests:,} blank lines (--max-batch-requests)"
                     errors.append(LineError(number, "too_many_lines", message))
                     break
@@ -90,7 +91,7 @@ def read_lines(
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file. Raises NotFound where somebody took it away, and Unavailable where the disk
+    """Opens the content of a file. Raises NotFound if it was removed from the directory, and Unavailable if the disk
     fails."""
     try:
         with path.open("rb") as file:
@@ -105,14 +106,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def body_of(path: Path, line: Line) -> bytes:
-    """The body of a request of a file that was read before, as JSON. Raises as `opened` does."""
+    """The body of a request in a file that was checked before, as JSON. Raises the errors of `opened`."""
     with opened(path) as file:
         file.seek(line.first)
         return to_json(from_json(file.read(line.size).removeprefix(_BOM), allow_inf_nan=False)["body"])
 
 
 def _pieces(file: BinaryIO, max_bytes: int) -> Any:
-    """Number, place and bytes of each line; a line that is too long is cut off and is the last one."""
+    """Yields number, offset and bytes of each line; a line that is too long is cut off and is the last one."""
     number = first = 0
     while data := file.readline(max_bytes + 2):
         number += 1
@@ -124,7 +125,7 @@ def _pieces(file: BinaryIO, max_bytes: int) -> Any:
 
 
 def _read(number: int, data: bytes, endpoint: str, limits: EntryLimits, wrong_model: WrongModel) -> str | LineError:
-    """The custom_id of a line, or what is wrong with it."""
+    """The custom_id of a line, or the line's error."""
 
     def wrong(code: str, message: str, param: str | None = None) -> LineError:
         return LineError(number, code, message, param)

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's files and batches."""
+"""The routes of OpenAI's files and batches."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class BatchBody(Part):
-    """`completion_window` is 24h, OpenAI's only one."""
+    """A new batch. `completion_window` is 24h, OpenAI's only value."""
 
     unread: ClassVar[Unread] = NOTHING
 
@@ -50,7 +50,7 @@ class BatchBody(Part):
 
 
 def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRoute]:
-    """Without `batches` all paths are refused, and say what turns them on."""
+    """The routes. Without `batches` all calls are rejected, with the flag that enables them."""
     routes = _BatchRoutes(batches, body_limits)
     return [
         ApiRoute("/v1/files", routes.list_files, errors=HTTP_STATUSES),
@@ -79,7 +79,7 @@ class _BatchRoutes:
         return self._batches
 
     async def upload(self, request: Request) -> AnyObject:
-        """Stores a file with requests of a batch."""
+        """Stores a file with the requests of a batch."""
         store, tenant, limit = self._here.store, current_caller().tenant, self._here.limits.max_file_bytes
         await store.run(store.check_room, tenant, 0)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -101,7 +101,7 @@ class _BatchRoutes:
                 raise invalid_field("purpose", f'is "{shortened(purpose)}"; it must be batch')
             if not isinstance(file, UploadFile):
                 raise invalid_field("file", "is missing; it is a part with a filename")
-            # One piece of work, so that a caller who leaves in the middle leaves the whole file or none.
+            # Shielded, so that the file is stored either as a whole or not at all if the caller disconnects.
             row = await asyncio.shield(_store(store, file, limit, tenant, purpose))
         except OSError as error:
             raise _not_kept(error) from error
@@ -110,7 +110,7 @@ class _BatchRoutes:
         return row.shown()
 
     async def list_files(self, request: Request) -> AnyObject:
-        """The files of the caller's tenant, the newest first."""
+        """The files of the caller's tenant, newest first."""
         store, query = self._here.store, request.query_params
         rows = await store.run(store.files, current_caller().tenant, query.get("purpose"))
         page, has_more = _page("file", [row.id for row in rows], query)
@@ -138,7 +138,7 @@ class _BatchRoutes:
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def create(self, request: Request) -> AnyObject:
-        """Begins a batch: the requests of a file run when there is room."""
+        """Creates a batch: the requests of a file run when there is room."""
         store, caller = self._here.store, current_caller()
         body = await read_model(BatchBody, request, self._body_limits, {})
         violations = Violations()
@@ -157,7 +157,7 @@ class _BatchRoutes:
         return row.shown()
 
     async def list_batches(self, request: Request) -> AnyObject:
-        """The batches of the caller's tenant, the newest first."""
+        """The batches of the caller's tenant, newest first."""
         store, tenant = self._here.store, current_caller().tenant
         page, has_more = _page("batch", await store.run(store.batch_ids, tenant), request.query_params)
         rows = await store.run(store.batches, tenant, page)
@@ -170,14 +170,14 @@ class _BatchRoutes:
         return row.shown()
 
     async def cancel(self, request: Request) -> AnyObject:
-        """Ends a batch. What was answered until then is in its results."""
+        """Cancels a batch. Its results contain the answers up to then."""
         store = self._here.store
         row = await store.run(store.cancel, current_caller().tenant, request.path_params["batch_id"])
         return row.shown()
 
 
 class _Content(FileResponse):
-    """The content of a file, or one range of it; a header of another kind is passed over, as HTTP allows."""
+    """The content of a file, or one range of it; other kinds of range headers are ignored, as HTTP allows."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def is_read(name: bytes, value: bytes) -> bool:
@@ -189,7 +189,7 @@ class _Content(FileResponse):
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """The body of an upload. Raises HttpError when it is larger than a file and its form may be."""
+    """The body of an upload. Raises HttpError if it is larger than the maximum file with its form."""
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -199,7 +199,7 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
 
 
 def _not_kept(error: OSError) -> Unavailable:
-    """The disk of temporary files, or that of the directory, is full, or there are too many open files."""
+    """The error if the disk of temporary files or of the directory is full, or too many files are open."""
     return Unavailable(f"the file cannot be kept: {error.strerror}", retry_after_ms=_RETRY_AFTER_MS)
 
 
@@ -210,7 +210,7 @@ def _too_large(limit: int) -> HttpError:
 
 
 async def _store(store: BatchStore, file: UploadFile, limit: int, tenant: str, purpose: str) -> FileRow:
-    """Keeps an upload. It is copied in another thread than the store's, which renews leases meanwhile."""
+    """Stores an upload. It is not copied in the store's thread, which renews leases meanwhile."""
     file_id, path = store.new_path()
     try:
         await asyncio.to_thread(_copy, file, path, limit)
@@ -221,7 +221,7 @@ async def _store(store: BatchStore, file: UploadFile, limit: int, tenant: str, p
 
 
 def _copy(file: UploadFile, path: Path, limit: int) -> None:
-    """Writes an upload to its place; it is there whole or not at all."""
+    """Writes an upload to its place, as a whole or not at all."""
     size = 0
     with path.open("xb") as target:
         path.chmod(0o600)
@@ -235,13 +235,13 @@ def _copy(file: UploadFile, path: Path, limit: int) -> None:
 
 
 def _name(given: str | None) -> str:
-    """The client's name of a file, for people: it is stored as a text, and no path is made of it."""
+    """The client's name of a file, for display: it is stored as a text and never used as a path."""
     return _CONTROL.sub("", given or "")[:_MAX_NAME] or "file"
 
 
 def _page(kind: str, ids: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[str], bool]:
-    """The page of a list, the newest first, that a query asks for, and whether there are more. Raises InvalidArgument
-    for a bad parameter."""
+    """The requested page of a list, which is ordered newest first, and whether there are more entries. Raises
+    InvalidArgument for an invalid parameter."""
     text = query.get("limit", str(_DEFAULT_PAGE[kind]))
     limit = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
     if not 1 <= limit <= _MAX_PAGE[kind]:
@@ -258,6 +258,6 @@ def _page(kind: str, ids: Sequence[str], query: Mapping[str, str]) -> tuple[Sequ
 
 
 def _list_of(items: Sequence[AnyObject], *, has_more: bool) -> AnyObject:
-    """A page as OpenAI has it."""
+    """A page in OpenAI's form."""
     first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     return {"object": "list", "data": items, "first_id": first_id, "last_id": last_id, "has_more": has_more}

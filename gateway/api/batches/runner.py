@@ -1,8 +1,8 @@
-"""Runs batches: below all other requests, and each of their requests once.
+"""Runs batches with the lowest priority, each of their requests once.
 
-A request of a batch has the lowest priority. Schedulers that serve first come first have no priorities, so a request of
-a batch is also held back here while others wait in their queues: the callers of a gateway wait at most for what runs
-already. What a request of a batch fails with, and a retry may cure, is retried until the batch expires.
+Schedulers with the first-come-first-served policy ignore priorities. So the gateway also holds a batch request back
+while other requests wait in the schedulers' queues: callers wait at most for batch requests that already run. A
+request that fails with a retryable error is retried until the batch expires.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _TAKEN_AT_ONCE = 4
 _LINES_AT_ONCE = 64
 _ANSWER_ID = "batch_req_"
 ANSWER_BEGIN = f'{{"id":"{_ANSWER_ID}'.encode()
-"""What each line of results begins with."""
+"""The first bytes of each line of results."""
 _RETRIED = (429, 503, 504)
 ReadCall = Callable[[str, bytes], Awaitable[Call]]
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Run:
-    """A batch that runs here. `end_as` is how it ends before its time."""
+    """A batch that runs here. `end_as` is its final status if it is ended early."""
 
     row: BatchRow
     task: asyncio.Task[None] | None = None
@@ -57,7 +57,7 @@ class _Run:
 
 
 class Batches:
-    """All batches that run at this gateway."""
+    """The batches that run at this gateway."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Batches:
         gateway_id: str,
         concurrency: int,
     ) -> None:
-        """`read_call` makes a call of the body of a request at an endpoint. At most `concurrency` requests run at once,
-        and as many as `memory` has room for."""
+        """`read_call` makes a call from an endpoint and the body of a request. At most `concurrency` requests run at
+        once, and only while `memory` has room for their bodies."""
         self.store = store
         self.limits = limits
         self._generator = generator
@@ -88,7 +88,7 @@ class Batches:
         self._others_wait = False
 
     async def run(self) -> None:
-        """Renews the leases of what runs here, and takes what no gateway runs; until it is cancelled."""
+        """Renews the leases of batches that run here, and takes batches that no gateway runs, until cancelled."""
         while True:
             try:
                 await self._look_after()
@@ -110,7 +110,7 @@ class Batches:
         most = max(0, _TAKEN_AT_ONCE - len(self._runs))
         rows = await self.store.run(self.store.take, most, frozenset(self._runs))
         if self._is_stopping:
-            # By now: `stop_runs` did not see them.
+            # The gateway began to stop meanwhile, and `stop_runs` did not see these batches.
             await self.store.run(self.store.give_up, [row.id for row in rows])
             return
         for row in rows:
@@ -118,8 +118,8 @@ class Batches:
             run.task = asyncio.create_task(self._run(run), name=row.id)
 
     async def stop_runs(self) -> None:
-        """Stops all runs, and none begins from now on; other gateways with the directory, or the next start, go on with
-        them."""
+        """Stops all runs, and prevents new ones. Other gateways that share the directory, or the next start, continue
+        the batches."""
         self._is_stopping = True
         names, tasks = list(self._runs), [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
@@ -145,21 +145,21 @@ class Batches:
             unanswered = _expired if run.end_as == EXPIRED else None
             await store.finish(row.id, run.end_as or COMPLETED, unanswered)
         except* NotOwnerError:
-            # It failed, or another gateway runs it.
+            # The batch has failed, or another gateway runs it.
             pass
         except* QuireError as errors:
             why = "; ".join(dict.fromkeys(map(str, errors.exceptions)))
-            _logger.warning("batch %s stopped, and goes on later: %s", row.id, why)
+            _logger.warning("batch %s stopped, and continues later: %s", row.id, why)
         except* Exception as errors:
-            # Taken again when the lease is over.
-            _logger.error("batch %s stopped, and goes on later", row.id, exc_info=errors)
+            # A gateway takes it again when the lease expires.
+            _logger.error("batch %s stopped, and continues later", row.id, exc_info=errors)
         finally:
             _cancel(run.work)
             self._runs.pop(row.id, None)
 
     async def _answer_all(self, row: BatchRow) -> None:
-        """Returns when all requests have answers. Raises NotOwnerError, alone or in a group, where the batch is not to
-        go on."""
+        """Runs all requests that have no answers. Raises NotOwnerError, by itself or in a group, if the batch must not
+        continue."""
         store = self.store
         caller = self._authenticator.find(row.key_id, row.tenant)
         if caller is None:
@@ -186,7 +186,7 @@ class Batches:
             while lines := await store.run(store.open_lines, row.id, last, _LINES_AT_ONCE):
                 for line in lines:
                     await underway.acquire()
-                    # Not in the task, which may be cancelled before it begins.
+                    # As a callback, since the task may be cancelled before it begins.
                     group.create_task(self._answer(row, line)).add_done_callback(lambda _: underway.release())
                 last = lines[-1].line
 
@@ -196,7 +196,7 @@ class Batches:
 
     async def _answer_of(self, row: BatchRow, line: Line) -> tuple[bytes, bool]:
         while True:
-            # One that waits for its next try leaves its place to those of other batches.
+            # A request that waits for its next try does not occupy a place.
             async with self._room:
                 await self._wait_for_others()
                 call_id, whole, failed = await self._try(row, line)
@@ -207,7 +207,7 @@ class Batches:
             await asyncio.sleep(float(failed.headers.get("retry-after", _RETRY_S)))
 
     async def _try(self, row: BatchRow, line: Line) -> tuple[str, bytes, ErrorAnswer | None]:
-        """The id of the call of a request, if it got one, its answer, and what it failed with."""
+        """Runs a request once. Returns the id of its call, its answer, and its error, if any."""
         call: Call | None = None
         held = self._memory.begin(lambda: None)
         held.complete()
@@ -241,8 +241,8 @@ def _is_retried(answer: ErrorAnswer) -> bool:
 
 
 def _answered(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """A line of the results. `body` is JSON without line ends. As in all answers, characters that some readers take for
-    the end of a line are escaped."""
+    """A line of the results. `body` is JSON without line ends. As in all answers, characters that some readers parse as
+    line ends are escaped."""
     head: dict[str, Any] = {"id": f"{_ANSWER_ID}{entropy.random_hex(12)}", "custom_id": custom_id}
     response = as_json({"status_code": status, "request_id": request_id})
     return as_json(head)[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'

@@ -1,8 +1,8 @@
-"""Files and batches of all tenants, in a directory: a database of SQLite, and the contents of files beside it.
+"""The store of all tenants' files and batches: a directory with an SQLite database and the contents of the files.
 
-The gateways of a machine that have the same directory share it. One of them runs a batch, by a lease, as with
-responses in the background: each write names its owner, and the answer to a request is kept once, whoever computed it.
-The contents are named by random ids; a client's name for a file is a text in the database and never a path.
+All gateways of a machine with the same directory share it. One gateway runs a batch under a lease, as with background
+responses: each write checks the owner, and only the first answer to a request is stored. The contents of files are
+named by random ids; a client's file name is a text in the database and never a path.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ VALIDATING, FAILED, IN_PROGRESS, FINALIZING = "validating", "failed", "in_progre
 COMPLETED, EXPIRED, CANCELLING, CANCELLED = "completed", "expired", "cancelling", "cancelled"
 ACTIVE = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
 MAX_ACTIVE = 64
-"""How many batches of one tenant may be active at once."""
+"""Maximum active batches of one tenant."""
 MAX_ENDED = 1000
-"""How many batches of one tenant that are done are kept; the oldest are forgotten."""
+"""Maximum ended batches of one tenant; beyond it the oldest ones are deleted."""
 MAX_FILES = 1000
-"""How many files one tenant may have."""
+"""Maximum files of one tenant."""
 LEASE_S = 5.0
 _DATABASE = "batches.db"
 _LOCK_TIMEOUT_S = 5.0
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _ORPHAN_S = 3600.0
-# How many batches that wait are looked at.
+# Maximum waiting batches that are considered at once.
 _MAX_DUE = 10_000
 _VERSION = 1
 _TABLES = f"""
@@ -60,7 +60,7 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE INDEX IF NOT EXISTS lines_by_answer ON lines (batch, is_good, line);
 PRAGMA user_version = {_VERSION};
 """
-# Results are files too; until a batch is done, its answers stand in the database.
+# Results are files, too; until a batch has ended, its answers are in the database.
 _TOTAL_BYTES = """
 SELECT (SELECT coalesce(sum(bytes), 0) FROM files) + (SELECT coalesce(sum(length(answer)), 0) FROM lines)
 """
@@ -69,7 +69,7 @@ _COUNTS = ("num_lines", "num_good", "num_bad")
 
 
 class NotOwnerError(Exception):
-    """Another gateway runs the batch, or its state has changed: what this run would write is not wanted any more."""
+    """This run must not write: another gateway runs the batch, or its state has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class FileRow:
     num_bytes: int
 
     def shown(self) -> dict[str, Any]:
-        """The file as OpenAI has it."""
+        """The file in OpenAI's form."""
         return {
             "id": self.id,
             "object": "file",
@@ -97,7 +97,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """`facts` are fields of the batch that nothing here reads: times, ids of its results, errors, metadata."""
+    """A batch. `facts` are fields that are only shown: times, ids of its results, errors, metadata."""
 
     tenant: str
     id: str
@@ -113,7 +113,7 @@ class BatchRow:
     num_bad: int
 
     def shown(self) -> dict[str, Any]:
-        """The batch as OpenAI has it."""
+        """The batch in OpenAI's form."""
         counts = self.facts.get("request_counts") or {
             "total": self.num_lines,
             "completed": self.num_good,
@@ -137,7 +137,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request of a batch: its place in the input, and where that has its bytes."""
+    """A request of a batch: its line in the input file, and the offset and size of its bytes."""
 
     line: int
     custom_id: str
@@ -147,7 +147,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Results:
-    """A file of results that is written: its id, its place, its kind, and how many answers it has."""
+    """A file of results that is being written: its id, its path, its kind, and the number of its answers."""
 
     id: str
     path: Path
@@ -160,25 +160,25 @@ def _unusable(error: Exception) -> Unavailable:
 
 
 def _is_old(path: Path) -> bool:
-    # Another gateway that starts may have removed it.
+    # Another gateway may have removed the file at its start.
     with suppress(FileNotFoundError):
         return clock.unix_s() - path.stat().st_mtime > _ORPHAN_S
     return False
 
 
 def _remove_unknown(database: sqlite3.Connection, paths: Iterable[Path]) -> None:
-    """Removes contents without a row."""
+    """Removes the contents of files that have no row in the database."""
     for path in paths:
         if not database.execute("SELECT 1 FROM files WHERE id = ?", (path.name,)).fetchall():
             path.unlink(missing_ok=True)
 
 
 class BatchStore:
-    """See the module. All methods but `run`, `finish`, `path_of` and `new_path` belong into the store's own thread,
-    which `run` calls them in. `owner` names this gateway.
+    """The store; see the module. All methods except `run`, `finish`, `path_of` and `new_path` must run in the store's
+    thread, in which `run` calls them. `owner` identifies this gateway.
 
-    Files are uploaded, and batches begin, as long as all files and answers together have at most `max_bytes`. A batch
-    that has begun is finished whatever its answers take: they were computed.
+    Files may be uploaded and batches may begin while all files and answers together have at most `max_bytes`. A batch
+    that has begun is finished even beyond that, since its answers were already computed.
     """
 
     def __init__(self, directory: Path, owner: str, max_bytes: int) -> None:
@@ -203,41 +203,41 @@ class BatchStore:
         if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
             raise sqlite3.DatabaseError("it is of another version of Quire")
         database.executescript(_TABLES)
-        # Contents without a row: of uploads and results that a process did not finish.
+        # Contents without a row come from uploads and results that a process did not finish.
         _remove_unknown(database, filter(_is_old, files.iterdir()))
         return database
 
     async def run(
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
-        """Does some work in the store's thread. Raises Unavailable where the directory cannot be used."""
+        """Runs a function in the store's thread. Raises Unavailable if the directory cannot be used."""
         try:
             return await self._thread.run(work, *arguments, **named)
         except (OSError, sqlite3.Error) as error:
             raise _unusable(error) from error
 
     def close(self) -> None:
-        """Ends the thread when it has done what was asked of it."""
+        """Ends the thread after its waiting work."""
         self._thread.close(self._database.close)
 
     # Files.
 
     def path_of(self, file_id: str) -> Path:
-        """Where the content of a file is."""
+        """The path of a file's content."""
         assert _FILE_ID.fullmatch(file_id), "ids are made here"
         return self._directory / "files" / file_id
 
     def new_path(self) -> tuple[str, Path]:
-        """The id of a new file, and where its content is to be written."""
+        """The id of a new file, and the path for its content."""
         file_id = f"file-{entropy.random_hex(16)}"
         return file_id, self.path_of(file_id)
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
-        """Raises ResourceExhausted if there is no room for a further file."""
+        """Raises ResourceExhausted if there is no room for another file."""
         (number,) = self._database.execute("SELECT count(*) FROM files WHERE tenant = ?", (tenant,)).fetchone()
         if number >= MAX_FILES:
             raise ResourceExhausted(
-                f"this tenant has {number:,} files, as many as may be; delete some", reason="FILE_LIMIT"
+                f"this tenant has {number:,} files, which is the max; delete some", reason="FILE_LIMIT"
             )
         self._check_bytes(num_bytes)
 
@@ -251,7 +251,7 @@ class BatchStore:
             )
 
     def add_file(self, tenant: str, file_id: str, filename: str, purpose: str) -> FileRow:
-        """Enters a file whose content was written. Raises ResourceExhausted if there is no room."""
+        """Adds a file whose content was written. Raises ResourceExhausted if there is no room."""
         num_bytes = self.path_of(file_id).stat().st_size
         with changing(self._database) as database:
             self.check_room(tenant, num_bytes)
@@ -268,7 +268,7 @@ class BatchStore:
         return row
 
     def file(self, tenant: str, file_id: str) -> FileRow:
-        """Raises NotFound if the tenant has no such file."""
+        """A file of a tenant. Raises NotFound if the tenant has no such file."""
         found = self._database.execute(
             "SELECT id, created, filename, purpose, bytes FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)
         ).fetchall()
@@ -277,7 +277,7 @@ class BatchStore:
         return FileRow(*found[0])
 
     def files(self, tenant: str, purpose: str | None) -> list[FileRow]:
-        """All files of a tenant, the newest first."""
+        """All files of a tenant, newest first."""
         rows = self._database.execute(
             "SELECT id, created, filename, purpose, bytes FROM files WHERE tenant = ? AND coalesce(?, purpose) = "
             "purpose ORDER BY created DESC, rowid DESC",
@@ -286,7 +286,7 @@ class BatchStore:
         return [FileRow(*row) for row in rows.fetchall()]
 
     def remove_file(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound, and FailedPrecondition while a batch reads it."""
+        """Deletes a file. Raises NotFound, or FailedPrecondition while a batch reads it."""
         with changing(self._database) as database:
             self.file(tenant, file_id)
             user = database.execute(
@@ -305,11 +305,11 @@ class BatchStore:
     def add_batch(
         self, tenant: str, key_id: str, input_file: str, endpoint: str, window_s: int, metadata: dict[str, str] | None
     ) -> BatchRow:
-        """Enters a batch, which any gateway may run.
+        """Adds a batch, which any gateway may run.
 
         Raises:
             NotFound: there is no such file.
-            ResourceExhausted: the tenant has too many active ones, or there is no room for answers.
+            ResourceExhausted: the tenant has too many active batches, or there is no room for answers.
         """
         batch_id, now = f"batch_{entropy.random_hex(16)}", int(clock.unix_s())
         with changing(self._database) as database:
@@ -320,7 +320,7 @@ class BatchStore:
             ).fetchone()
             if active >= MAX_ACTIVE:
                 raise ResourceExhausted(
-                    f"{active:,} batches of this tenant are not done, as many as may be; wait for some",
+                    f"{active:,} batches of this tenant are not done, which is the max; wait for some",
                     reason="BATCH_LIMIT",
                     retry_after_ms=60_000,
                 )
@@ -342,21 +342,21 @@ class BatchStore:
         database.executemany("DELETE FROM batches WHERE id = ?", ended)
 
     def batch(self, tenant: str, batch_id: str) -> BatchRow:
-        """Raises NotFound if the tenant has no such batch."""
+        """A batch of a tenant. Raises NotFound if the tenant has no such batch."""
         found = self._select("tenant = ? AND id = ?", (tenant, batch_id))
         if not found:
             raise NotFound(f'batch "{batch_id:.80}" is not known', reason="BATCH_NOT_FOUND")
         return found[0]
 
     def batch_ids(self, tenant: str) -> list[str]:
-        """The ids of all batches of a tenant, the newest first."""
+        """The ids of all batches of a tenant, newest first."""
         rows = self._database.execute(
             "SELECT id FROM batches WHERE tenant = ? ORDER BY created DESC, rowid DESC", (tenant,)
         )
         return [batch_id for (batch_id,) in rows.fetchall()]
 
     def batches(self, tenant: str, batch_ids: Sequence[str]) -> list[BatchRow]:
-        """Those of these batches that the tenant still has, in this order."""
+        """The batches with these ids that the tenant still has, in this order."""
         return [row for batch_id in batch_ids for row in self._select("tenant = ? AND id = ?", (tenant, batch_id))]
 
     def _select(self, where: str, values: Sequence[object]) -> list[BatchRow]:
@@ -377,7 +377,7 @@ class BatchStore:
         ]
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRow:
-        """Asks whoever runs a batch to end it. Raises NotFound, and FailedPrecondition where it is done."""
+        """Asks the gateway that runs a batch to end it. Raises NotFound, or FailedPrecondition if it is done."""
         with changing(self._database) as database:
             row = self.batch(tenant, batch_id)
             if row.status in (CANCELLING, CANCELLED):
@@ -395,9 +395,9 @@ class BatchStore:
     # Runs of batches.
 
     def take(self, most: int, running: Collection[str] = ()) -> list[BatchRow]:
-        """Takes active batches that no gateway runs: one of each tenant of which none runs, then up to `most`
-        together, so that no tenant waits for another one's batches to end. Of those that are `running` here a lease
-        may have passed, since the disk or this thread was slow; they are not taken."""
+        """Takes active batches that no gateway runs. The first batch of each tenant without a running batch is taken in
+        any case, so that no tenant waits for the batches of another one; others are taken up to `most` in total.
+        Batches that are `running` here are not taken, even if a lease expired because of a slow disk or thread."""
         now = clock.unix_s()
         due = f"SELECT tenant, id FROM batches WHERE status IN {ACTIVE} AND leased_until < ? ORDER BY created LIMIT ?"
         if not self._database.execute(due, (now, 1)).fetchall():
@@ -422,7 +422,7 @@ class BatchStore:
             return [row for batch_id in taken for row in self._select("id = ?", (batch_id,))]
 
     def renew(self, batch_ids: Sequence[str]) -> dict[str, str]:
-        """Renews the leases of batches; returns the states of those that this gateway still runs."""
+        """Renews the leases of batches; returns the states of the batches that this gateway still runs."""
         until = clock.unix_s() + LEASE_S
         with changing(self._database) as database:
             states: dict[str, str] = {}
@@ -437,7 +437,7 @@ class BatchStore:
         return states
 
     def give_up(self, batch_ids: Sequence[str]) -> None:
-        """Leaves batches to other gateways, or to the next start."""
+        """Ends the leases of batches, so that another gateway or the next start can run them."""
         with changing(self._database) as database:
             database.executemany(
                 "UPDATE batches SET leased_until = 0 WHERE id = ? AND owner = ?",
@@ -445,7 +445,7 @@ class BatchStore:
             )
 
     def begin(self, batch_id: str, lines: Sequence[Line]) -> None:
-        """The input is valid, and has these requests. Raises NotOwnerError."""
+        """Begins a batch whose input is valid and has these requests. Raises NotOwnerError."""
         with self._owned(batch_id, IN_PROGRESS, (VALIDATING,), {"in_progress_at": int(clock.unix_s())}) as database:
             database.executemany(
                 "INSERT OR IGNORE INTO lines VALUES (?, ?, ?, ?, ?, NULL, NULL)",
@@ -453,7 +453,8 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, errors: Sequence[dict[str, Any]]) -> None:
-        """The input is not valid, or may not run any more: of its answers their number stays. Raises NotOwnerError."""
+        """Fails a batch whose input is invalid, or which must not run any more. Its answers are deleted, only their
+        counts remain. Raises NotOwnerError."""
         counts = self._select("id = ?", (batch_id,))[0].shown()["request_counts"]
         facts: dict[str, Any] = {"failed_at": int(clock.unix_s()), "request_counts": counts}
         facts["errors"] = {"object": "list", "data": list(errors)}
@@ -461,7 +462,7 @@ class BatchStore:
             database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
     def open_lines(self, batch_id: str, after: int, most: int) -> list[Line]:
-        """The next requests without an answer, behind the line `after`."""
+        """The next requests without an answer, after the line `after`."""
         rows = self._database.execute(
             "SELECT line, custom_id, first, size FROM lines WHERE batch = ? AND is_good IS NULL AND line > ? "
             "ORDER BY line LIMIT ?",
@@ -470,15 +471,15 @@ class BatchStore:
         return [Line(*row) for row in rows.fetchall()]
 
     def answers_behind(self, batch_id: str, after: int, most: int) -> list[tuple[int, bytes]]:
-        """The answers to the next requests behind the line `after`, up to the first that has none, with their lines.
-        None where the batch has ended: its results have them."""
+        """The answers to the next requests after the line `after`, up to the first request without an answer, with
+        their lines. Empty if the batch has ended, since its answers are then in the results."""
         rows = self._database.execute(
             "SELECT line, answer FROM lines WHERE batch = ? AND line > ? ORDER BY line LIMIT ?", (batch_id, after, most)
         )
         return list(itertools.takewhile(lambda row: row[1] is not None, rows.fetchall()))
 
     def answer(self, batch_id: str, line: int, answer: bytes, *, is_good: bool) -> None:
-        """Keeps the answer to a request, unless it has one. Raises NotOwnerError."""
+        """Stores the answer to a request, unless it already has one. Raises NotOwnerError."""
         with changing(self._database) as database:
             self._check_owner(database, batch_id)
             database.execute(
@@ -487,12 +488,12 @@ class BatchStore:
             )
 
     async def finish(self, batch_id: str, status: str, unanswered: Callable[[str], bytes] | None = None) -> None:
-        """Writes the results, in the order of the input, and ends a batch. `unanswered` makes the answers of requests
-        that have none; without it they are left out. The results are written in another thread: gigabytes of them take
-        longer than a lease, which is renewed meanwhile.
+        """Writes the results in the order of the input, and ends a batch. `unanswered` makes the answers of requests
+        that have none; without it they are omitted. The results are written in another thread: gigabytes take longer
+        than a lease, which the store's thread renews meanwhile.
 
         Raises:
-            NotOwnerError: another gateway runs it.
+            NotOwnerError: another gateway runs the batch.
             Unavailable: the directory cannot be used.
         """
         good, bad = _Results(*self.new_path(), "output"), _Results(*self.new_path(), "error")
@@ -503,9 +504,9 @@ class BatchStore:
         except (OSError, sqlite3.Error) as error:
             raise _unusable(error) from error
         finally:
-            # Of a run that failed, for example since the disk is full, nothing stays: it may be tried many times. One
-            # that is cancelled may be entered all the same, by the work before this; a thread that still writes removes
-            # what it has written.
+            # Removes the results of a failed run, for example if the disk is full, since it may be tried many times.
+            # The results of a cancelled run stay if the preceding work has added them to the database. A thread that
+            # still writes removes its own files.
             is_over.set()
             await asyncio.shield(self.run(_remove_unknown, self._database, (good.path, bad.path)))
 
@@ -517,7 +518,7 @@ class BatchStore:
         unanswered: Callable[[str], bytes] | None,
         is_over: threading.Event,
     ) -> None:
-        """Once `is_over`, nobody waits for the results: what is written of them is removed."""
+        """Writes the results. If `is_over` is set, no task waits for them, and the files are removed."""
         try:
             self._write_until(is_over, batch_id, good, bad, unanswered)
         finally:
@@ -577,7 +578,7 @@ class BatchStore:
     def _owned(
         self, batch_id: str, status: str, before: Sequence[str], facts: dict[str, Any]
     ) -> Iterator[sqlite3.Connection]:
-        """A transaction that changes the state of a batch which this gateway runs. Raises NotOwnerError."""
+        """A transaction that changes the state of a batch. Raises NotOwnerError if this gateway does not run it."""
         with changing(self._database) as database:
             found = database.execute(
                 f"SELECT facts FROM batches WHERE id = ? AND owner = ? AND status IN ({', '.join('?' * len(before))})",

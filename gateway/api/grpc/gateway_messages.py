@@ -1,7 +1,7 @@
-"""Messages of quire.gateway.v1 to values of the gateway, and back.
+"""Conversion of messages of quire.gateway.v1 to values of the gateway, and back.
 
-GenerateRequest and GenerateStreamRequest, ChatRequest and ChatStreamRequest have fields of the same names and meaning;
-so have their responses. They are converted by the same functions.
+GenerateRequest and GenerateStreamRequest have the same fields, and so have ChatRequest and ChatStreamRequest, and the
+responses. The same functions convert both.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ StreamResponse = TypeVar(
 )
 
 FEW_TOKENS = 4096
-"""Tokens that are put into a message in less than a millisecond."""
+"""Number of tokens that are added to a message in less than a millisecond."""
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -60,13 +60,13 @@ _REASONS = {
 
 
 def options_of_generate(message: GenerateMessage) -> RequestOptions:
-    """The request of the caller, not validated. Lists are the message's own: they may have millions of entries, which
-    are refused for their number."""
+    """The caller's request, before validation. It refers to the message's lists without a copy: they may have millions
+    of entries, and are then rejected."""
     return _options(message, prompt_of(message, "prompt"))
 
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
-    """The same for a chat."""
+    """The caller's chat request, before validation."""
     prompt = ChatPrompt(
         _ChatMessages(message.messages),
         tools=message.tools,
@@ -79,14 +79,15 @@ def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
 
 
 def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
-    """How much of each sequence the caller already has."""
+    """The part of each sequence that the caller already has."""
     return [
         ClientOffset(each.sequence_index, each.offset, optional(each, "num_characters")) for each in message.offsets
     ]
 
 
 class _ChatMessages(Sequence[ChatMessage]):
-    """The messages of a conversation, each converted when it is read: too many are refused for their number alone."""
+    """The messages of a conversation. Each is converted when it is read, so that too many messages are rejected before
+    any conversion."""
 
     def __init__(self, messages: Sequence[generation_pb2.ChatMessage]) -> None:
         self._messages = messages
@@ -107,7 +108,7 @@ class _ChatMessages(Sequence[ChatMessage]):
 
 
 def prompt_of(message: Any, oneof: str) -> Any:
-    """The text, token ids or chat that is set in a `oneof`; None where none is."""
+    """The text, token ids or chat that is set in a `oneof`; None if none is set."""
     match message.WhichOneof(oneof):
         case "text":
             return TextPrompt(message.text)
@@ -121,7 +122,7 @@ def prompt_of(message: Any, oneof: str) -> Any:
 
 
 def tokenized_response(tokenized: TokenizedText) -> generation_pb2.TokenizeResponse:
-    """The answer to Tokenize. It is made in pieces: other threads run between them."""
+    """The answer to Tokenize. It is made in pieces, so that other threads run in between."""
     response = generation_pb2.TokenizeResponse(max_model_len=tokenized.max_model_len)
     for begin in range(0, len(tokenized.token_ids), FEW_TOKENS):
         response.token_ids.extend(tokenized.token_ids[begin : begin + FEW_TOKENS])
@@ -137,7 +138,7 @@ def generated_response(
     usage: Usage,
     prompt_logprobs: Collection[PositionLogprobs],
 ) -> Response:
-    """The whole answer to a request that is over, as a response of the called method."""
+    """The whole answer to a finished request, as a response of the called method."""
     return kind(
         request_id=request_id,
         model=model,
@@ -193,7 +194,7 @@ _NOT_OF_WELCOME = {"scheduler_address", "connected", "loading", "role"}
 
 
 def limits_message(limits: Limits) -> model_pb2.Limits:
-    """The limits of requests, as clients see them."""
+    """The limits of requests, as a message for clients."""
     names = {each.name for each in model_pb2.Limits.DESCRIPTOR.fields} - {"max_logit_bias"}
     return model_pb2.Limits(max_logit_bias=MAX_LOGIT_BIAS, **{name: getattr(limits, name) for name in names})
 
@@ -201,7 +202,7 @@ def limits_message(limits: Limits) -> model_pb2.Limits:
 def replica_message(
     address: str, connected: bool, welcome: Welcome | None, loading: LoadProgress | None
 ) -> model_pb2.Replica:
-    """`welcome` is None for a replica that was never reached."""
+    """The description of a replica; `welcome` is None if it was never reached."""
     replica = model_pb2.Replica(
         scheduler_address=address, connected=connected, loading=None if loading is None else loading.message()
     )
@@ -228,7 +229,7 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
 
 
 def _held_sequences(messages: Sequence[generation_pb2.HeldSequence]) -> tuple[HeldSequence, ...]:
-    """Raises InvalidArgument where there are more than any request has, before they are converted."""
+    """The sequences that the caller has. Raises InvalidArgument if there are too many, before any is converted."""
     if len(messages) > MAX_N:
         raise invalid_field("continue_from", f"has {len(messages):,} entries; the max is {MAX_N}")
     return tuple(

@@ -1,4 +1,4 @@
-"""The services of quire.gateway.v1 over the generator. The protos say what each method promises."""
+"""The services of quire.gateway.v1, implemented by the generator. The protos specify each method."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -61,7 +61,7 @@ from quire.version import VERSION
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
 StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
-# For a first scheduler, of calls that ask for information only.
+# The time for which calls that only need information wait for a first scheduler.
 _PATIENCE_S = 2.0
 
 
@@ -154,8 +154,8 @@ class GenerationServicer:
 
 
 async def _with_headers(events: AsyncIterator[Event], context: Context) -> AsyncIterator[Event]:
-    """All events. Where the first one takes a while, the headers of the call are sent before it: proxies wait for them.
-    They are not sent at once, since clients retry by themselves only while they have no headers."""
+    """All events. If the first event takes long, the headers of the call are sent before it, since proxies wait for
+    them. They are not sent at once, since clients retry automatically only until they get headers."""
     first = asyncio.ensure_future(anext(aiter(events), None))
     try:
         await asyncio.wait([first], timeout=REFUSAL_S)

@@ -1,8 +1,7 @@
-"""ModelInferRequests into requests of the generator, and what these generate into responses.
+"""Conversion of ModelInferRequests to requests of the generator, and of generated output to responses.
 
-Tensors come and go as contents or raw: BYTES and BOOL are read, BYTES, UINT32 and FP32 are written. Sampling parameters
-come as parameters of the request or as JSON in the input `sampling_parameters`, by the names that they have in
-completions.
+Tensors have contents or raw bytes. Inputs are BYTES and BOOL; outputs are BYTES, UINT32 and FP32. Sampling parameters
+are parameters of the request, or JSON in the input `sampling_parameters`, with the names of completions.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ _CONTENTS = {
     "UINT32": "uint_contents",
     "FP32": "fp32_contents",
 }
-# Parameters of a tensor that would change its elements. Others only describe it.
+# Parameters of a tensor that would change its elements. Other parameters only describe it.
 _REFUSED_OF_TENSORS = {
     "shared_memory_region": "is set; shared memory is not supported, send elements in the message",
     "classification": "is set; the outputs of this model are not classes",
@@ -57,11 +56,11 @@ _REFUSED_OF_TENSORS = {
 
 INPUT_NAME = "sampling_parameters"
 
-# Names of parameters for the server, which clients of Triton send.
+# Prefix of parameters for the server, which clients of Triton send.
 _SERVER_PREFIX = "triton_"
-# Longer than any parameter; errors show no more of a name.
+# Longer than any parameter's name; errors cut names off here.
 _MAX_NAME = 80
-# Of all lists in `sampling_parameters`: the tokens of two large vocabularies.
+# Maximum numbers in all lists of `sampling_parameters`: enough for the tokens of two large vocabularies.
 _MAX_NUMBERS = 1 << 19
 MAX_PARAMETERS = 1024
 OUTPUTS = {
@@ -72,7 +71,7 @@ OUTPUTS = {
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
-# Requested by the BOOL input return_NAME.
+# Outputs that the BOOL inputs return_NAME request.
 _OPTIONAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "text_output")
 INPUTS = {
     "text_input": "BYTES",
@@ -81,7 +80,7 @@ INPUTS = {
     "exclude_input_in_output": "BOOL",
     **{f"return_{name}": "BOOL" for name in _OPTIONAL_OUTPUTS},
 }
-# Fields that have a place of their own in the request.
+# Fields that have another place in the request.
 _ELSEWHERE = {
     "model": "model_name",
     "request_id": "id",
@@ -122,12 +121,12 @@ _FINAL = "triton_final_response"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input.
+    """An input tensor.
 
     Attributes:
         field: Its path in the request.
         contents: The path of the list of its elements.
-        values: Its elements, of the Python type of its datatype.
+        values: Its elements, as the Python type of its datatype.
     """
 
     field: str
@@ -140,7 +139,7 @@ class Tensor:
 
 
 def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The inputs by name. `datatypes` has all inputs of the model.
+    """The inputs by name. `datatypes` has the datatypes of all inputs of the model.
 
     Raises:
         InvalidArgument: an input is unknown or repeated, or its datatype or shape does not fit.
@@ -201,7 +200,7 @@ def _check_head(violations: Violations, field: str, tensor: InputTensor, datatyp
 def _check_shape(
     violations: Violations, field: str, tensor: InputTensor, values: Sequence[Value] | None, contents: str
 ) -> None:
-    """The shape is [N] or [N, 1], and there are N values; `values` is None if they cannot be read."""
+    """Checks that the shape is [N] or [N, 1] with N values; `values` is None if they cannot be read."""
     shape = list(tensor.shape)
     if values is not None and len(values) > MAX_ELEMENTS:
         violations.add(
@@ -220,7 +219,7 @@ def _typed_values(tensor: InputTensor) -> Sequence[Value]:
 
 
 def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
-    """None if the bytes are not elements of the tensor's datatype. Reads at most one element more than allowed."""
+    """The elements in `data`; None if it is invalid for the datatype. Reads at most one element beyond the maximum."""
     enough = MAX_ELEMENTS + 1
     if tensor.datatype == "BOOL":
         return [byte != 0 for byte in data[:enough]]
@@ -239,7 +238,7 @@ def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
 
 
 def values_of_bytes(datatype: str, data: bytes) -> list[Value] | None:
-    """The elements in the bytes of a tensor that comes beside its JSON; None if they are none of its datatype."""
+    """The elements in the binary data of a tensor in HTTP; None if the data is not valid for the datatype."""
     return _raw_values(InputTensor(datatype=datatype), data)
 
 
@@ -261,11 +260,11 @@ _RAW_ELEMENTS: Mapping[str, Callable[[Any], bytes]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """Parameters by their names in completions. The tensor wins over the parameters of the request.
+    """Sampling parameters by their names in completions. The tensor takes precedence over parameters of the request.
 
     Attributes:
-        values: By name.
-        paths: The path of each in the request.
+        values: The values by name.
+        paths: The path of each value in the request.
     """
 
     values: Mapping[str, Any]
@@ -279,14 +278,14 @@ class SamplingFields:
         return self.paths.get(name, _parameter_path(name)) + field.removeprefix(name)
 
     def body(self, rule: FieldRule) -> CompletionBody:
-        """Raises InvalidArgument: a parameter is refused by `rule`, or of the wrong type."""
+        """The body of a completion. Raises InvalidArgument if `rule` rejects a parameter, or its type is wrong."""
         with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
             return body_of(CompletionBody, self.values, rule, "kserve")
 
 
 def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -> SamplingFields:
-    """`tensor` is the input `sampling_parameters`; None if it is absent.
+    """The sampling parameters of a request. `tensor` is the input `sampling_parameters`; None if it is absent.
 
     Raises:
         InvalidArgument: a parameter is unknown, or its text cannot be parsed.
@@ -343,7 +342,7 @@ def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
 
 
 def _value(violations: Violations, path: str, name: str, value: Any) -> Any:
-    """Clients of Triton also send numbers and flags as texts."""
+    """Converts a parameter: clients of Triton also send numbers and flags as texts."""
     if not isinstance(value, str):
         return value
     if name in _FLAGS:
@@ -363,16 +362,16 @@ class Inference:
     """One request of the protocol.
 
     Attributes:
-        id: That of its responses.
-        prompts: One for each text.
+        id: The id of its responses.
+        prompts: The prompts, one for each text.
         options: The request of the generator for each prompt.
-        streams: Whether the text comes in pieces.
+        streams: Whether the text is sent in pieces.
         includes_input: Whether each text begins with its prompt.
         outputs: The names of the outputs.
-        num_top: The number of most likely tokens that log probabilities have besides the chosen one.
+        num_top: The number of most likely tokens with log probabilities, in addition to the chosen token.
         raw: Whether tensors are raw bytes, in the request and in the response.
         body: The sampling parameters, as a completion.
-        sampling: Where they are in the request.
+        sampling: The sampling parameters with their paths in the request.
         text_input: The input of the prompts.
     """
 
@@ -395,7 +394,7 @@ class Inference:
 
 
 def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream: bool) -> Inference:
-    """Reads a request; its options are not validated yet. `in_stream` is whether it came by ModelStreamInfer.
+    """Reads a request, before validation of its options. `in_stream` is whether it came by ModelStreamInfer.
 
     Raises:
         InvalidArgument: a tensor or a parameter is wrong.
@@ -434,7 +433,7 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
 def _logprobs(
     violations: Violations, body: CompletionBody, sampling: SamplingFields, outputs: frozenset[str]
 ) -> int | None:
-    """How many most likely tokens the generator shall report; None for no log probabilities."""
+    """The number of most likely tokens that the generator reports; None for no log probabilities."""
     if body.logprobs is not None and "logprobs" not in outputs:
         violations.add(
             sampling.path("logprobs"), "is set, and the input return_logprobs is not; set that to get log probabilities"
@@ -443,8 +442,8 @@ def _logprobs(
 
 
 def _options(body: CompletionBody, prompts: Sequence[str]) -> tuple[RequestOptions, ...]:
-    """One request for each prompt. They share their parameters, as one object."""
-    # The id of the protocol may be used twice at once, so the gateway makes another one.
+    """One request for each prompt. All requests share one object with their parameters."""
+    # The protocol's ids may repeat among running requests, so the gateway generates its own.
     options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
     return tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts)
 
@@ -466,7 +465,7 @@ def _text(violations: Violations, tensor: Tensor, position: int) -> str:
 
 
 def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bool | None:
-    """The one element of a BOOL input; None if it is absent."""
+    """The only element of a BOOL input; None if it is absent."""
     tensor = inputs.get(name)
     if tensor is None:
         return None
@@ -499,7 +498,7 @@ def _outputs(violations: Violations, request: pb.ModelInferRequest, flags: dict[
 
 
 class Responder:
-    """Makes the responses to one request: `whole` alone, or `piece` for each chunk and `last` at the end."""
+    """Makes the responses to one request: either only `whole`, or `piece` for each chunk and `last` at the end."""
 
     def __init__(self, model: str, inference: Inference, texts: TokenTexts) -> None:
         self._model = model
@@ -508,7 +507,7 @@ class Responder:
         self._cumulative_logprob = 0.0
 
     def whole(self, results: Sequence[Result]) -> pb.ModelInferResponse:
-        """All sequences of all prompts, prompt by prompt; `results` has one entry a prompt."""
+        """All sequences of all prompts, in the order of the prompts; `results` has one entry per prompt."""
         rows = [
             (prompt, sequence, usage)
             for prompt, (sequences, usage) in zip(self._inference.prompts, results, strict=True)
@@ -528,12 +527,12 @@ class Responder:
         )
 
     def piece(self, chunk: Chunk) -> pb.ModelStreamInferResponse:
-        """The next piece of a streamed text; the cumulative log probability is that of all pieces so far."""
+        """The next piece of a streamed text; the cumulative log probability covers all pieces so far."""
         self._cumulative_logprob += _summed(chunk.logprobs)
         return self._in_stream(chunk.text, "", self._logprobs(chunk.logprobs), 0, len(chunk.token_ids), is_final=False)
 
     def last(self, finished: Finished, usage: Usage) -> pb.ModelStreamInferResponse:
-        """The end of a streamed text: why it ended, and the number of prompt tokens."""
+        """The end of a streamed text, with the finish reason and the number of prompt tokens."""
         logprobs = self._logprobs([])
         return self._in_stream("", finished.reason.value, logprobs, usage.prompt_tokens, 0, is_final=True)
 
@@ -551,7 +550,7 @@ class Responder:
         return in_stream(self._response(values), is_final=is_final)
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> bytes:
-        """Log probabilities as JSON: for each token an object of the chosen and the most likely ones, by token id."""
+        """Log probabilities as JSON: for each position an object with the chosen and the most likely tokens, by id."""
         if "logprobs" not in self._inference.outputs:
             return b""
         return as_json(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top))

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over HTTP, with tensors as JSON: the methods of the gRPC servicer under paths."""
+"""The Open Inference Protocol v2 over HTTP, with tensors as JSON: routes for the methods of the gRPC servicer."""
 
 import asyncio
 import functools
@@ -39,7 +39,7 @@ from quire.rpc.errors import InvalidArgument, QuireError
 ROOT = "/v2"
 _MAX_TENSORS = 64
 _CONTENTS = re.compile(r"\.contents\.\w+_contents")
-# A parameter of requests: outputs as bytes. They are JSON here, which such clients read as well.
+# A parameter of requests: outputs are binary data.
 _BINARY_OUTPUT = "binary_data_output"
 _BINARY_DATA, _BINARY_SIZE = "binary_data", "binary_data_size"
 _BINARY = "application/octet-stream"
@@ -50,7 +50,7 @@ _UNION_TYPES = {
     "parameters": "an object whose values are strings, numbers or booleans",
 }
 
-# What a stream of the generate extension is, for the description of its route.
+# Description of the generate extension's stream, for its route.
 _EVENTS: Mapping[str, Any] = {"answer": None, "media_type": "text/event-stream"}
 Element = str | bool
 Endpoint = Callable[["_KServeRoutes", Request], Awaitable[Any]]
@@ -60,8 +60,8 @@ Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(M
 
 
 class InputTensor(Part):
-    """`data` are the elements in row-major order, flat or nested. They are bytes behind the JSON instead, where the
-    parameter `binary_data_size` says how many."""
+    """An input. `data` has the elements in row-major order, flat or nested. With the parameter `binary_data_size` the
+    elements are that number of bytes after the JSON instead."""
 
     name: str
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=8)]
@@ -79,8 +79,8 @@ class RequestedOutput(Part):
 
 
 class InferBody(Part):
-    """`parameters` are those of sampling, by their names in the input `sampling_parameters`. The path names the model;
-    clients of KServe name it here, too."""
+    """An inference request. `parameters` are sampling parameters, with the names in the input `sampling_parameters`.
+    The path names the model; clients of KServe also name it here."""
 
     id: str | None = None
     model_name: str | None = None
@@ -91,7 +91,7 @@ class InferBody(Part):
 
 
 class GenerateBody(Part):
-    """Triton's generate extension: all other fields are inputs or parameters of sampling, by their names."""
+    """A request of Triton's generate extension. All other fields are inputs or sampling parameters, by name."""
 
     id: str | None = None
     text_input: str
@@ -146,14 +146,14 @@ class InferenceAnswer(TypedDict):
 
 
 class InferenceError(TypedDict):
-    """An error in the protocol's shape."""
+    """An error in the protocol's form."""
 
     error: str
 
 
 def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
-    """All paths need a key if the gateway has keys, as the methods over gRPC do. `keep_alive_s` is the longest silence
-    of a stream; 0 sets no limit."""
+    """The routes. All need a key if the gateway has keys, like the gRPC methods. `keep_alive_s` is the maximum silence
+    of a stream; 0 means no limit."""
     routes = _KServeRoutes(servicer, body_limits, keep_alive_s)
     return [
         _route(ROOT, routes.server),
@@ -179,7 +179,7 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_ali
 
 
 def _in_protocol(endpoint: Endpoint) -> Endpoint:
-    """Answers errors before the answer begins in the protocol's shape."""
+    """Sends errors in the protocol's form, if they occur before the answer begins."""
 
     @functools.wraps(endpoint)
     async def answer(routes: "_KServeRoutes", request: Request) -> Any:
@@ -228,14 +228,14 @@ class _KServeRoutes:
     async def model_ready(self, request: Request) -> Response:
         """Whether a request for a model would run at once."""
         answer = await self._servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
-        # Another model is not found, as on all other paths.
+        # Raises NotFound for another model, as on all other paths.
         metadata = await self._servicer.ModelMetadata(pb.ModelMetadataRequest(**_model(request)), None)
         found = ModelReadiness(name=metadata.name, ready=answer.ready)
         return JSONResponse(found, 200 if answer.ready else 503)
 
     @_in_protocol
     async def infer(self, request: Request) -> Response:
-        """The text that follows one or several prompts."""
+        """Continues one or several prompts."""
         data = await read_body(request, self._body_limits, media_types=(_BINARY,))
         data, binary = _parts(data, request)
         body = validated(InferBody, await load_json(data, self._body_limits), _UNION_TYPES)
@@ -244,7 +244,7 @@ class _KServeRoutes:
 
         async def make() -> AsyncGenerator[bytes, None]:
             response = await self._servicer.ModelInfer(asked, None)
-            # It may have a thousand long texts.
+            # In a thread, since it may have a thousand long texts.
             answer, size = await asyncio.to_thread(_answer, response, _binary_outputs(body))
             count_answer(len(answer))
             if size is not None:
@@ -255,7 +255,7 @@ class _KServeRoutes:
 
     @_in_protocol
     async def generate(self, request: Request) -> Response:
-        """The text that follows one prompt, as Triton's generate extension has it."""
+        """Continues one prompt, in the form of Triton's generate extension."""
         asked = await _generate_message(request, self._body_limits, streams=False)
 
         async def make() -> AsyncGenerator[bytes, None]:
@@ -268,7 +268,7 @@ class _KServeRoutes:
 
     @_in_protocol
     async def generate_stream(self, request: Request) -> Response:
-        """The same as a stream of server-sent events, one for each piece of the text."""
+        """Continues one prompt as a stream of server-sent events, one for each piece of the text."""
         asked = await _generate_message(request, self._body_limits, streams=True)
 
         async def make() -> AsyncGenerator[bytes, None]:
@@ -280,19 +280,19 @@ class _KServeRoutes:
 
     @_in_protocol
     async def config(self, request: Request) -> AnyObject:
-        """The configuration of such a model in Triton."""
+        """The model's configuration in Triton's form."""
         answer = await self._servicer.ModelConfig(pb.ModelConfigRequest(**_model(request)), None)
         return _plain(answer.config)
 
     @_in_protocol
     async def statistics(self, request: Request) -> AnyObject:
-        """How many inferences there were and how long they took, for operators."""
+        """The number and the durations of inferences, for operators."""
         named = _model(request) if "model" in request.path_params else {}
         return _plain(await self._servicer.ModelStatistics(pb.ModelStatisticsRequest(**named), None))
 
     @_in_protocol
     async def index(self, request: Request) -> list[AnyObject]:
-        """The models that are served."""
+        """The served models."""
         data = await read_body(request, self._body_limits)
         body = validated(IndexBody, {} if not data else await load_json(data, self._body_limits), {})
         answer = await self._servicer.RepositoryIndex(pb.RepositoryIndexRequest(ready=bool(body.ready)), None)
@@ -308,7 +308,7 @@ def _model(request: Request) -> dict[str, str]:
 
 
 def _parts(data: bytes, request: Request) -> tuple[bytes, bytes]:
-    """The JSON of a body, and the bytes behind it."""
+    """Splits a body into its JSON and the bytes after it."""
     stated = request.headers.get(_BINARY_HEADER)
     if stated is None:
         return data, b""
@@ -319,14 +319,14 @@ def _parts(data: bytes, request: Request) -> tuple[bytes, bytes]:
 
 
 def _binary_outputs(body: InferBody) -> Callable[[str], bool]:
-    """Which outputs are to be bytes."""
+    """A function that returns whether an output is sent as binary data."""
     by_default = (body.parameters or {}).get(_BINARY_OUTPUT) is True
     asked = {each.name: (each.parameters or {}).get(_BINARY_DATA, by_default) is True for each in body.outputs or ()}
     return lambda name: asked.get(name, by_default)
 
 
 def _answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -> tuple[bytes, int | None]:
-    """The body of an answer, and the number of its bytes that are JSON where others follow."""
+    """The body of an answer, and the length of its JSON if binary data follows."""
     answer = _response_json(response)
     behind: list[bytes] = []
     for output, tensor in zip(answer["outputs"], response.outputs, strict=True):
@@ -341,11 +341,11 @@ def _answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -
 
 
 async def _generate_message(request: Request, limits: BodyLimits, *, streams: bool) -> pb.ModelInferRequest:
-    """The request of the generate extension: fields and `parameters` that are no inputs are parameters."""
+    """The message of a generate request: fields and `parameters` that are not inputs become parameters."""
     body = await read_model(GenerateBody, request, limits, _UNION_TYPES)
     flags: dict[str, Any] = {"exclude_input_in_output": True}
     named = {**(body.parameters or {}), **body.undeclared}
-    # The path says whether it streams. The examples of TensorRT-LLM have empty texts for lists of words.
+    # The path decides whether it streams. Examples of TensorRT-LLM send empty texts for empty lists of words.
     own = {name: value for name, value in named.items() if value not in (None, "") and name != "stream"}
     flags |= {name: own.pop(name) for name, datatype in INPUTS.items() if datatype == "BOOL" and name in own}
     if streams:
@@ -357,7 +357,7 @@ async def _generate_message(request: Request, limits: BodyLimits, *, streams: bo
 
 
 def _generated_json(response: pb.ModelInferResponse) -> dict[str, Any]:
-    """An answer of the generate extension: outputs of one element are that element."""
+    """An answer of the generate extension: an output with one element is written as that element."""
     head = {"model_name": response.model_name, "model_version": response.model_version}
     outputs = {each.name: _data(each.contents) for each in response.outputs}
     own = {name: data[0] if len(data) == 1 else data for name, data in outputs.items()}
@@ -369,7 +369,7 @@ def _plain(message: Message) -> AnyObject:
 
 
 def _request_message(body: InferBody, request: Request, rule: FieldRule, binary: bytes) -> pb.ModelInferRequest:
-    """The same request as a message; `binary` has the elements that are not in the JSON.
+    """The request as a message; `binary` has the elements that are not in the JSON.
 
     Raises:
         InvalidArgument: an element is not of the tensor's datatype, or a number is too large.
@@ -484,7 +484,7 @@ def _response_json(response: pb.ModelInferResponse) -> InferenceAnswer:
 
 
 def _data(contents: pb.InferTensorContents) -> list[Any]:
-    """The elements; a tensor has one datatype."""
+    """The elements. Only one of the lists is used, since a tensor has one datatype."""
     texts = [value.decode() for value in contents.bytes_contents]
     numbers = [value if math.isfinite(value) else LOWEST for value in contents.fp32_contents]
     return texts or numbers or list(contents.uint_contents)
@@ -495,9 +495,9 @@ def _elements(contents: pb.InferTensorContents) -> Sequence[bytes | float | int]
 
 
 def _protocol_error(answer: ErrorAnswer) -> InferenceError:
-    """An error in the protocol's shape: only its message, with the paths of fields in the body."""
+    """An error in the protocol's form: only its message, with the body's paths of fields."""
     return {"error": _CONTENTS.sub(".data", answer.message)}
 
 
 DIALECT = Dialect(_protocol_error, says_done=False)
-"""Errors of all paths below `ROOT`."""
+"""The dialect of errors on all paths below `ROOT`."""

@@ -1,7 +1,7 @@
-"""inference.GRPCInferenceService over the generator.
+"""The service inference.GRPCInferenceService, implemented by the generator.
 
-A stream carries many requests, which run at once; their responses are interleaved. Triton's methods that this server
-does not have are refused with the way out.
+A stream carries many requests, which run concurrently; their responses are interleaved. Errors for Triton's methods
+that this server does not have name the alternative.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ _DATA_TYPES = {
     "FP32": pb.TYPE_FP32,
     "UINT32": pb.TYPE_UINT32,
 }
-# Further requests are read when one of these is answered.
+# Maximum running requests of a stream. The next request is read after one of them is answered.
 MAX_RUNNING = 64
 _SHARED_MEMORY = "elements of tensors are sent in the messages"
 _FIXED = "the model is the one that the server was started with"
@@ -64,11 +64,11 @@ _WAYS_OUT: Mapping[str, str] = {
 
 
 class KServeServicer:
-    """See protos/inference/open_inference.proto for what each method promises. The methods that HTTP has, too, need no
-    context."""
+    """The service; protos/inference/open_inference.proto specifies each method. Methods that are also served over HTTP
+    do not need a context."""
 
     def __init__(self, generator: Generator, rule: FieldRule | None = None) -> None:
-        """`rule` says what becomes of parameters that are not known."""
+        """`rule` decides about unknown parameters."""
         self.rule = FieldRule() if rule is None else rule
         self._generator = generator
         self._model_name = generator.model.name
@@ -133,7 +133,7 @@ class KServeServicer:
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        # Proxies wait for the headers, however long the client takes to say what it wants.
+        # Sent at once, since proxies wait for the headers, and the client may send its first request late.
         await context.send_initial_metadata(())
         answer = self.answer if _wants_status(context) else self._answer_with_errors
         async with aclosing(answer_all(requests, answer)) as responses:
@@ -154,7 +154,7 @@ class KServeServicer:
     async def _answer_with_errors(
         self, request: pb.ModelInferRequest
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        """All responses to one request of a stream, the last of which may be an error."""
+        """All responses to one request of a stream. The last one may be an error."""
         try:
             async with aclosing(self.answer(request)) as responses:
                 async for response in responses:
@@ -174,7 +174,7 @@ class KServeServicer:
                 return await answer(live, responder.whole)
 
     async def _pieces(self, inference: Inference) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        """The text as it comes, then a last response without text that says how it ended."""
+        """The text in pieces, then a last response without text, with the finish reason."""
         responder = self._responder(inference)
         finished: Finished | None = None
         with self._generator.call_memory(STREAMED) as memory:
@@ -195,7 +195,7 @@ class KServeServicer:
         )
 
     def _check_target(self, request: pb.ModelInferRequest) -> None:
-        """Raises NotFound if the request names another model, or version."""
+        """Raises NotFound if the request names another model or another version."""
         self._check_model("model_name", request.model_name)
         _check_version("model_version", request.model_version)
 
@@ -209,12 +209,12 @@ class KServeServicer:
 
 
 def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:
-    """An error of the prompt at `position`, with the protocol's paths of fields."""
+    """The error of the prompt at `position`, with the protocol's paths of fields."""
     return renamed(error, partial(inference.path, position))
 
 
 def _wants_status(context: Context) -> bool:
-    """Whether the client wants an error as the status of a stream; clients of Triton can choose."""
+    """Whether the client wants errors as the status of a stream; clients of Triton can choose."""
     return ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
 
 
@@ -234,10 +234,10 @@ async def answer_all(
 ) -> AsyncGenerator[Response, None]:
     """The responses to all requests, in order for each request.
 
-    A slow reader holds up all answers: each waits until its response is taken. Closing this generator ends them all.
+    A slow reader delays all answers, since each waits until its response is read. Closing this generator ends them all.
 
     Raises:
-        Exception: reading the requests or an answer raised it. All running answers are given up.
+        Exception: an error of the requests or of an answer. All running answers are cancelled.
     """
     answers = _Answers(answer)
     reading = asyncio.create_task(answers.read_to_the_end(requests))
@@ -253,7 +253,7 @@ async def answer_all(
 
 
 class _Answers(Generic[Request, Response]):
-    """The running answers. `responses` has their responses, one at a time, and None after the last."""
+    """The running answers. `responses` has their responses, one at a time, and None after the last one."""
 
     def __init__(self, answer: Callable[[Request], AsyncGenerator[Response, None]]) -> None:
         self.responses: asyncio.Queue[Response | None] = asyncio.Queue(maxsize=1)
@@ -261,7 +261,7 @@ class _Answers(Generic[Request, Response]):
         self._places = asyncio.Semaphore(MAX_RUNNING)
 
     async def read_to_the_end(self, requests: AsyncIterator[Request]) -> None:
-        # If this is cancelled, the queue has no reader any more, so putting the None must not wait.
+        # If this is cancelled, the queue has no reader, so adding the None must not wait.
         try:
             await self._read(requests)
         except Exception:
@@ -274,7 +274,7 @@ class _Answers(Generic[Request, Response]):
             await self._places.acquire()
             async for request in requests:
                 release_memory = keep_memory()
-                # A task that is cancelled before it begins runs none of its code.
+                # As a callback, since a task that is cancelled before it begins runs none of its code.
                 running.create_task(self._run(request)).add_done_callback(lambda _, release=release_memory: release())
                 await self._places.acquire()
 
@@ -288,7 +288,7 @@ class _Answers(Generic[Request, Response]):
 
 
 class UnservedMethods(grpc.GenericRpcHandler):
-    """Answers calls of the service that no other handler takes. It is added after those."""
+    """Rejects calls of the service's other methods. It must be added after the other handlers."""
 
     def __init__(self, service: ServiceDescriptor) -> None:
         self._prefix = f"/{service.full_name}/"
@@ -314,7 +314,7 @@ def _model_metadata(name: str) -> pb.ModelMetadataResponse:
 
 
 def _model_config(name: str) -> pb.ModelConfig:
-    """The configuration of such a model in Triton."""
+    """The model's configuration in Triton's form."""
     return pb.ModelConfig(
         name=name,
         platform=_PLATFORM,

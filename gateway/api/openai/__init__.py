@@ -1,1 +1,1 @@
-"""OpenAI's API with vLLM's additions."""
+"""OpenAI's API with vLLM's extensions."""

@@ -1,7 +1,7 @@
-"""What completions and chat completions answer, whole and as chunks, and the answers about models and tokens.
+"""Answers of completions and chat completions, whole and as chunks, and answers about models and tokens.
 
 Writers build these objects, and /openapi.json is made from them. A field that may be absent is NotRequired; a list that
-may be long is an Iterable, so that its entries are made as they are written.
+may be long is an Iterable, so that its entries are made while it is written.
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ class PromptTokensDetails(TypedDict):
 
 
 class OutputTokensDetails(TypedDict):
-    """`reasoning_tokens` count the reasoning with the marks around it; the other counts are about the prediction of the
-    request."""
+    """Counts of output tokens. `reasoning_tokens` includes the marks around the reasoning; the other counts concern the
+    request's prediction."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -71,7 +71,8 @@ class ChatLogprobs(TypedDict):
 
 
 class RequestMetrics(TypedDict):
-    """With `include_metrics`, of a request with one sequence. The first token is timed from the request's arrival."""
+    """Times of a request with one sequence, for `include_metrics`. The time to the first token starts at the request's
+    arrival."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float
@@ -154,7 +155,7 @@ class ReasoningFields(TypedDict, total=False):
 
 
 class ChatAnswer(ReasoningFields):
-    """`reasoning_content` and `reasoning` are equal: vLLM's older and newer name."""
+    """The message of an answer. `reasoning_content` and `reasoning` are equal: vLLM's older and newer name."""
 
     role: Literal["assistant"]
     content: str | None
@@ -180,7 +181,7 @@ class ChunkUsage(TypedDict, total=False):
 
 
 class _Chunk(Head, ChunkUsage):
-    """With `include_usage`, `usage` is null until the last chunk, which has no choices."""
+    """A chunk. With `include_usage`, `usage` is null until the last chunk, which has no choices."""
 
 
 class ChunkOfPrompt(TypedDict, total=False):
@@ -202,8 +203,8 @@ class _ChunkChoice(ChunkFinish, ChunkTokenIds):
 
 
 class CompletionChunkChoice(_ChunkChoice, CompletionPiece, ChunkOfPrompt):
-    """The log probabilities and the tokens of the prompt are in the first chunk of a choice, whose end is a chunk of
-    its own."""
+    """A choice in a chunk. The first chunk of a choice has the log probabilities and the tokens of the prompt; its end
+    is a separate chunk."""
 
 
 class CompletionChunk(_Chunk):
@@ -222,8 +223,8 @@ class CustomDelta(TypedDict):
 
 
 class ToolCallDeltaShape(TypedDict):
-    """The first delta of a call has `id`, `type` and the name; later ones have arguments. A call has `function` or
-    `custom`."""
+    """A piece of a call. The first delta of a call has `id`, `type` and the name, later deltas have arguments. A call
+    has either `function` or `custom`."""
 
     index: int
     id: NotRequired[str]
@@ -233,7 +234,7 @@ class ToolCallDeltaShape(TypedDict):
 
 
 class ChatDelta(ReasoningFields, total=False):
-    """`role` is in the first chunk of each choice. `reasoning_content` and `reasoning` are equal."""
+    """A piece of a message. A choice's first chunk has `role`. `reasoning_content` and `reasoning` are equal."""
 
     role: Literal["assistant"]
     content: str
@@ -241,7 +242,7 @@ class ChatDelta(ReasoningFields, total=False):
 
 
 class ChatChunkChoice(_ChunkChoice):
-    """The end of a choice is a chunk of its own."""
+    """A choice in a chunk. The end of a choice is a separate chunk."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -266,7 +267,7 @@ class CancelledRequest(TypedDict):
 
 
 class ServedModelShape(TypedDict):
-    """`parent` is the model that an adapter adapts. `max_model_len` is null until a scheduler was reached."""
+    """A served model. `parent` is an adapter's base model. `max_model_len` is null until a scheduler is reached."""
 
     id: str
     object: Literal["model"]

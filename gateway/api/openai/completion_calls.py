@@ -1,4 +1,4 @@
-"""Completions and chat completions as calls: their requests, and the writers of their answers."""
+"""The calls of completions and chat completions: their requests, and the writers of their answers."""
 
 import dataclasses
 import re
@@ -29,12 +29,12 @@ from gateway.types import Prompt, RequestOptions, TextPrompt
 from quire import clock, entropy
 from quire.rpc.errors import invalid_field
 
-# With the prefix, the suffix and the number of a prompt it is a valid id.
+# Ids that stay valid with the prefix, the suffix and the number of a prompt.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 
 
 class _Call:
-    """The common part of both. See gateway.api.respond.Call."""
+    """The common part of both calls. See gateway.api.respond.Call."""
 
     dialect = OPENAI
     stream_form = STREAMED
@@ -43,12 +43,12 @@ class _Call:
         self.id = f"{prefix}-{body.request_id or _new_id()}"
         self.streams = bool(body.stream)
         self._head = head_of(self.id, int(clock.unix_s()), model)
-        # The id of the request, by which it can be cancelled.
+        # The id by which the request can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
         self._is_durable = bool(body.durable)
 
     def _front_end(self, body: GenerationBody) -> bytes:
-        """Of a durable stream; empty for others. Raises InvalidArgument if it is too large."""
+        """The front end's data of a durable stream, else empty. Raises InvalidArgument if it is too large."""
         if not self._is_durable:
             return b""
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
@@ -59,12 +59,12 @@ class _Call:
         return self
 
     async def keep(self) -> None:
-        """No answer of this API is stored."""
+        """Does nothing, since answers of this API are not stored."""
 
 
 def _new_id() -> str:
-    """An id that no other request has, and that begins with the client's X-Request-Id, by which logs are searched.
-    Proxies and agents send one such id with several calls, so it is none by itself."""
+    """A unique id that begins with the client's X-Request-Id, by which logs are searched. Proxies and agents send the
+    same X-Request-Id with several calls, so it is not unique by itself."""
     given = client_request_id()
     if given is None or not _CLIENT_ID.fullmatch(given):
         return entropy.random_hex(16)
@@ -88,7 +88,7 @@ class ChatCall(_Call):
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         options = chat_options(self._body, self._request_id)
-        # Of the conversation, an answer shows at most the last message.
+        # An answer shows at most the last message of the conversation.
         messages = self._body.messages[-1:] if self._body.echo else []
         front_end = self._front_end(self._body.model_copy(update={"messages": messages}))
         return [dataclasses.replace(options, durable=self._is_durable, front_end=front_end)]
@@ -127,7 +127,7 @@ class CompletionCall(_Call):
                 raise invalid_field("durable", f"is true, and there are {num_prompts:,} prompts; it takes one")
         first_id = self._request_id
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
-        # The requests share one object of parameters.
+        # The requests share one object with their parameters.
         options = completion_options(self._body, None, first_id)
         options = dataclasses.replace(options, durable=self._is_durable, front_end=self._front_end(self._body))
         turns = Turns()
@@ -150,7 +150,7 @@ class CompletionCall(_Call):
 
 
 def _with_suffix(prompt: Prompt, suffix: str | None, generator: Generator) -> Prompt:
-    """The prompt that asks for what is before a suffix. Raises InvalidArgument if the model has no tokens for that."""
+    """The prompt for the text before a suffix. Raises InvalidArgument if the model has no fill-in-the-middle tokens."""
     if not suffix:
         return prompt
     if not isinstance(prompt, TextPrompt):
@@ -172,11 +172,11 @@ async def _echo_text(body: CompletionBody, prompt: Prompt | None, live: LiveRequ
 
 
 def _check_shared_id(request_id: str | None, num_prompts: int) -> None:
-    """The number of each prompt is appended to the id."""
+    """Raises InvalidArgument if the id is too long when the number of each prompt is appended."""
     limit = MAX_REQUEST_ID_LENGTH - len(f"-{num_prompts - 1}")
     if request_id is not None and len(request_id) > limit:
         raise invalid_field(
             "request_id",
-            f"has {len(request_id):,} characters; with {num_prompts:,} prompts, each of which adds -N to it, "
-            f"the max is {limit}",
+            f"has {len(request_id):,} characters; with {num_prompts:,} prompts the max is {limit}, since -N is "
+            "appended for each",
         )

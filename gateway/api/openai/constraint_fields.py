@@ -1,7 +1,7 @@
 """Constraints of an answer: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields,
 SGLang's `regex`, `ebnf` and `json_schema`, and llama.cpp's `grammar` and `json_schema`.
 
-Each of them becomes a quire.common.v1.Constraint. It is enforced with and without `strict`.
+Each field becomes a quire.common.v1.Constraint, which is enforced with and without `strict`.
 """
 
 import json
@@ -41,8 +41,8 @@ class TagStructure(Part):
 
 class ResponseFormat(Part):
     """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after one of the `triggers` the text
-    continues with one of the `structures` that begin with it. The others are of llama.cpp, Together (`schema`, regex
-    with its `pattern`), Fireworks (`schema`, grammar) and TGI (json and regex with a `value`)."""
+    continues with one of the `structures` that begin with it. Other types and fields come from llama.cpp, Together
+    (`schema`, regex with its `pattern`), Fireworks (`schema`, grammar) and TGI (json and regex with a `value`)."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_FORMAT
 
@@ -56,7 +56,7 @@ class ResponseFormat(Part):
     value: JsonSchema | str | None = None
 
 
-# Which fields each type has. The first one that is set constrains the answer.
+# The fields of each type. The first one that is set constrains the answer.
 _FIELDS_OF_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
     "json_object": ("schema", "value"),
@@ -69,7 +69,7 @@ _FIELDS_OF_FORMATS: dict[str, tuple[str, ...]] = {
 
 
 def _parsed(value: Any) -> Any:
-    """A text as the JSON in it, counted as all JSON is before it is parsed."""
+    """Parses the JSON in a text, whose values are counted first, as in all JSON."""
     if not isinstance(value, str) or num_values_in(value) > MAX_VALUES_OF_TEXTS:
         raise PydanticCustomError("json_text", "a text of JSON with at most {max} values", {"max": MAX_VALUES_OF_TEXTS})
     try:
@@ -86,7 +86,7 @@ TagsInText = Annotated[
 
 
 class StructuredOutputs(Part):
-    """Exactly one of the fields is set; with those of JSON, `disable_any_whitespace` may be set in addition."""
+    """vLLM's constraints. Exactly one is set; `disable_any_whitespace` may be set in addition to a JSON constraint."""
 
     unread: ClassVar[Unread] = field_rule.STRUCTURED_OUTPUTS
 
@@ -100,7 +100,7 @@ class StructuredOutputs(Part):
 
 
 class ConstraintFields(BaseModel):
-    """The fields of a body that constrain its answer. At most one of them does."""
+    """The fields of a body that constrain its answer. At most one constraint may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -114,7 +114,7 @@ class ConstraintFields(BaseModel):
     grammar: str | None = None
     json_schema: JsonSchema | str | None = None
     guided_decoding_disable_any_whitespace: bool | None = None
-    # Selects a library in vLLM. Quire has only one.
+    # Selects a library in vLLM. Quire has only one implementation.
     guided_decoding_backend: str | None = None
 
 
@@ -130,7 +130,7 @@ def check_constraints(violations: Violations, body: ConstraintFields) -> None:
             _check_format(violations, path, format, tags_only=path != "response_format")
     found = dict(_found(body))
     paths = [*found]
-    # Some clients send one constraint by its older and its newer name.
+    # Some clients send the same constraint under its older and its newer name.
     if len(paths) > 1 and not violations.found and len({make().SerializeToString() for make in found.values()}) > 1:
         violations.add(paths[1], f"is set, and {paths[0]} too; an answer can match only one of them")
     if body.structured_outputs is not None and not any(path.startswith("structured") for path in paths):
@@ -167,7 +167,7 @@ def _is_of_json(path: str) -> bool:
 
 
 def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constraint]]]:
-    """The path of each constraint of a body, with the function that makes it."""
+    """The path of each constraint in a body, with the function that makes the constraint."""
     of_tags = partial(_of_tags, no_white_space=_no_white_space_path(body) is not None)
     match body.response_format:
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema_=schema)) if schema is not None:
@@ -200,7 +200,7 @@ def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constrain
         ("guided_choice", body.guided_choice, _of_choice),
         ("guided_grammar", body.guided_grammar, _of_grammar),
         ("structural_tag", body.structural_tag, of_tags),
-        # Clients of these servers send empty ones for none.
+        # Clients of these servers send an empty text for no constraint.
         ("regex", body.regex or None, _of_regex),
         ("ebnf", body.ebnf or None, _of_grammar),
         ("grammar", body.grammar or None, _of_grammar),

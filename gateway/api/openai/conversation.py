@@ -1,4 +1,4 @@
-"""The fields of a chat's conversation: messages, tools and arguments of the chat template, and their conversion."""
+"""The fields of a conversation: messages, tools and arguments of the chat template, and their conversion."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -18,12 +18,12 @@ from quire.rpc.errors import invalid_field
 TOOL_TYPES = ("function", "custom")
 _KNOWN_TYPES = " or ".join(TOOL_TYPES)
 _ASSISTANT = "assistant"
-# An answer may have nothing but calls, or nothing at all, and so may the result of a tool.
+# Roles whose messages may lack content: an answer may have only calls, and an answer or a tool result may be empty.
 _MAY_BE_EMPTY = frozenset({_ASSISTANT, "tool", "function"})
 
 
 class ContentPart(Part):
-    """`type` is text, or in an assistant's message refusal, each with the field of that name."""
+    """A part of the content. `type` is text, or refusal in an assistant's message, with the field of that name."""
 
     unread: ClassVar[Unread] = field_rule.CHAT_PART
 
@@ -33,7 +33,7 @@ class ContentPart(Part):
 
 
 class CalledFunction(Part):
-    """`arguments` is the text of a JSON object; null and an empty one are a call without arguments."""
+    """A called function. `arguments` is a JSON object as text; null or an empty text means no arguments."""
 
     unread: ClassVar[Unread] = field_rule.CHAT_CALLED
 
@@ -47,7 +47,7 @@ class CalledCustom(Part):
 
 
 class MessageToolCall(Part):
-    """`type` is function or custom, each with the field of that name."""
+    """A tool call. `type` is function or custom, with the field of that name."""
 
     unread: ClassVar[Unread] = field_rule.CHAT_CALL
 
@@ -58,8 +58,8 @@ class MessageToolCall(Part):
 
 
 class Message(Part):
-    """`tool_calls`, `reasoning` and `refusal` belong to an earlier answer; `tool_call_id` names the call whose result a
-    message of the role tool is."""
+    """A message. `tool_calls`, `reasoning` and `refusal` belong to an earlier answer; `tool_call_id` names the call
+    whose result a message with the role tool is."""
 
     unread: ClassVar[Unread] = field_rule.CHAT_MESSAGE
 
@@ -74,8 +74,8 @@ class Message(Part):
 
 
 class FunctionDefinition(Part):
-    """`parameters` is a JSON schema. With `strict`, or without it, calls match the schema; false leaves calls that the
-    model makes by itself unconstrained."""
+    """A function. Calls match the JSON schema `parameters` if `strict` is true or absent; if it is false, only required
+    calls do."""
 
     name: str
     description: str | None = None
@@ -84,8 +84,8 @@ class FunctionDefinition(Part):
 
 
 class ToolDefinition(Part):
-    """`type` is function or custom, each with the field of that name. Tools of other types, which OpenAI's server would
-    run, are left out."""
+    """A tool. `type` is function or custom, with the field of that name. Tools of other types, which OpenAI's server
+    would run, are omitted."""
 
     unread: ClassVar[Unread] = field_rule.CHAT_TOOL
 
@@ -99,7 +99,7 @@ class ToolDefinition(Part):
 
     @property
     def undeclared(self) -> Mapping[str, Any]:
-        # Of a tool that is left out its type says all.
+        # Only the type of an omitted tool is read.
         return {} if self.is_left_out else super().undeclared
 
 
@@ -115,7 +115,7 @@ class AllowedTools(Part):
 
 
 class ToolChoiceObject(Part):
-    """`type` is function, custom or allowed_tools, each with the field of that name."""
+    """A tool choice. `type` is function, custom or allowed_tools, with the field of that name."""
 
     type: str
     function: FunctionName | None = None
@@ -124,7 +124,7 @@ class ToolChoiceObject(Part):
 
 
 class ConversationFields(BaseModel):
-    """The fields besides the messages from which the prompt of a chat is made."""
+    """The fields from which the prompt of a chat is made, in addition to the messages."""
 
     tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
     chat_template: Annotated[str | None, Field(max_length=MAX_TEMPLATE_LENGTH)] = None
@@ -139,7 +139,7 @@ class ConversationFields(BaseModel):
 def check_conversation(
     violations: Violations, messages: Sequence[Message], body: ConversationFields, *, is_forced: bool = False
 ) -> None:
-    """`is_forced`: the body requires a call."""
+    """Adds violations for messages and tools. `is_forced` is whether the body requires a call."""
     for position, message in enumerate(messages):
         if violations.are_enough:
             return
@@ -158,13 +158,13 @@ def check_conversation(
 
 
 def left_out_tools(body: ConversationFields) -> dict[str, str]:
-    """The types of tools that are left out, by their paths."""
+    """The types of omitted tools, by their paths."""
     tools = body.tools or ()
     return {f"tools[{place}].type": tool.type for place, tool in enumerate(tools) if tool.is_left_out}
 
 
 def kept_tools(body: ConversationFields) -> list[str]:
-    """The paths of the functions, or custom tools, that the model sees."""
+    """The paths of the functions and custom tools that the model sees."""
     return [f"tools[{place}].{tool.type}" for place, tool in enumerate(body.tools or ()) if not tool.is_left_out]
 
 
@@ -218,7 +218,7 @@ def chat_message(message: Message) -> ChatMessage:
 
 
 def message_text(message: Message) -> str:
-    """A message's content as one text for the template; each part begins a new line."""
+    """A message's content as one text for the template; each part starts a new line."""
     if isinstance(message.content, list):
         return "\n".join(part.text or part.refusal or "" for part in message.content)
     return message.content or message.refusal or ""
@@ -232,7 +232,7 @@ def _call_of(call: MessageToolCall) -> ToolCall:
 
 
 def tools_of(fields: ConversationFields) -> list[Tool]:
-    """The tools of a checked body, those excepted that are left out."""
+    """The tools of a checked body, except omitted tools."""
     return [_tool_of(each) for each in fields.tools or () if not each.is_left_out]
 
 
@@ -246,7 +246,7 @@ def _tool_of(definition: ToolDefinition) -> Tool:
 
 
 def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
-    """The choice of a checked body; None if it has none."""
+    """The tool choice of a checked body; None if it has none."""
     match choice:
         case str():
             return ToolChoice(mode=TOOL_CHOICES[choice])
@@ -260,7 +260,8 @@ def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
 
 
 def template_options(body: ConversationFields) -> TemplateOptions:
-    """Raises InvalidArgument for an integer beyond all floats, as which arguments travel."""
+    """The options of the chat template. Raises InvalidArgument for an integer beyond the range of floats, the type of
+    numbers in the message."""
     options = TemplateOptions()
     if body.add_generation_prompt is not None:
         options.add_generation_prompt = body.add_generation_prompt
@@ -309,5 +310,5 @@ def _check_tool(violations: Violations, path: str, tool: ToolDefinition) -> None
 
 
 def _reasoning(message: Message) -> str | None:
-    """vLLM's name and the newer one."""
+    """The reasoning of a message, under vLLM's older or newer name."""
     return message.reasoning_content if message.reasoning_content is not None else message.reasoning

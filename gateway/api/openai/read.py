@@ -1,4 +1,4 @@
-"""Converts the body of a request to the contract's messages, and maps names of their fields back to the body's."""
+"""Converts the body of a request to protobuf messages, and maps the names of their fields back to names in the body."""
 
 import dataclasses
 import re
@@ -57,12 +57,12 @@ _UNIT_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
 
 
 async def read_request(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
-    """The body of a request. Raises as `read_body` and `parse_body` do."""
+    """The body of a request. Raises the errors of `read_body` and `parse_body`."""
     return await parse_body(kind, await read_body(request, limits), limits)
 
 
 async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Raises InvalidArgument as `parse` does, also for a field that is not supported."""
+    """The body in `data`. Raises InvalidArgument like `parse`, also for a field that is not supported."""
     check = partial(_check, limits.rule)
     return await parse(kind, data, limits, _MESSAGES, check, UNION_TYPES, api=kind.api)
 
@@ -74,7 +74,7 @@ def _check(rule: FieldRule, violations: Violations, body: Body) -> None:
 
 
 def body_of(kind: type[BodyType], fields: Mapping[str, Any], rule: FieldRule, api: str) -> BodyType:
-    """As `parse_body`, for fields that are already parsed. `api` names the API that has them."""
+    """Like `parse_body`, for fields that are already parsed. `api` is the name of the API."""
     body, violations = validated(kind, fields, UNION_TYPES), Violations()
     rule.check(violations, body, api)
     check_body(violations, body)
@@ -126,12 +126,12 @@ def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> Chat
 
 
 def is_echo_alone(body: CompletionBody) -> bool:
-    """Whether the answer has only the prompt, and no generated text."""
+    """Whether the answer has only the prompt and no generated text."""
     return bool(body.echo) and body.max_tokens == 0
 
 
 def names_of(body: GenerationBody, prompt: str = "prompt") -> Names:
-    """The names that fields of the validator have in the body; `prompt` is the prompt's."""
+    """The names of the validator's fields in the body; `prompt` is the prompt's name."""
     begins = {
         "prompt": prompt,
         "text": prompt,
@@ -168,7 +168,7 @@ def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """The number of log probabilities per prompt token: with `echo`, at least that of the generated text."""
+    """The number of log probabilities per prompt token; with `echo`, at least the number for generated tokens."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((count for count in asked if count is not None), default=None)
 
@@ -203,7 +203,7 @@ def _options(
         clamp=Clamp.AS_SET if isinstance(body, ChatBody) else Clamp.NEVER,
         retain_ms=_hinted_retention_ms(body),
         expected_tokens=_hinted_length(body),
-        # In vLLM's API lower values run earlier, in Quire's higher ones.
+        # In vLLM's API lower values run earlier, in Quire higher values.
         priority=_hinted_priority(body) if body.priority is None else -body.priority,
         priority_sign=-1,
     )
@@ -215,13 +215,13 @@ def _agent_hints(body: GenerationBody) -> AgentHints:
 
 
 def _hinted_length(body: GenerationBody) -> int | None:
-    """The expected tokens of the answer; None without a hint that can be meant."""
+    """The expected number of tokens in the answer; None without a valid hint."""
     length = _agent_hints(body).osl
     return length if length is not None and length > 0 else None
 
 
 def _hinted_priority(body: GenerationBody) -> int | None:
-    """The priority that an agent hints at, as far as its key allows it: a hint is never refused."""
+    """The priority in an agent's hint, limited to the maximum of its key: a hint is never rejected."""
     hints = _agent_hints(body)
     if hints.priority is None:
         return None
@@ -229,7 +229,7 @@ def _hinted_priority(body: GenerationBody) -> int | None:
 
 
 def _hinted_retention_ms(body: GenerationBody) -> int | None:
-    """How long the blocks of the conversation are to be kept, at most as long as a pin; None without such a hint."""
+    """The hinted time to keep the blocks of the conversation, limited to the maximum time of a pin; None if absent."""
     control = None if body.nvext is None else body.nvext.cache_control
     if control is None or (found := _RETENTION.fullmatch(control.ttl or _DEFAULT_RETENTION)) is None:
         return None
@@ -237,14 +237,14 @@ def _hinted_retention_ms(body: GenerationBody) -> int | None:
 
 
 def _add_sampling(body: GenerationBody, sampling: SamplingParameters, as_written: dict[str, Any]) -> None:
-    """Adds what the body has in another form."""
+    """Adds the parameters that have another form in the body."""
     if isinstance(body, CompletionBody) and (constraint := constraint_of(body)) is not None:
         sampling.constraint.CopyFrom(constraint)
     if body.seed not in (None, -1):
         # As in torch, a negative seed is the unsigned number with the same 64 bits.
         sampling.seed = body.seed % 2**64
     if body.use_beam_search:
-        # `best_of` beams, or else as many as are returned.
+        # The beam width is `best_of`, or by default the number of returned sequences.
         width = body.best_of if body.best_of is not None else body.n
         beam_search, path = sampling.beam_search, "sampling.beam_search"
         beam_search.early_stopping = _EARLY_STOPPING[body.early_stopping]

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's API, and of vLLM's for tokens."""
+"""The routes of OpenAI's API, and of vLLM's API for tokens."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -47,11 +47,11 @@ from gateway.request.violations import renaming
 from gateway.types import ChatPrompt, TextPrompt
 from quire.rpc.errors import NotFound, Unimplemented, invalid_field
 
-# This many tokens are written in less than a millisecond.
+# Number of tokens that are written in less than a millisecond.
 _FEW = 4096
 # The tokenizer class that transformers uses for a tokenizer.json without a tokenizer_config.json.
 _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-# Paths on the machine where the model was made, and fields that Quire's reader of the directory adds.
+# Paths on the machine where the model was made, and fields that Quire adds when it reads the model directory.
 _NOT_SHOWN = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
 )
@@ -61,8 +61,8 @@ _NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 def openai_routes(
     generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float, started_at_s: int
 ) -> list[ApiRoute]:
-    """`keep_alive_s` is the longest silence of a stream; 0 sets no limit. `started_at_s` is the `created` of models, in
-    seconds since the Unix epoch."""
+    """The routes. `keep_alive_s` is the maximum silence of a stream; 0 means no limit. `started_at_s` is the `created`
+    of models, in seconds since the Unix epoch."""
     return [
         *_generation_routes(generator, body_limits, keep_alive_s),
         *_model_routes(generator, body_limits, started_at_s),
@@ -72,13 +72,13 @@ def openai_routes(
 
 
 def note_unlimited(generator: Generator, rule: FieldRule, api: str, budget: int | None) -> None:
-    """Notes that a budget of reasoning has no effect, where the answers of the model have no reasoning."""
+    """Records a reasoning budget as ignored if the model's answers have no reasoning."""
     if budget is not None and generator.model.chat.reasoning_format is None:
         rule.note(api, "thinking_token_budget")
 
 
 def _without_unread_switch(generator: Generator, rule: FieldRule, body: ChatBody) -> ChatBody:
-    """Where the chat template has no thinking to turn on or off, the switch changes no answer: it is only noted."""
+    """Removes the switch for thinking if the chat template does not read it, and records it as ignored."""
     template = generator.model.chat.template
     if body.enable_thinking is None or body.chat_template is not None or template is None or rule.is_strict:
         return body
@@ -109,7 +109,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
     async def cancel(request: Request) -> CancelledRequest:
-        """Ends a running request of any gateway, by its id or its answer's. Its own call ends with an error."""
+        """Ends a running request of any gateway, by its id or its answer's id. Its own call ends with an error."""
         asked = request.path_params["request_id"]
         prefix, _, rest = asked.partition("-")
         ids = [asked, rest] if prefix in ("chatcmpl", "cmpl") and rest else [asked]
@@ -144,7 +144,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
 
 
 def _refused_routes(model: str) -> list[ApiRoute]:
-    """Paths for other kinds of models. The error says why they are not served, which a 404 would not."""
+    """Routes for other kinds of models. Their error gives the reason why they are not served, unlike a 404."""
 
     def route(path: str, what: str) -> ApiRoute:
         async def refuse(request: Request) -> Response:
@@ -161,12 +161,12 @@ def _refused_routes(model: str) -> list[ApiRoute]:
 
 
 def _is_of_anthropic(request: Request) -> bool:
-    """Whether a client of Anthropic's API asks, which lists models at the same path."""
+    """Whether the request comes from a client of Anthropic's API, which lists models at the same path."""
     return "anthropic-version" in request.headers
 
 
 def _as_anthropic(model: ServedModelShape) -> dict[str, Any]:
-    """A model as Anthropic's API describes it."""
+    """A model in the form of Anthropic's API."""
     return {
         "type": "model",
         "id": model["id"],
@@ -194,7 +194,7 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
         }
 
     async def models(request: Request) -> Response:
-        """The served model and its adapters, as far as the caller may use them."""
+        """The served model and its adapters that the caller may use."""
         names = adapters.names(current_caller())
         found = [described(name) for name in names]
         if _is_of_anthropic(request):
@@ -217,7 +217,7 @@ def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: i
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:
-        """Takes the name of a LoRA adapter away, for operators. Requests that run go on."""
+        """Stops serving a LoRA adapter under its name, for operators. Running requests continue."""
         body = await read_model(UnloadAdapterBody, request, body_limits, {})
         adapters.unload(body.lora_name, name_field="lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -237,7 +237,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
     texts = TextService(generator)
 
     async def tokenize(request: Request) -> Response:
-        """The tokens of a prompt or of a conversation."""
+        """The tokens of a prompt or a conversation."""
         body = await read_request(TokenizeBody, request, body_limits)
         with renaming(lambda: Names(_NAMES | numbered("tools", kept_tools(body)))):
             tokenized = await texts.tokenize(
@@ -260,7 +260,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
         return await _json_response(answer, len(body.tokens))
 
     async def tokenizer_info(request: Request) -> AnyObject:
-        """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
+        """The tokenizer's configuration and the chat template, in the form of tokenizer_config.json."""
         return _tokenizer_info(generator.model)
 
     return [
@@ -277,7 +277,7 @@ async def _json_response(answer: Mapping[str, Any], num_tokens: int) -> Response
 
 
 def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
-    """The tokenizer's configuration with its chat template; tokens are their texts.
+    """The tokenizer's configuration with its chat template; tokens are written as texts.
 
     Raises:
         NotFound: the caller may not use the model.
@@ -289,7 +289,7 @@ def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of tokenizer_config.json, with the texts of tokens that are written as objects."""
+    """A value of tokenizer_config.json, in which tokens that are objects are replaced by their texts."""
     match value:
         case {"content": str(content)}:
             return content
@@ -302,7 +302,7 @@ def _plain(value: Any) -> Any:
 
 def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt:
     if body.prompt is not None and body.messages is not None:
-        raise invalid_field("prompt", "is set besides messages; set exactly one of them")
+        raise invalid_field("prompt", "is set together with messages; set exactly one of them")
     if body.messages is not None:
         return chat_prompt(body.messages, body)
     if body.prompt is None:

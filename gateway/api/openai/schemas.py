@@ -1,5 +1,5 @@
-"""The bodies of requests: their fields and types. The validator checks ranges, and `field_rule` has the fields that are
-not read. docs/openai.md lists all fields.
+"""The fields and types of request bodies. The validator checks ranges, and `field_rule` has the fields that are not
+read. docs/openai.md lists all fields.
 """
 
 from collections.abc import Mapping
@@ -45,8 +45,7 @@ class StreamOptions(Part):
 
 
 class Prediction(Part):
-    """A text that the answer is likely to repeat, or its parts, one after the other. `type` is content, the only
-    one."""
+    """A text that the answer is likely to repeat, or a list of its parts. `type` is always content."""
 
     type: str
     content: str | ListOf[ContentPart]
@@ -57,22 +56,23 @@ class Prediction(Part):
 
 
 class AgentHints(Part):
-    """A higher `priority` is more urgent; `osl` is how many tokens the answer is expected to have. Other hints are
-    ignored, and counted."""
+    """Hints of an agent. A higher `priority` is more urgent; `osl` is the expected number of tokens in the answer.
+    Other hints are ignored and counted."""
 
     priority: int | None = None
     osl: int | None = None
 
 
 class CacheControl(Part):
-    """How long the blocks of the conversation are kept after the answer: `ttl` is 30s, 5m or 1h, 5m by default."""
+    """The time for which the blocks of the conversation are kept after the answer: `ttl` is for example 30s, 5m or 1h;
+    by default 5m."""
 
     type: str | None = None
     ttl: str | None = None
 
 
 class Nvext(Part):
-    """Dynamo's extensions. What they ask for are hints: those that are not read are ignored, and counted."""
+    """Dynamo's extensions. They are hints, so unknown ones are ignored and counted."""
 
     unread: ClassVar[Unread] = field_rule.NVEXT
 
@@ -81,9 +81,9 @@ class Nvext(Part):
 
 
 class GenerationBody(Body, ConstraintFields):
-    """Fields of completions and chat completions; vLLM adds those below the blank line.
+    """Fields of completions and chat completions. The fields after the blank line are extensions of vLLM.
 
-    A new parameter of sampling that has the name of its field in SamplingParameters is added here, and nowhere else.
+    A new sampling parameter with the name of its field in SamplingParameters only needs to be added here.
     """
 
     n: int | None = None
@@ -158,7 +158,7 @@ class ChatBody(GenerationBody, ConversationFields):
     @property
     def undeclared(self) -> Mapping[str, Any]:
         fields = super().undeclared
-        # Functions that may not be called.
+        # With function_call none, functions have no effect.
         is_silent = fields.get("function_call") == "none"
         return {name: value for name, value in fields.items() if name != "functions"} if is_silent else fields
 
@@ -181,7 +181,7 @@ class TokenizeBody(Body, ConversationFields):
 
 
 class LoadAdapterBody(Part):
-    """As in vLLM's API, whose further fields have no effect."""
+    """An adapter to load, as in vLLM's API, whose further fields have no effect."""
 
     lora_name: str
     lora_path: str
@@ -189,7 +189,7 @@ class LoadAdapterBody(Part):
 
 
 class UnloadAdapterBody(Part):
-    """Likewise."""
+    """An adapter to unload, as in vLLM's API, whose further fields have no effect."""
 
     lora_name: str
 
@@ -211,7 +211,7 @@ UNION_TYPES: dict[str, str] = {
 
 
 def check_body(violations: Violations, body: Body) -> None:
-    """Adds violations for fields that contradict each other, or have no value that is known."""
+    """Adds violations for fields that contradict each other or have unknown values."""
     if isinstance(body, GenerationBody):
         _check_combinations(violations, body)
         check_constraints(violations, body)
@@ -233,7 +233,7 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
     if body.durable and not body.stream:
         violations.add("durable", ONLY_STREAMS)
     if body.logprob_token_ids and isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0:
-        violations.add("logprob_token_ids", "is set where max_tokens is 0; it is for generated tokens alone")
+        violations.add("logprob_token_ids", "is set, but max_tokens is 0; it is only for generated tokens")
     # Checked here, because the validator's error would show the opposite sign.
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     check_prediction(violations, body.prediction)

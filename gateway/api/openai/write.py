@@ -1,6 +1,6 @@
 """Writes the answers and chunks of completions and chat completions.
 
-Log probabilities belong to single tokens. A token may be a part of a character, so its bytes are exact and its text is
+Log probabilities belong to single tokens. A token may be a part of a character, so its bytes are exact, but its text is
 an approximation.
 """
 
@@ -34,7 +34,7 @@ from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
-# Stands for -infinity, the log probability of excluded tokens, which JSON does not have. Clients know this value.
+# Represents -infinity, the log probability of excluded tokens, which JSON lacks. Clients know this value.
 LOWEST = -9999.0
 _ROLE: Literal["assistant"] = "assistant"
 
@@ -51,7 +51,7 @@ def as_chunk(sequence: GeneratedSequence) -> Chunk:
 
 
 def finish_fields(finished: Finished, stopping: StoppingParameters) -> answers.Finish:
-    """Why a sequence ended. `stop_reason` is the stop string or the stop token of the request; None for an eos."""
+    """The end of a sequence. `stop_reason` is the stop string or stop token of the request; None for an eos token."""
     stop_reason: str | int | None = finished.stop_string
     if finished.stop_token_id in stopping.stop_token_ids:
         stop_reason = finished.stop_token_id
@@ -63,7 +63,7 @@ CUT: answers.Finish = {"finish_reason": FinishReason.LENGTH.value, "stop_reason"
 
 
 def usage_fields(usages: Sequence[Usage]) -> answers.CompletionUsage:
-    """The usage of all requests of a call together."""
+    """The sum of the usages of all requests of a call."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.generated_tokens for usage in usages)
     return {
@@ -82,7 +82,7 @@ def output_tokens_details(usages: Sequence[Usage]) -> answers.OutputTokensDetail
 
 
 def request_metrics(body: GenerationBody, live: Sequence[LiveRequest], usages: Sequence[Usage]) -> answers.Metrics:
-    """`metrics` as vLLM has them, for a call that asks for them; null where several sequences share the times."""
+    """vLLM's `metrics`, for a call that requests them; null if several sequences share the times."""
     if not body.include_metrics:
         return {}
     if len(live) != 1 or len(live[0].sequences) != 1:
@@ -112,7 +112,7 @@ class ChunkUsage:
         self._completion_tokens = 0
 
     def after(self, event: Chunk | Finished) -> answers.ChunkUsage:
-        """The `usage` of the chunks of `event`. Called once for each event, in order."""
+        """The `usage` in the chunks of `event`. Must be called once for each event, in order."""
         if not self.is_included:
             return {}
         if not self._is_continuous:
@@ -132,7 +132,7 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> answers.TokenCo
 
 
 class NamedByIds:
-    """The texts of tokens where a call wants their ids in place of them."""
+    """Token ids in place of token texts, for a call that requests them."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -147,7 +147,7 @@ class NamedByIds:
 
 
 class CompletionLogprobs:
-    """Log probabilities of one choice of a completion. It tracks where in the choice's text each token begins."""
+    """Log probabilities of one choice of a completion. It tracks the offset of each token in the choice's text."""
 
     def __init__(
         self, texts: TokenTexts | NamedByIds, detokenizer: TextPieces, num_top: int, *, text_offset: int = 0
@@ -162,7 +162,7 @@ class CompletionLogprobs:
         return (self._texts.key_of(int(token_id)) for token_id in token_ids)
 
     def offsets(self, token_ids: TokenIds) -> Iterator[int]:
-        """Where the next tokens of the choice begin in its text."""
+        """The offsets of the next tokens of the choice in its text."""
         for token_id in token_ids:
             yield self._offset
             self._offset += len(self._detokenizer.push(int(token_id)))
@@ -176,12 +176,12 @@ class CompletionLogprobs:
 
 
 LogprobsPart = tuple[CompletionLogprobs, TokenIds, Iterable[PositionLogprobs | None]]
-"""The next tokens of a choice with their log probabilities; None for a token without one, as the first of a prompt."""
+"""The next tokens of a choice with their log probabilities; None for the first token of a prompt, which has none."""
 
 
 def completion_logprobs(*parts: LogprobsPart) -> answers.CompletionLogprobs:
-    """The entry for the next tokens of a choice, part by part. Its lists must be written before the next call, since
-    they are consumed lazily and count characters."""
+    """The entry for the next tokens of a choice, in parts. Its lists must be written before the next call, since they
+    are lazy and count characters."""
     return {
         "tokens": LazyList(lambda: chain.from_iterable(each.keys(ids) for each, ids, _ in parts)),
         "token_logprobs": LazyList(
@@ -195,7 +195,7 @@ def completion_logprobs(*parts: LogprobsPart) -> answers.CompletionLogprobs:
 def chat_logprobs(
     texts: TokenTexts | NamedByIds, logprobs: Iterable[PositionLogprobs], *, shows_chosen: bool = False
 ) -> answers.ChatLogprobs:
-    """With `shows_chosen` the chosen token is one of the `top_logprobs`, also where it is none of the most likely."""
+    """Log probabilities of a chat. With `shows_chosen`, `top_logprobs` includes the chosen token in any case."""
 
     def entries() -> Iterator[answers.ChatTokenLogprob]:
         for entry in logprobs:
@@ -208,18 +208,18 @@ def chat_logprobs(
 
 
 def token_ids(body: GenerationBody, ids: Sequence[int] | TokenIds) -> list[int] | None:
-    """`token_ids` of a choice; None unless the call asks for it."""
+    """`token_ids` of a choice; None unless the call requests them."""
     return [int(each) for each in ids] if body.return_token_ids else None
 
 
 def chunk_token_ids(body: GenerationBody, event: Chunk | Finished) -> answers.ChunkTokenIds:
-    """Streams leave out what the call does not ask for."""
+    """`token_ids` of a chunk; absent unless the call requests them."""
     ids = token_ids(body, event.token_ids if isinstance(event, Chunk) else ())
     return {} if ids is None else {"token_ids": ids}
 
 
 def of_prompt(texts: TokenTexts, body: GenerationBody, live: LiveRequest) -> answers.OfPrompt:
-    """What an answer says about the prompt; None unless the call asks for it."""
+    """The fields about the prompt; None unless the call requests them."""
     return {
         "prompt_logprobs": prompt_logprobs(texts, live.prompt_logprobs, body.prompt_logprobs),
         "prompt_token_ids": live.request.prompt_token_ids.tolist() if body.return_token_ids else None,
@@ -227,7 +227,7 @@ def of_prompt(texts: TokenTexts, body: GenerationBody, live: LiveRequest) -> ans
 
 
 def chunk_of_prompt(texts: TokenTexts, body: GenerationBody, live: LiveRequest) -> answers.ChunkOfPrompt:
-    """`of_prompt`, without what the call does not ask for."""
+    """The fields of `of_prompt` that the call requests."""
     whole, shown = of_prompt(texts, body, live), answers.ChunkOfPrompt()
     if (logprobs := whole["prompt_logprobs"]) is not None:
         shown["prompt_logprobs"] = logprobs
@@ -239,7 +239,7 @@ def chunk_of_prompt(texts: TokenTexts, body: GenerationBody, live: LiveRequest) 
 def prompt_logprobs(
     texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int | None
 ) -> answers.PromptLogprobs | None:
-    """`prompt_logprobs`, for a call that asks for it: one entry for each prompt token; the first is null."""
+    """`prompt_logprobs`, for a call that requests it: one entry per prompt token; the first is null."""
     if num_top is None:
         return None
     entries = logprobs_by_token_id(texts, logprobs, num_top)
@@ -249,7 +249,7 @@ def prompt_logprobs(
 def logprobs_by_token_id(
     texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int
 ) -> LazyList[answers.LogprobsByTokenId]:
-    """One entry for each token: the chosen and the most likely tokens by their ids, as vLLM has them."""
+    """One entry per token: the chosen and the most likely tokens by their ids, as in vLLM."""
     return LazyList(lambda: (_entry_by_token_id(texts, entry, num_top) for entry in logprobs))
 
 
@@ -287,7 +287,7 @@ class ChatShaper:
         self._texts = texts
         self._shown_texts = NamedByIds(texts) if body.return_tokens_as_token_ids else texts
         self._custom = frozenset(tool.name for tool in custom_tools(body))
-        # The inputs of calls of custom tools that are underway, by sequence and position.
+        # The inputs of unfinished calls of custom tools, by sequence and position.
         self._inputs: dict[tuple[int, int], InputPieces] = {}
         self._started: set[int] = set()
         self._usage_so_far = ChunkUsage(body, [live])
@@ -330,7 +330,7 @@ class ChatShaper:
                 deltas, logprobs = [*self._rests(index), answers.ChatDelta()], None
                 finish = {**self._finish(event)}
         if not deltas and (logprobs or ids):
-            # Nothing of the tokens is shown, such as reasoning that is left out.
+            # The tokens have no visible output, for example omitted reasoning.
             deltas = [answers.ChatDelta()]
         prompt: answers.ChunkOfPrompt = {} if self._started else chunk_of_prompt(self._texts, self._body, self._live)
         for delta in deltas:
@@ -340,7 +340,7 @@ class ChatShaper:
                 delta = answers.ChatDelta({"role": _ROLE, **delta})
             choice: answers.ChatChunkChoice = {"index": index, "delta": delta, "logprobs": logprobs, **finish, **ids}
             yield {**self._chunk([choice]), **prompt, **usage}
-            # Log probabilities and tokens belong to the first delta, which has them.
+            # Only the first delta has the log probabilities and the tokens.
             logprobs, ids, prompt = None, answers.ChunkTokenIds(), answers.ChunkOfPrompt()
 
     def end(self, usages: Sequence[Usage]) -> Iterable[answers.ChatCompletionChunk]:
@@ -363,8 +363,8 @@ class ChatShaper:
         return message
 
     def _deltas(self, chunk: Chunk) -> Iterator[answers.ChatDelta]:
-        """The deltas of a chunk: reasoning, then text, then calls, each separately. The first delta of a call has no
-        arguments."""
+        """The deltas of a chunk, one each for reasoning, text and each call, in this order. The first delta of a call
+        has no arguments."""
         text = chunk.text if chunk.sequence_index in self._started else self._echo + chunk.text
         if reasoning := self._reasoning(chunk.reasoning):
             yield {**reasoning}
@@ -389,7 +389,7 @@ class ChatShaper:
                 yield _call_delta({"index": call.index, "function": {"arguments": call.arguments}})
 
     def _rests(self, index: int) -> Iterator[answers.ChatDelta]:
-        """What a sequence that ends leaves of the inputs of its calls."""
+        """The remaining inputs of a sequence's calls, at its end."""
         for (sequence_index, position), pieces in self._inputs.items():
             if sequence_index == index and (rest := pieces.rest):
                 yield _call_delta({"index": position, "custom": {"input": rest}})
@@ -426,7 +426,7 @@ def _call_delta(call: answers.ToolCallDeltaShape) -> answers.ChatDelta:
 
 
 def _echoed(message: Message) -> str:
-    """The text of the last message, if it has the role of the answer."""
+    """The text of the last message if it has the role of the answer, else empty."""
     return message_text(message) if message.role == _ROLE else ""
 
 
@@ -442,7 +442,7 @@ class CompletionShaper:
         live: Sequence[LiveRequest],
         tokenizer: Tokenizer,
     ) -> None:
-        """`echoes` are the starts of the texts."""
+        """`echoes` are the texts with which the choices begin."""
         self._head = head
         self._body = body
         self._live = live
@@ -454,7 +454,7 @@ class CompletionShaper:
             for prompt, echo, each in zip(prompts, echoes, live, strict=True)
         ]
         self._usage_so_far = ChunkUsage(body, live)
-        # Choices of which a chunk was written.
+        # Choices that have a written chunk.
         self._begun: set[tuple[int, int]] = set()
 
     def whole(self, results: Sequence[Result]) -> answers.Completion:
@@ -542,7 +542,7 @@ class CompletionShaper:
                 num_top,
                 text_offset=text_offset,
             )
-            # A prompt that came as text is echoed unchanged, without the special tokens that precede it.
+            # A text prompt is echoed unchanged, without the special tokens before it.
             for with_special_tokens, before, text_offset, num_top in (
                 (
                     request.output.include_special_tokens and not isinstance(prompt, TextPrompt),
@@ -562,7 +562,7 @@ class CompletionShaper:
 
 
 class _Choice:
-    """One choice of a stream. Its first piece has the prompt, where the answer echoes it."""
+    """One choice of a stream. Its first piece has the prompt if the answer echoes it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What OpenAI's Responses API answers: responses, their items, and the events of their streams.
+"""The answers of OpenAI's Responses API: responses, their items, and the events of their streams.
 
 Writers build these objects, and /openapi.json is made from them.
 """
@@ -98,7 +98,7 @@ class ResponseFailure(TypedDict):
 
 
 class CancelledResponse(TypedDict):
-    """A response that ran, without what its call asked for."""
+    """A response that ran, without the fields of its request."""
 
     id: str
     object: Literal["response"]
@@ -159,14 +159,14 @@ class InputTokens(TypedDict):
 
 
 class Numbered(TypedDict):
-    """Events are numbered from 0."""
+    """An event with its number, from 0."""
 
     sequence_number: int
 
 
 class ResponseStateEvent(Numbered):
-    """The last event of a stream is `completed` or `incomplete`, with the whole response; in the background it may also
-    be `failed`, and for a cancelled response it is `incomplete`."""
+    """An event with the state of the response. The last event of a stream is `completed` or `incomplete`, with the
+    whole response; in the background also `failed`, and `incomplete` for a cancelled response."""
 
     type: Literal[
         "response.created",
@@ -240,7 +240,7 @@ class CustomToolCallInputDone(InItem):
 
 
 class ResponseErrorEvent(Numbered):
-    """The last event of a stream that failed, with OpenAI's documented fields, and `error`, for which clients raise."""
+    """The last event of a failed stream, with OpenAI's documented fields, and `error`, which makes clients raise."""
 
     type: Literal["error"]
     code: str

@@ -1,9 +1,9 @@
-"""Runs responses in the background, and reads their events, at this gateway or another one.
+"""Runs responses in the background, and serves their events.
 
-A response belongs to no connection: a task runs it and appends its events to the store as they come. Readers read the
-store only, so each gets the same events under the same numbers, through any gateway that has it. When a run ends early,
-because its gateway or its scheduler is gone, another one goes on: it gives the tokens whose events are in the store to
-the request, writes these events again without appending them, and appends what follows.
+A background response does not belong to a connection: a task runs it and appends its events to the store. Readers read
+only the store, so each gets the same events with the same numbers, through any gateway that shares the store. If a run
+ends early, because its gateway or its scheduler is lost, another run continues: it initializes the request with the
+tokens whose events are in the store, reproduces these events without storing them again, and appends the next events.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable,
 
 _RENEW_S = 1.0
 _TAKEN_AT_ONCE = 16
-# What other gateways write is looked for so often, for all readers together.
+# The interval at which the store is polled for events of other gateways, for all readers together.
 _POLL_S = 0.1
 _RETRY_S = 1.0
 _EVENTS = replace(OPENAI, names_events=True)
@@ -59,7 +59,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Run:
-    """A response that runs here. `began` has its first state when its request is admitted, or the refusal."""
+    """A response that runs here. `began` gets its first state when its request is admitted, or the error."""
 
     row: Background
     began: asyncio.Future[bytes] | None = None
@@ -68,14 +68,15 @@ class _Run:
 
 @dataclass(slots=True)
 class _News:
-    """Wakes readers of this gateway. Each change has an event of its own: whoever took it before a look misses none."""
+    """Wakes readers of this gateway. Each change sets the current event and replaces it, so a reader that takes the
+    event before it reads the store misses no change."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     num_readers: int = 0
 
 
 class BackgroundResponses:
-    """All responses that run in the background here."""
+    """The background responses that run at this gateway."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class BackgroundResponses:
         authenticator: Authenticator,
         read_call: Callable[[bytes, str], ResponseCall],
     ) -> None:
-        """`read_call` reads a call back from what is kept of it and its id."""
+        """`read_call` restores a call from its stored data and its id."""
         self._generator = generator
         self._store = store
         self._authenticator = authenticator
@@ -94,10 +95,10 @@ class BackgroundResponses:
         self._is_stopping = False
 
     async def begin(self, call: ResponseCall) -> bytes:
-        """Runs a response from now on; returns its first state.
+        """Starts a response and returns its first state.
 
         Raises:
-            QuireError: it is refused, with the body's names of fields; nothing runs.
+            QuireError: the response is rejected and does not run. The error has the names of fields in the body.
         """
         caller = current_caller()
         with self._generator.arriving():
@@ -121,16 +122,16 @@ class BackgroundResponses:
                 raise
 
     async def get(self, tenant: str, response_id: str) -> Background | None:
-        """A response that runs, or ran, in the background."""
+        """A background response, running or ended; None if the store does not have it."""
         return await self._store.run(self._store.get, tenant, response_id)
 
     async def asked(self, tenant: str, response_id: str) -> Sequence[ChatMessage] | None:
-        """The conversation that a response answers, whether it has ended or not; None if it is not here."""
+        """The conversation that a response, running or ended, answers; None if the store does not have it."""
         row = await self.get(tenant, response_id)
         return None if row is None else self._read_call(row.request, response_id).conversation
 
     async def cancel(self, tenant: str, response_id: str) -> bytes | None:
-        """Ends a response, whichever gateway runs it; returns its last state, None if it is not here."""
+        """Ends a response of any gateway; returns its last state, None if the store does not have it."""
         row = await self.get(tenant, response_id)
         if row is None:
             return None
@@ -141,7 +142,7 @@ class BackgroundResponses:
         return None if row is None else row.response
 
     async def remove(self, tenant: str, response_id: str) -> bool:
-        """Deletes a response, which ends if it runs; returns whether it was here."""
+        """Deletes a response, which ends if it runs; returns whether the store had it."""
         removed = await self._store.run(self._store.remove, tenant, response_id)
         self._stop(tenant, response_id)
         return removed
@@ -149,13 +150,13 @@ class BackgroundResponses:
     async def events(
         self, tenant: str, response_id: str, after: int, field_name: str = "starting_after"
     ) -> AsyncGenerator[bytes, None]:
-        """The events behind the number `after`, until the response ends. What goes wrong after the first of them, such
-        as a deletion, is the last event.
+        """The events after the number `after`, until the response ends. An error after the first of them, such as a
+        deletion, is the last event.
 
         Raises:
-            NotFound: it is not here.
-            InvalidArgument: it has no event of this number yet; `field_name` is where the reader said the number.
-            ResourceExhausted: there is no memory for the first ones.
+            NotFound: the store does not have the response.
+            InvalidArgument: it has no event with this number yet; `field_name` is the reader's field with the number.
+            ResourceExhausted: there is no memory for the first events.
         """
         name = tenant, response_id
         last = await self._store.run(self._store.last_number, tenant, response_id) if after >= 0 else after
@@ -171,7 +172,7 @@ class BackgroundResponses:
                 if status is None:
                     raise no_background(response_id)
                 if (num_bytes := sum(len(piece.data) for piece in pieces)) > most_bytes:
-                    # The reader may take them as slowly as it likes.
+                    # Counted as memory, since the reader may be slow.
                     count_answer(num_bytes - most_bytes)
                     most_bytes = num_bytes
                 for piece in pieces:
@@ -183,7 +184,7 @@ class BackgroundResponses:
                 if status not in RUNNING:
                     return
                 try:
-                    # Each change is told, but a deletion by another gateway.
+                    # All changes wake the reader, except a deletion by another gateway.
                     async with asyncio.timeout(_RENEW_S):
                         await changed.wait()
                 except TimeoutError:
@@ -198,8 +199,8 @@ class BackgroundResponses:
                 self._news.pop(name, None)
 
     async def run(self) -> None:
-        """Renews the leases of what runs here, takes over what no gateway runs, and tells readers what other gateways
-        write; until it is cancelled."""
+        """Renews the leases of responses that run here, takes over responses that no gateway runs, and wakes readers
+        when other gateways write, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(), name="news of background responses")
             await self._keep_leases()
@@ -213,7 +214,7 @@ class BackgroundResponses:
                 for name in await self._store.run(self._store.news):
                     self._tell(name)
             except QuireError:
-                """Readers look by themselves, too, and say what is wrong."""
+                """Readers also poll by themselves, and report the error."""
 
     async def _keep_leases(self) -> None:
         while True:
@@ -230,11 +231,11 @@ class BackgroundResponses:
             return
         rows = await self._store.run(self._store.take_over, _TAKEN_AT_ONCE, frozenset(self._runs))
         if self._is_stopping:
-            # By now: `stop_runs` did not see them.
+            # The gateway began to stop meanwhile, and `stop_runs` did not see these responses.
             await self._store.run(self._store.give_up, [(row.tenant, row.id) for row in rows])
             return
         for row in rows:
-            _logger.info("response %s goes on here: no gateway runs it", row.id)
+            _logger.info("response %s continues here: no gateway runs it", row.id)
             self._start(row, None)
 
     def _check_not_stopping(self) -> None:
@@ -242,8 +243,8 @@ class BackgroundResponses:
             raise _about_to_stop()
 
     async def stop_runs(self) -> None:
-        """Stops all runs, and none begins from now on; other gateways that have the store go on with them. Readers go
-        on."""
+        """Stops all runs, and prevents new ones; other gateways that share the store continue the responses. Readers
+        may continue to read."""
         self._is_stopping = True
         names = list(self._runs)
         tasks = [run.task for run in self._runs.values() if run.task is not None]
@@ -258,7 +259,7 @@ class BackgroundResponses:
             _logger.warning("background responses: %s", error)
 
     def close(self) -> None:
-        """Closes the store, when nobody reads any more."""
+        """Closes the store, after the last reader has ended."""
         self._store.close()
 
     def _start(self, row: Background, began: asyncio.Future[bytes] | None) -> None:
@@ -266,7 +267,7 @@ class BackgroundResponses:
         self._runs[row.tenant, row.id] = run
         run.task = asyncio.create_task(self._run(run), name=f"background {row.id}")
         if began is not None:
-            # The request of a response is held longer than the call that brought it.
+            # The request of a response stays in memory after its call has ended.
             release = keep_memory()
             run.task.add_done_callback(lambda _: release())
 
@@ -305,7 +306,7 @@ class BackgroundResponses:
             self._tell((row.tenant, row.id))
 
     async def _run_to_end(self, run: _Run) -> None:
-        """Runs a response until it ends, again and again where its schedulers are lost or full."""
+        """Runs a response until it ends, and retries if schedulers are lost or full."""
         row = run.row
         caller = self._authenticator.find(row.key_id, row.tenant)
         if caller is None:
@@ -369,22 +370,22 @@ class BackgroundResponses:
                 log.add(shaper.event(0, event), event.token_ids if isinstance(event, Chunk) else ())
 
     async def _fail(self, row: Background, error: QuireError) -> None:
-        """Ends a response that failed here, unless another gateway runs it by now."""
+        """Ends a response that failed here, unless another gateway has taken it over."""
         problem = {"code": error.reason.lower(), "message": error.message}
         try:
             await self._end(row, FAILED, from_json(row.response) | {"error": problem}, owner=self._store.owner)
         except QuireError as failed:
-            # It is taken over once its lease is over.
-            _logger.warning("response %s failed, which cannot be noted: %s", row.id, failed)
+            # Another run takes it over when its lease expires.
+            _logger.warning("response %s failed, which cannot be stored: %s", row.id, failed)
 
     async def _end(self, row: Background, status: str, response: dict[str, Any], owner: str | None = None) -> None:
-        """Ends a response with the state and the output that it has, and a last event; only where `owner` runs it, if
-        that is given."""
+        """Ends a response in this state with its present output and a last event. If `owner` is given, only if that
+        gateway runs it."""
         response = response | {"status": status}
 
         def last(events: bytes, number: int) -> tuple[bytes, bytes]:
             response["output"] = output_so_far(_values(events))
-            # Clients know no event of its own for a cancelled response.
+            # Clients have no separate event for a cancelled response.
             kind = "response.failed" if status == FAILED else "response.incomplete"
             value = {"type": kind, "sequence_number": number, "response": response}
             return as_json(response), f"id: {EventId(row.id, number)}\n".encode() + _EVENTS.event(value)
@@ -398,18 +399,18 @@ def _about_to_stop() -> Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the store has of a response: events, and the tokens that they tell of."""
+    """The number of events of a response in the store, and of the tokens that they contain."""
 
     num_events: int
     num_tokens: int
 
 
 class _Log:
-    """Appends events to the store while others come: all that came during a write are the next one.
+    """Appends events to the store in the background: all events that come during one write form the next write.
 
     Attributes:
-        is_new: Whether the store has no event yet.
-        state: What the response is with the next write.
+        is_new: Whether the store has no events of the response yet.
+        state: The status and the response to store with the next write.
     """
 
     def __init__(
@@ -428,7 +429,7 @@ class _Log:
         self._writing: asyncio.Task[None] | None = None
 
     def add(self, values: Any, tokens: Any = ()) -> None:
-        """Adds events, and the tokens that they tell of. Raises what the last write has raised."""
+        """Adds events, and the tokens that they contain. Raises the error of the last write, if any."""
         self._data.append(self._writer.write(values))
         for token in tokens:
             if self._tokens_had:
@@ -442,13 +443,13 @@ class _Log:
             self._writing = asyncio.create_task(self._write())
 
     async def close(self) -> None:
-        """Writes what is left, with the last state."""
+        """Writes the remaining events, with the last state."""
         if self._writing is not None:
             await self._writing
         await self._write_piece()
 
     async def settle(self) -> None:
-        """Waits for a write that is underway, whatever comes of it."""
+        """Waits for the current write, and ignores its error."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
 
@@ -468,13 +469,13 @@ class _Log:
 
 
 def _values(events: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of events that are written out."""
+    """The objects of serialized events."""
     for event in events.split(b"\n\n")[:-1]:
         yield from_json(event.partition(b"\ndata: ")[2])
 
 
 async def _give(live: LiveRequest, tokens: list[int]) -> None:
-    """Gives a request that was not submitted yet the tokens that an earlier run had of it."""
+    """Adds the tokens of an earlier run to a request that was not submitted yet."""
     turns = Turns()
     for begin in range(0, len(tokens), TOKENS_PER_TURN):
         live.accept(TokenRun(live.handle, 0, begin, tokens[begin : begin + TOKENS_PER_TURN]))

@@ -1,11 +1,11 @@
-"""Responses that run without a reader: their requests, the events that were written of them, and who runs each.
+"""The store of background responses: their requests, their events, and the gateway that runs each of them.
 
-It is a database of SQLite: in the memory of one gateway, or in the file of `--response-store`, where all gateways of a
-machine meet. A gateway that runs a response holds it by a lease, which it renews. When a gateway is gone, another one
-takes its responses over and goes on behind the tokens whose events are here.
+It is an SQLite database: in the memory of one gateway, or in the file of `--response-store`, which all gateways of a
+machine share. A gateway holds a lease of each response that it runs, and renews it. If a gateway is lost, another one
+takes its responses over and continues after the tokens whose events are stored.
 
-Each write of a run names its owner and is refused if that is another one by now, or if the response has ended. So the
-events of a response are one sequence, whoever wrote them and however late.
+Each write of a run checks the owner, and is rejected if the response has another owner or has ended. So the events of a
+response form one sequence, even if a lost gateway writes late.
 """
 
 import sqlite3
@@ -25,9 +25,9 @@ QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 FAILED, CANCELLED, INCOMPLETE = "failed", "cancelled", "incomplete"
 RUNNING = (QUEUED, IN_PROGRESS)
 MAX_RUNNING = 1024
-"""How many responses of one tenant may run in the background at once."""
+"""Maximum running background responses of one tenant."""
 LEASE_S = 5.0
-# So many bytes of events are read at once, and the rest of a piece.
+# Number of bytes of events after which a read ends, with the piece that exceeds it.
 _PIECES_BYTES = 1 << 18
 _LOCK_TIMEOUT_S = 5.0
 _ROW_BYTES = 500
@@ -48,18 +48,18 @@ CREATE TABLE IF NOT EXISTS background_events (
 
 
 class NotOwnerError(Exception):
-    """Another gateway runs the response, or it has ended: what this run would write is not wanted any more."""
+    """This run must not write: another gateway runs the response, or it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """A response that runs, or ran, in the background.
+    """A background response, running or ended.
 
     Attributes:
-        key_id: The id of the API key that made it; empty where none is needed.
-        request: What a gateway needs to run it.
-        seed: Of its draws, so that every run makes the same ones.
-        response: The response as JSON, as far as it is.
+        key_id: The id of the API key that made it; empty if no key is needed.
+        request: The data from which a gateway can run it.
+        seed: The seed of its sampling, so that every run samples the same tokens.
+        response: Its present state as JSON.
     """
 
     tenant: str
@@ -77,7 +77,7 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive events, written out, from the number `first` on, and the tokens that they tell of."""
+    """Consecutive serialized events from the number `first`, and the tokens that they contain."""
 
     first: int
     number: int
@@ -86,21 +86,21 @@ class Piece:
 
 
 class BackgroundStore:
-    """See the module. All methods but `run` belong into the store's own thread, which `run` calls them in.
+    """The store; see the module. All methods except `run` must run in the store's thread, in which `run` calls them.
 
-    Where all rows with their events take more than `max_bytes`, ended responses are forgotten, the oldest first. So
-    that some are left, no response begins where those that run would take more than half of it, unless its tenant's
-    take less than an equal share of that half.
+    If all rows with their events exceed `max_bytes`, ended responses are deleted, oldest first. To leave room for ended
+    responses, a new response is rejected if the running ones would take more than half of `max_bytes`, unless its
+    tenant's responses take less than an equal share of that half.
     """
 
     def __init__(self, path: Path | None, owner: str, max_bytes: int) -> None:
-        """Without a path it is in memory. `owner` names this gateway. Raises ConfigurationError if the file cannot be
-        used."""
+        """Without a path the store is in memory. `owner` identifies this gateway. Raises ConfigurationError if the file
+        cannot be used."""
         self.owner = owner
         self._path = path
         self._max_bytes = max_bytes
         self._is_closed = False
-        # What `news` has seen: the file's version, and the newest row of events.
+        # The file's version, and the newest row of events, at the last call of `news`.
         self._seen_version = self._seen_row = 0
         self._thread = StoreThread("background")
         try:
@@ -110,7 +110,7 @@ class BackgroundStore:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other gateways may have the responses, too."""
+        """Whether other gateways may share the store."""
         return self._path is not None
 
     def _open(self) -> sqlite3.Connection:
@@ -124,21 +124,21 @@ class BackgroundStore:
     async def run(
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
-        """Does some work in the store's thread. Raises Unavailable where the file cannot be used."""
+        """Runs a function in the store's thread. Raises Unavailable if the file cannot be used."""
         try:
             return await self._thread.run(work, *arguments, **named)
         except sqlite3.Error as error:
             raise Unavailable(f"the store of background responses cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Ends the thread when it has done what was asked of it. Idempotent."""
+        """Ends the thread after its waiting work. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._thread.close(self._database.close)
 
     def add(self, row: Background) -> None:
-        """Enters a response, which this gateway runs. Raises ResourceExhausted if the tenant runs too many, or they
-        take too much."""
+        """Adds a response, which this gateway runs. Raises ResourceExhausted if the tenant has too many running
+        responses, or they take too much memory."""
         now, size = clock.unix_s(), _ROW_BYTES + len(row.request) + len(row.response)
         with changing(self._database) as database:
             self._check_running(database, row.tenant, size)
@@ -150,7 +150,7 @@ class BackgroundStore:
             self._make_room(database)
 
     def _check_running(self, database: sqlite3.Connection, tenant: str, size: int) -> None:
-        """Whether the tenant may run one more response, of this size. Raises ResourceExhausted."""
+        """Raises ResourceExhausted unless the tenant may run one more response, of this size."""
         rows = database.execute(
             f"SELECT tenant, count(*), sum(bytes) FROM background WHERE status IN {RUNNING} GROUP BY tenant"
         ).fetchall()
@@ -158,7 +158,7 @@ class BackgroundStore:
         running = next((number for each, number, _ in rows if each == tenant), 0)
         own, total, limit = sizes[tenant], sum(sizes.values()), self._max_bytes // 2
         if running >= MAX_RUNNING:
-            problem = f"{running:,} responses of this tenant run in the background, as many as may"
+            problem = f"{running:,} responses of this tenant run in the background, which is the max"
         elif own and total + size > limit and own + size > limit // len(sizes):
             problem = (
                 f"the responses that run in the background take {shown_bytes(total)}, {shown_bytes(own)} of them this "
@@ -197,9 +197,9 @@ class BackgroundStore:
                 self._make_room(database)
 
     def pieces(self, tenant: str, response_id: str, after: int) -> tuple[str | None, list[Piece]]:
-        """The state of a response, None if it is not here, and the next events behind the number `after`; the first
-        piece may begin earlier."""
-        # The state first: where that is an end, all events are there.
+        """The state of a response, None if the store does not have it, and the next events after the number `after`;
+        the first piece may begin earlier."""
+        # The state is read first: if it is final, all events are stored.
         state = self._database.execute(
             "SELECT status FROM background WHERE tenant = ? AND id = ?", (tenant, response_id)
         ).fetchall()
@@ -209,7 +209,7 @@ class BackgroundStore:
             (tenant, response_id, after + 1),
         )
         pieces, num_bytes = list[Piece](), 0
-        # Closed, it holds no snapshot of the file.
+        # Closed, so that it does not hold a snapshot of the file.
         with closing(rows):
             for first, number, data, tokens in rows:
                 pieces.append(Piece(first, number, data, _tokens(tokens)))
@@ -218,8 +218,8 @@ class BackgroundStore:
         return state[0][0] if state else None, pieces
 
     def news(self) -> list[tuple[str, str]]:
-        """Responses that got events since the last call from another connection to the file. It costs microseconds
-        where the file has not changed. One whose newest events were deleted meanwhile may be missing."""
+        """Responses that got events from other connections to the file since the last call. It takes microseconds if
+        the file has not changed. A response may be missing if its newest events were deleted meanwhile."""
         (version,) = self._database.execute("PRAGMA data_version").fetchone()
         if version == self._seen_version:
             return []
@@ -245,8 +245,8 @@ class BackgroundStore:
         last: Callable[[bytes, int], tuple[bytes, bytes]],
         owner: str | None = None,
     ) -> bool:
-        """Ends a running response, whoever runs it, or only where `owner` does; returns whether it ended. `last` takes
-        its events, written out, and their number, and returns the response and the last event."""
+        """Ends a running response of any gateway, or only of `owner`; returns whether it ended. `last` gets its
+        serialized events and their number, and returns the response and the last event."""
         name = tenant, response_id
         with changing(self._database) as database:
             changed = database.execute(
@@ -271,12 +271,12 @@ class BackgroundStore:
             return True
 
     def remove(self, tenant: str, response_id: str) -> bool:
-        """Deletes a response, which ends if it runs; returns whether it was here."""
+        """Deletes a response, which ends if it runs; returns whether the store had it."""
         with changing(self._database) as database:
             return _delete(database, tenant, response_id)
 
     def renew(self, ids: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Renews the leases of responses that run here; returns those that this gateway must not run any more."""
+        """Renews the leases of responses that run here; returns the responses that this gateway must stop running."""
         until, lost = clock.unix_s() + LEASE_S, list[tuple[str, str]]()
         with changing(self._database) as database:
             for tenant, response_id in ids:
@@ -290,7 +290,7 @@ class BackgroundStore:
         return lost
 
     def give_up(self, ids: Sequence[tuple[str, str]]) -> None:
-        """Leaves responses to other gateways, or to the next start."""
+        """Ends the leases of responses, so that another gateway or the next start can run them."""
         with changing(self._database) as database:
             database.executemany(
                 "UPDATE background SET leased_until = 0 WHERE tenant = ? AND id = ? AND owner = ?",
@@ -298,8 +298,8 @@ class BackgroundStore:
             )
 
     def take_over(self, most: int, running: Collection[tuple[str, str]] = ()) -> list[Background]:
-        """Takes up to `most` running responses whose gateway is gone; this gateway runs them now. Of those that are
-        `running` here a lease may have passed, since the disk or this thread was slow; they are not taken."""
+        """Takes over up to `most` running responses whose gateway is lost. Responses that are `running` here are not
+        taken, even if a lease expired because of a slow disk or thread."""
         now = clock.unix_s()
         due = f"SELECT 1 FROM background WHERE status IN {RUNNING} AND leased_until < ? LIMIT 1"
         if not self._database.execute(due, (now,)).fetchall():
@@ -317,7 +317,7 @@ class BackgroundStore:
         return [row for name in taken if (row := self.get(*name)) is not None]
 
     def written(self, tenant: str, response_id: str) -> tuple[int, list[int]]:
-        """How many events of a response are here, and all tokens that they tell of."""
+        """The number of stored events of a response, and all tokens that they contain."""
         rows = self._database.execute(
             "SELECT number, tokens FROM background_events WHERE tenant = ? AND id = ? ORDER BY first",
             (tenant, response_id),

@@ -1,4 +1,4 @@
-"""A response as a call: its request, the writer of its answer, and what other gateways need to go on with it."""
+"""The call that makes a response: its request, the writer of its answer, and the data to continue it elsewhere."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class ResponseCall:
     stream_form = STREAMED_AND_REPEATED
 
     def __init__(self, body: ResponseBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
-        """A response that this gateway cannot store says so: its `store` is false."""
+        """If this gateway cannot store responses, the `store` of the response is false."""
         self.id = f"{ID_PREFIX}{entropy.random_hex(16)}"
         self.streams = bool(body.stream)
         self._tenant = current_caller().tenant
@@ -58,12 +58,12 @@ class ResponseCall:
 
     @classmethod
     def read_back(cls, live: LiveRequest, store: ResponseStore) -> Self:
-        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        """The call that began a durable stream. Raises NotFound if the stream belongs to another API."""
         return cls.of_kept(live.request.front_end, live.request.request_id, store)
 
     @classmethod
     def of_kept(cls, data: bytes, response_id: str, store: ResponseStore) -> Self:
-        """The call of which `kept` is the data. Raises NotFound if that is of another API."""
+        """Restores a call from the data of its `kept`. Raises NotFound if the data belongs to another API."""
         kept = FrontEnd.of(data, _API, response_id)
         body = validated(ResponseBody, kept.body, {})
         conversation = Conversation(
@@ -75,7 +75,7 @@ class ResponseCall:
 
     @property
     def conversation(self) -> Sequence[ChatMessage]:
-        """What it answers, without instructions."""
+        """The conversation that it answers, without instructions."""
         return self._conversation.messages
 
     @property
@@ -84,11 +84,11 @@ class ResponseCall:
 
     @property
     def seed(self) -> int | None:
-        """The seed that the body names."""
+        """The seed in the body; None if absent."""
         return None if self._body.seed in (None, -1) else self._body.seed % 2**63
 
     def kept(self) -> bytes:
-        """All that another gateway needs to run it."""
+        """The data from which another gateway can run it."""
         return self._front_end_of([plain_message(each) for each in self._conversation.messages]).to_bytes(None)
 
     def first_state(self) -> CancelledResponse:
@@ -135,7 +135,7 @@ class ResponseCall:
 
 
 async def conversation_with(store: ResponseStore, body: InputBody) -> Conversation:
-    """The conversation of a body, with what it refers to. Raises InvalidArgument if that is not kept."""
+    """The conversation of a body, with the items that it refers to. Raises InvalidArgument if they are not stored."""
     tenant = current_caller().tenant
     earlier = await store.run(store.earlier_messages, tenant, body.previous_response_id)
     items: dict[str, Any] = {}

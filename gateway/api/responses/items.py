@@ -1,4 +1,4 @@
-"""The input of a response that was kept, as items: pages of a list."""
+"""The input of a stored response as pages of a list of items."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,13 @@ from quire.rpc.errors import invalid_field
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 _ORDERS = ("asc", "desc")
-# `include` asks for what these items do not have.
+# `include` has no effect, since these items lack the fields that it requests.
 _PARAMETERS = frozenset({"after", "include", "include[]", "limit", "order"})
 _ANSWER, _RESULT = "assistant", "tool"
 
 
 def input_items(response_id: str, messages: Sequence[ChatMessage]) -> list[InputItem]:
-    """The items of a conversation, in its order. Their ids are those of this response."""
+    """The items of a conversation, in its order. Their ids are derived from the id of the response."""
     items: list[InputItem] = []
 
     def head(prefix: str) -> ItemHead:
@@ -42,10 +42,10 @@ def input_items(response_id: str, messages: Sequence[ChatMessage]) -> list[Input
 
 
 def item_page(items: Sequence[InputItem], parameters: Mapping[str, str]) -> InputItems:
-    """The page of a list that the parameters of a query ask for.
+    """The page of a list that the query parameters request.
 
     Raises:
-        InvalidArgument: a parameter is not known, or has a value that it cannot have.
+        InvalidArgument: a parameter is unknown or has an invalid value.
     """
     violations = Violations()
     for name in sorted(parameters.keys() - _PARAMETERS):

@@ -1,7 +1,7 @@
-"""The body of a response: its fields, and their conversion to a request.
+"""The request bodies of OpenAI's Responses API, and their conversion to requests of the gateway.
 
-`input` is a list of items. An answer of a model is one message in a chat but several items here: its reasoning, its
-content and its calls.
+`input` is a list of items. An answer of a model is one message in a chat, but several items here: reasoning, content
+and calls.
 """
 
 import dataclasses
@@ -45,19 +45,19 @@ from quire.common.v1.common_pb2 import AnyJsonObject, Constraint
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
-# Reasoning is never encrypted: its items have the text, and can be sent back as they are.
+# Reasoning is never encrypted: its items have the text, and can be sent back unchanged.
 _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
-# Most chat templates have the role "system" only.
+# Most chat templates only have the role "system".
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _MAX_METADATA = 16
-# A limit of the list; OpenAI has fewer names.
+# Maximum entries of `include`; OpenAI has fewer names.
 _MAX_INCLUDE = 32
 _MAX_EFFORT = 64
 _UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
 
 class TextItemPart(Part):
-    """The model does not see annotations and log probabilities of an earlier answer."""
+    """A text. The model does not see annotations and log probabilities of an earlier answer."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_PART
 
@@ -81,7 +81,7 @@ ItemPart = Annotated[
 
 
 def _part_tag(value: Any) -> str | None:
-    """Texts have several types, which mean the same."""
+    """The tag of a part. The types of text are equivalent."""
     tag = tag_of(value)
     return "<input_text>" if tag in ("<output_text>", "<reasoning_text>", "<summary_text>", "<text>") else tag
 
@@ -94,7 +94,7 @@ Texts = Annotated[list[ItemPart], BeforeValidator(_texts, json_schema_input_type
 
 
 class _Item(Part):
-    """Items of earlier answers have ids and states."""
+    """An item. Items of earlier answers also have ids and states."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_ITEM
 
@@ -106,7 +106,7 @@ class MessageItem(_Item):
 
 
 class FunctionCallItem(_Item):
-    """A call of an earlier answer; `arguments` is the text of a JSON object."""
+    """A call in an earlier answer; `arguments` is a JSON object as text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -115,7 +115,7 @@ class FunctionCallItem(_Item):
 
 
 class CustomCallItem(_Item):
-    """A call of a custom tool of an earlier answer."""
+    """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -161,7 +161,7 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 def _item_tag(value: Any) -> str | None:
-    """AI SDKs leave the type of references out."""
+    """The tag of an item. AI SDKs omit the type of references."""
     is_untyped = isinstance(value, dict) and value.get("type") is None and value.keys() - {"type"} == {"id"}
     if is_untyped or isinstance(value, ItemReference):
         return "<item_reference>"
@@ -178,7 +178,7 @@ def _items(value: Any) -> Any:
 
 
 class FunctionTool(Part):
-    """`parameters` is a JSON schema that calls match; with `strict: false` only required calls do."""
+    """A function. Calls match the JSON schema `parameters`; with `strict: false` only required calls do."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_TOOL
 
@@ -198,7 +198,7 @@ class CustomTool(CustomDefinition):
 
 
 class OtherTool(Part):
-    """A tool that OpenAI's server or one client alone would run. It is left out: its type says all."""
+    """A tool that OpenAI's server or a special client would run. It is omitted, and only its type is read."""
 
     type: str
 
@@ -221,7 +221,7 @@ def _tool_tag(value: Any) -> str | None:
 
 
 class AllowedTool(Part):
-    """One of the tools by its name."""
+    """An allowed tool by its name."""
 
     unread: ClassVar[Unread] = Unread(frozenset({"description", "parameters", "strict", "format"}))
 
@@ -230,8 +230,8 @@ class AllowedTool(Part):
 
 
 class ToolChoiceObject(Part):
-    """`type` is function or custom, with a name, or allowed_tools: of `tools` alone, with the `mode` auto or
-    required."""
+    """A tool choice. `type` is function or custom with a name, or allowed_tools, which restricts calls to `tools`, with
+    the `mode` auto or required."""
 
     type: str
     name: str | None = None
@@ -240,7 +240,8 @@ class ToolChoiceObject(Part):
 
 
 class Reasoning(Part):
-    """`effort` goes to the chat template. The reasoning itself is shown, so there is no summary of it."""
+    """Options of reasoning. `effort` is an argument of the chat template. The reasoning itself is shown, so there is no
+    summary."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_REASONING
 
@@ -248,7 +249,8 @@ class Reasoning(Part):
 
 
 class TextFormat(Part):
-    """The model does not see `name` and `description`. The schema is enforced with and without `strict`."""
+    """The format of the text. The model does not see `name` and `description`. The schema is enforced with and without
+    `strict`."""
 
     type: str
     name: str | None = None
@@ -268,7 +270,7 @@ class StreamOptions(Part):
 
 
 class InputBody(Part):
-    """What the prompt of a response is made of."""
+    """The fields from which the prompt of a response is made."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_INPUT
 
@@ -308,14 +310,14 @@ class ResponseBody(InputBody):
     top_k: int | None = None
     ignore_eos: bool | None = None
     thinking_token_budget: int | None = None
-    # OpenAI has it in chat completions only.
+    # In OpenAI's API only chat completions have it.
     prediction: Prediction | None = None
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
     cache_salt: Salt | None = None
     background: bool | None = None
-    # Labels and hints, which every state of the response says again.
+    # Labels and hints, which every state of the response repeats.
     max_tool_calls: int | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -334,14 +336,14 @@ _ITEMS = LongList("input", TypeAdapter(list[Item]))
 
 
 async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits) -> InputBodyType:
-    """The body in `data`. Raises InvalidArgument as `parse` does, also for values that contradict each other."""
+    """The body in `data`. Raises InvalidArgument like `parse`, also for values that contradict each other."""
 
     def check(violations: Violations, body: InputBody) -> None:
         _check(violations, body)
         tools = enumerate(body.tools or ())
         left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, OtherTool)}
         if isinstance(body, ResponseBody):
-            # Parts of answers that no response here has.
+            # Parts of answers that Quire does not have.
             include = enumerate((body.include or ())[:_MAX_INCLUDE])
             left_out |= {f"include[{place}]": name for place, name in include if name not in _INCLUDED}
         limits.rule.leave_out(violations, "responses", left_out)
@@ -355,7 +357,7 @@ def _check(violations: Violations, body: InputBody) -> None:
     if body.truncation not in (None, "auto", "disabled"):
         violations.add("truncation", f'is "{shortened(body.truncation)}"; it must be auto or disabled')
     if body.reasoning is not None and len(body.reasoning.effort or "") > _MAX_EFFORT:
-        # Each state of the response says it again.
+        # Limited, since each state of the response repeats it.
         violations.add(
             "reasoning.effort", f"has {len(body.reasoning.effort or ''):,} characters; the max is {_MAX_EFFORT}"
         )
@@ -370,7 +372,7 @@ def _check(violations: Violations, body: InputBody) -> None:
 
 
 def _kept_tools(body: InputBody) -> dict[str, FunctionTool | CustomTool]:
-    """The tools that the model sees, by their places in the body."""
+    """The tools that the model sees, by their paths in the body."""
     tools = enumerate(body.tools or ())
     return {f"tools[{position}]": tool for position, tool in tools if not isinstance(tool, OtherTool)}
 
@@ -459,8 +461,8 @@ def references(body: InputBody) -> dict[str, str]:
 def conversation_of(
     body: InputBody, earlier: Sequence[ChatMessage], referred: Mapping[str, Item] | None = None
 ) -> Conversation:
-    """The messages of a response, after those of the earlier response that the body names. `referred` has the items
-    of `references` by their ids."""
+    """The conversation of a response: `earlier` messages, of the response that the body names, and the body's items.
+    `referred` has the items of `references` by their ids."""
     conversation = Conversation(earlier, "previous_response_id", body.instructions)
     for position, item in enumerate(body.input):
         path = f"input[{position}]"

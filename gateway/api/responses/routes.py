@@ -1,4 +1,4 @@
-"""The paths of OpenAI's Responses API: make, get, delete and cancel a response."""
+"""The routes of OpenAI's Responses API: create, get, delete and cancel a response."""
 
 import dataclasses
 import re
@@ -51,7 +51,7 @@ def response_routes(
     background: BackgroundResponses,
     keep_alive_s: float,
 ) -> list[ApiRoute]:
-    """Responses are kept in `store`. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
+    """The routes. `store` stores responses. `keep_alive_s` is the maximum silence of a stream; 0 means no limit."""
     routes = _ResponseRoutes(generator, body_limits, store, background, keep_alive_s)
     return [
         ApiRoute(
@@ -63,7 +63,7 @@ def response_routes(
             events=ResponseEvent,
             names_events=True,
         ),
-        # Before the path of any response.
+        # Before the route with a response id, which would match this path, too.
         ApiRoute("/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody),
         ApiRoute(
             _PATH,
@@ -100,7 +100,7 @@ class _ResponseRoutes:
         self._keep_alive_s = keep_alive_s
 
     async def create(self, request: Request) -> Response:
-        """Makes a response: answers a text, or a conversation of items."""
+        """Creates a response: answers a text or a conversation of items."""
         if (last := last_event_id(request)) is not None:
             if await self._background.get(current_caller().tenant, last.request_id) is not None:
                 return self._events_of(last.request_id, last)
@@ -120,7 +120,7 @@ class _ResponseRoutes:
         return self._events_of(call.id) if call.streams else _json(state)
 
     async def _conversation_with(self, body: InputBody) -> Conversation:
-        """The conversation of a body, with what it refers to. Raises InvalidArgument if that is not kept."""
+        """The conversation of a body, with the items that it refers to. Raises InvalidArgument if one is not stored."""
         try:
             return await conversation_with(self._store, body)
         except InvalidArgument as error:
@@ -135,15 +135,15 @@ class _ResponseRoutes:
             raise invalid_field(name, description) from error
 
     def _events_of(self, response_id: str, after: EventId | int = -1) -> Response:
-        """The events of a response in the background behind the number `after`, or behind an event that it has."""
+        """The events of a background response after the number `after`, or after an event id."""
         field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
         read = partial(self._background.events, current_caller().tenant, response_id, number, field)
         headers = {"x-request-id": response_id}
         return StreamedResponse(read, lambda: True, self._keep_alive_s, headers, _dialect(number))
 
     async def retrieve(self, request: Request) -> Response:
-        """A stored response, or one that runs in the background; with `stream=true` the events of the latter, behind
-        the number `starting_after`."""
+        """A stored or a background response; with `stream=true` the events of a background response after the number
+        `starting_after`."""
         tenant, response_id = current_caller().tenant, request.path_params["response_id"]
         row = await self._background.get(tenant, response_id)
         if request.query_params.get("stream", "").lower() == "true":
@@ -166,7 +166,7 @@ class _ResponseRoutes:
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a running response of any gateway. A finished response is not changed."""
+        """Cancels a running response of any gateway. A finished response does not change."""
         response_id, tenant = request.path_params["response_id"], current_caller().tenant
         if (state := await self._background.cancel(tenant, response_id)) is not None:
             return _json(state)
@@ -180,11 +180,11 @@ class _ResponseRoutes:
         )
 
     async def list_input_items(self, request: Request) -> InputItems:
-        """The items that a response answers, those of earlier turns included, the last one first."""
+        """The items that a response answers, including earlier turns, last item first."""
         response_id = request.path_params["response_id"]
         tenant = current_caller().tenant
         if (asked := await self._background.asked(tenant, response_id)) is None:
-            # Its last message is the answer.
+            # The last message is the answer.
             asked = (await self._store.run(self._store.find, tenant, response_id)).messages[:-1]
         return item_page(input_items(response_id, asked), request.query_params)
 
@@ -199,7 +199,7 @@ class _ResponseRoutes:
 
 
 def _dialect(after: int) -> Dialect:
-    """The dialect of the events behind the number `after`."""
+    """The dialect of the events after the number `after`."""
     return dataclasses.replace(OPENAI, names_events=True, error_event=partial(error_event, number=after + 1))
 
 
@@ -208,7 +208,7 @@ def _json(body: bytes) -> Response:
 
 
 def _starting_after(request: Request, response_id: str) -> EventId | int:
-    """The last event that the caller has, -1 if it has none. Raises InvalidArgument if it is none of this response."""
+    """The last event that the caller has, -1 if none. Raises InvalidArgument if it belongs to another response."""
     if (last := last_event_id(request)) is not None:
         if last.request_id != response_id:
             raise invalid_field(LAST_EVENT_ID, f'is "{last!s:.200}", no event of response "{response_id:.80}"')

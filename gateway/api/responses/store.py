@@ -1,5 +1,5 @@
-"""Responses that are kept for `previous_response_id` and for references to their items: in memory, or in a file of
-SQLite, which outlives its gateways and which all gateways of a machine share."""
+"""The store of responses for `previous_response_id` and for references to their items: in memory, or in an SQLite file,
+which persists and which all gateways of a machine share."""
 
 import asyncio
 import json
@@ -29,18 +29,18 @@ from quire.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, NotFound, Unavailable, invalid_field
 from quire.settings import ConfigurationError
 
-# The memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
+# Memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
 # without its messages.
 _MESSAGE_BYTES = 400
 _CALL_BYTES = 300
 _RESPONSE_BYTES = 1000
-# The id of an item has that of its response, and its position, with "in" before it among the items that were answered.
+# The id of an item: a prefix, the id of its response, "in" if it belongs to the input, and its position.
 _ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})(?:in)?\d{1,6}")
-# Of all items that one body refers to: each reference to an item brings the whole of it into the conversation.
+# Maximum bytes of all items that one body refers to: each reference adds a whole item to the conversation.
 _MAX_REFERRED_BYTES = 16 << 20
 _LOCK_TIMEOUT_S = 5.0
 _VERSION = 1
-# The first with RETURNING.
+# The first version with RETURNING.
 _NEEDED = (3, 35, 0)
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS responses (
@@ -66,7 +66,7 @@ class StoredResponse:
 
 
 def _memory_of(message: ChatMessage) -> int:
-    """The memory of a message with all its fields, whatever they are."""
+    """The memory of a message with all its fields."""
     return _MESSAGE_BYTES + sum(_memory_of_value(getattr(message, each.name)) for each in fields(message))
 
 
@@ -85,9 +85,9 @@ def _memory_of_value(value: object) -> int:
 
 
 class ResponseStore(ABC):
-    """The responses of all tenants, at most `max_bytes` together; 0 keeps none.
+    """The responses of all tenants, at most `max_bytes` together; 0 stores none.
 
-    If the sum exceeds `max_bytes`, the tenant that holds most loses its least recently used response. Each response
+    If the sum exceeds `max_bytes`, the least recently used response of the largest tenant is deleted. Each response
     counts with its whole conversation.
     """
 
@@ -101,17 +101,17 @@ class ResponseStore(ABC):
     async def run(
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
-        """Does some work with the store; it may take as long as the store's medium takes."""
+        """Runs a function with the store, and returns its result."""
         return work(*arguments, **named)
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the store, when nobody needs it any more."""
+        """Closes the store after its last use."""
 
     @abstractmethod
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        """Keeps a response, unless it alone is too large. It replaces one of the same id: each reader of a durable
-        stream that comes to its end keeps it."""
+        """Stores a response, unless it is larger than the store. Replaces a response with the same id: each reader that
+        reaches the end of a durable stream stores it."""
 
     @abstractmethod
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
@@ -119,18 +119,18 @@ class ResponseStore(ABC):
 
     @abstractmethod
     def remove(self, tenant: str, response_id: str) -> None:
-        """Deletes a response. Raises NotFound if there is none."""
+        """Deletes a response. Raises NotFound if the store does not have it."""
 
     def find(self, tenant: str, response_id: str) -> StoredResponse:
-        """As `get`. Raises NotFound if there is none."""
+        """Like `get`, but raises NotFound if the store does not have the response."""
         found = self.get(tenant, response_id)
         if found is None:
             raise NotFound(f'response "{response_id:.80}" {self._absence}', reason="RESPONSE_NOT_FOUND")
         return found
 
     def earlier_messages(self, tenant: str, response_id: str | None) -> Sequence[ChatMessage]:
-        """The conversation up to the response of a `previous_response_id`; empty for None. Raises InvalidArgument if
-        the response is not kept."""
+        """The conversation up to the response with a `previous_response_id`; empty for None. Raises InvalidArgument if
+        the response is not stored."""
         if response_id is None:
             return ()
         found = self.get(tenant, response_id)
@@ -139,10 +139,10 @@ class ResponseStore(ABC):
         return found.messages
 
     async def items(self, tenant: str, references: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """The items of stored responses by their ids; `references` has these by the paths of their fields.
+        """The items of stored responses by their ids; `references` has the ids by the paths of their fields.
 
         Raises:
-            InvalidArgument: one is not kept, or all together stand for too much.
+            InvalidArgument: an item is not stored, or the items are too large together.
         """
         asked: dict[str, dict[str, str]] = {}
         for path, item_id in references.items():
@@ -182,13 +182,13 @@ class ResponseStore(ABC):
     @property
     @abstractmethod
     def _whose(self) -> str:
-        """Which responses are here, for errors."""
+        """The kind of responses in the store, for errors."""
 
 
 def _items_of(
     response_id: str, response: StoredResponse, asked: Collection[str]
 ) -> dict[str, tuple[dict[str, Any], int]]:
-    """The asked ones among the items of a response and those that it answered, and their sizes."""
+    """The requested items of a response's input and output, with their sizes."""
     items = [*input_items(response_id, response.messages[:-1]), *from_json(response.body)["output"]]
     return {item["id"]: (item, len(as_json(item))) for item in items if item["id"] in asked}
 
@@ -238,7 +238,7 @@ class MemoryStore(ResponseStore):
 
     @property
     def _whose(self) -> str:
-        return "its own responses alone (--response-store shares them)"
+        return "only its own responses (--response-store shares them)"
 
     def close(self) -> None:
         self._tenants.clear()
@@ -253,10 +253,10 @@ class MemoryStore(ResponseStore):
 
 
 class SqliteStore(ResponseStore):
-    """Responses in a file of SQLite. A thread of its own reads and writes it, in the order of the calls of `run`.
+    """Responses in an SQLite file. The store's thread reads and writes it, in the order of the calls of `run`.
 
-    Several gateways of one machine may have the file open. Where it cannot be written, a response is not kept, which
-    the log says; where it cannot be read, calls that need it are refused.
+    Several gateways of one machine may have the file open. If it cannot be written, a response is not stored, and a
+    warning is logged; if it cannot be read, calls that need it fail.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -321,7 +321,7 @@ class SqliteStore(ResponseStore):
         if not self.keeps_any:
             return None
         try:
-            # All rows are fetched, which ends the statement and its lock.
+            # Fetching all rows ends the statement and its lock.
             rows = self._database.execute(
                 "UPDATE responses SET used_at = ? WHERE tenant = ? AND id = ? RETURNING body, messages",
                 (clock.unix_s(), tenant, response_id),
@@ -344,11 +344,11 @@ class SqliteStore(ResponseStore):
 
     @property
     def _whose(self) -> str:
-        return f"those in {self._path.name} (--response-store)"
+        return f"the responses in {self._path.name} (--response-store)"
 
 
 def plain_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as JSON has it."""
+    """A message as JSON values."""
     calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
     return {each.name: getattr(message, each.name) for each in fields(message)} | {"tool_calls": calls}
 
@@ -360,7 +360,7 @@ def message_of(plain: dict[str, Any]) -> ChatMessage:
 
 
 def sqlite_path(place: str) -> Path | None:
-    """The file of a place, "memory" or "sqlite:PATH"; None is memory."""
+    """The path in a place, "memory" or "sqlite:PATH"; None for memory."""
     return Path(place.removeprefix(SQLITE)) if place.startswith(SQLITE) else None
 
 

@@ -1,4 +1,4 @@
-"""A response as an object and as a stream of events.
+"""Writes a response as an object and as a stream of events.
 
 Each block of the answer is an item of `output`. A stream has events for a new item, its parts, its deltas and its end;
 the last event has the whole response.
@@ -53,7 +53,7 @@ def cancelled_response(head: ResponseHead) -> answers.CancelledResponse:
 
 
 def response_head(head: ResponseHead, status: str) -> answers.CancelledResponse:
-    """A response without what its call asked for."""
+    """A response without the fields of its request."""
     return {
         "id": head.id,
         "object": "response",
@@ -71,7 +71,7 @@ def response_head(head: ResponseHead, status: str) -> answers.CancelledResponse:
 
 
 def output_so_far(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The items that the events of a stream tell of. Those that have not ended are incomplete."""
+    """The items in the events of a stream. Items without an end are incomplete."""
     items: list[dict[str, Any]] = []
     pieces: dict[int, list[str]] = {}
     for event in events:
@@ -87,13 +87,13 @@ def output_so_far(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 del pieces[event["output_index"]]
                 items[event["output_index"]] = event["item"]
             case _:
-                """It tells nothing new."""
+                """The event has nothing new."""
     for index, deltas in pieces.items():
         item = items[index]
         if item["type"] in _CALL_TEXTS:
             item[_CALL_TEXTS[item["type"]]] = "".join(deltas)
         else:
-            # An item without a part has no text yet.
+            # An item without parts has no text yet.
             item["content"] = [part | {"text": "".join(deltas)} for part in item["content"]]
     return items
 
@@ -111,7 +111,7 @@ def error_event(answer: ErrorAnswer, number: int) -> answers.ResponseErrorEvent:
 
 
 def answer_message(blocks: Iterable[Block]) -> ChatMessage:
-    """An answer as the message that later ones follow."""
+    """An answer as a message of the conversation, for later requests."""
     parts: dict[BlockKind, list[str]] = {kind: [] for kind in BlockKind}
     calls: list[ToolCall] = []
     for block in blocks:
@@ -146,10 +146,10 @@ class ResponseShaper:
         self._blocks = Blocks()
         self._reason = FinishReason.STOP
         self._num_events = 0
-        # Custom tools, and the inputs of their calls that are underway, by the positions of their blocks.
+        # Names of custom tools, and the inputs of their unfinished calls, by the positions of their blocks.
         self._custom = frozenset(tool.name for tool in body.custom_tools)
         self._inputs: dict[int, InputPieces] = {}
-        # Of tokens that have no text: they go out with the next one that has, or at the end.
+        # Log probabilities of tokens without text, which are sent with the next text or at the end.
         self._untold: list[Iterable[PositionLogprobs]] = []
 
     def whole(self, results: Sequence[Result]) -> answers.ResponseObject:
@@ -158,7 +158,7 @@ class ResponseShaper:
         return self._ended(blocks, sequence.finished.reason, usage, sequence.logprobs)
 
     def begin(self) -> Iterable[answers.ResponseEvent]:
-        """In the background it is queued first; `under_way` is then what its first output begins with."""
+        """The first events. A background response is queued first; `under_way` has the next events."""
         if self._head.is_background:
             yield {"type": "response.created", **self._numbered(), "response": self.state(QUEUED)}
             yield {"type": "response.queued", **self._numbered(), "response": self.state(QUEUED)}
@@ -260,7 +260,7 @@ class ResponseShaper:
             yield {"type": "response.output_item.done", **self._at_item(block), "item": item}
 
     def _item(self, block: Block, status: str, logprobs: Iterable[ChatTokenLogprob] = ()) -> answers.OutputItem:
-        """A block as an item. In progress it has no content yet."""
+        """A block as an item. An item in progress has no content yet."""
         item: answers.ItemHead = {"id": self._item_id(block), "status": status}
         call: answers.CallHead = {**item, "call_id": block.call_id, "name": block.name}
         is_empty, text = status == _IN_PROGRESS, block.content
@@ -341,7 +341,7 @@ class ResponseShaper:
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "truncation": "auto" if body.truncation == "auto" else "disabled",
             "max_tool_calls": body.max_tool_calls,
-            # There is one tier, which the callers of every tier get.
+            # There is only one tier, so the requested tier is returned.
             "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
             "safety_identifier": body.safety_identifier,
             "prompt_cache_key": body.prompt_cache_key,

@@ -1,1 +1,1 @@
-"""The page for people who operate Quire: /ui."""
+"""The web page for operators: /ui."""

@@ -1,10 +1,10 @@
-"""Who may see the page: operators. Where keys are asked, everyone else gets a page that says so.
+"""Access to the page. If keys are required, only operators may open it, and other callers get an error page.
 
-A browser sends no key by itself when it opens a page. So the refusal page has a form for the key, and the key comes
-back in a cookie that only paths below /ui get, that no script reads, and that other sites' pages cannot make a browser
-send. The cookie holds the key itself, because any gateway of several that share the port must understand it. Browsers
-keep cookies by host and not by port: so the port is in the cookie's name, and gateways at several ports of one host, or
-behind forwarded ones, do not sign each other's viewers out.
+A browser sends no key by itself when it opens a page. So the error page has a form for the key, and the browser then
+sends the key in a cookie. Only paths below /ui get the cookie, scripts cannot read it, and pages of other sites cannot
+make a browser send it. The cookie contains the key itself, because all gateways that share the port must accept it.
+Browsers store cookies by host and not by port, so the cookie's name contains the port. Otherwise gateways at several
+ports of one host would sign each other's users out.
 """
 
 import base64
@@ -25,7 +25,7 @@ from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 ROOT = "/ui"
 KEY_PATH = f"{ROOT}/key"
 OPEN_PATHS = frozenset({"/", KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
-"""What leads to the page of a refusal, and what that needs."""
+"""Paths without authentication: the redirect to the page, and the parts of the error page."""
 HEADERS: Mapping[str, str] = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'; "
@@ -39,7 +39,8 @@ _COOKIE = "quire-operator"
 _PORT = re.compile(r":([0-9]{1,5})$")
 _MAX_FORM_BYTES = 4096
 OWN_SITES = ("same-origin", "none")
-"""Values of sec-fetch-site: of a page of ours, or typed by the user; "same-site" is another port or subdomain."""
+"""Values of sec-fetch-site for requests of this site's pages, or typed by the user; "same-site" would include other
+ports and subdomains."""
 _REFUSAL = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -70,12 +71,12 @@ def is_below(path: str) -> bool:
 
 
 def shows_page(scope: Scope) -> bool:
-    """Whether a refusal is shown to a person: the caller opens the page itself, and not what it loads."""
+    """Whether a rejection is answered with the error page: the caller opens the page itself, and not a file of it."""
     return scope["method"] == "GET" and scope["path"] in (ROOT, f"{ROOT}/")
 
 
 def keys_shown(scope: Scope) -> list[bytes]:
-    """The key in the cookie, as an authorization header; none where there is none, or where another site's page makes
+    """The key in the cookie, as an authorization header. Empty without the cookie, or if a page of another site made
     the browser send it."""
     request = Request(scope)
     if request.headers.get("sec-fetch-site", "none") not in OWN_SITES:
@@ -87,26 +88,26 @@ def keys_shown(scope: Scope) -> list[bytes]:
 
 
 def _cookies(request: Request) -> dict[str, str]:
-    """The cookies by their names. Ours is base64, in quotes where that is padded. Python's own parser takes quadratic
+    """The cookies by name. Quire's cookie is base64, in quotes if it is padded. Python's own parser takes quadratic
     time for backslashes up to 3.11.9 and 3.12.5 (CVE-2024-7592): seconds for one header of a caller without a key."""
     pairs = [each.partition("=") for each in "; ".join(request.headers.getlist("cookie")).split(";")]
     return {name.strip(): value.strip().strip('"') for name, _, value in pairs}
 
 
 def _cookie_at(request: Request) -> str:
-    """The cookie's name, with the port that the browser knows; a default port is in no Host header."""
+    """The cookie's name, with the port in the browser's Host header, which omits default ports."""
     port = _PORT.search(request.headers.get("host", ""))
     return _COOKIE if port is None else f"{_COOKIE}-{port[1]}"
 
 
 def check_operator(*, is_operator: bool) -> None:
-    """Raises PermissionDenied where the key is not an operator's."""
+    """Raises PermissionDenied if the key is not an operator's."""
     if not is_operator:
         raise PermissionDenied("the page is for operators, and this API key is not one's", reason="OPERATORS_ONLY")
 
 
 def refusal(error: QuireError) -> Response:
-    """The page for who may not see it."""
+    """The error page for callers that may not open the page."""
     status = HTTPStatus.UNAUTHORIZED if isinstance(error, Unauthenticated) else HTTPStatus.FORBIDDEN
     is_new = error.reason == "MISSING_API_KEY"
     problem = "" if is_new else html.escape(f"{error.message[:1].upper()}{error.message[1:]}.")
@@ -115,8 +116,8 @@ def refusal(error: QuireError) -> Response:
 
 
 async def take_key(request: Request, authenticator: Authenticator, on_refusal: Callable[[str], object]) -> Response:
-    """Puts the key of the form into the cookie, if it is an operator's; an empty one ends the visit. `on_refusal` is
-    called with the reason where it is another one."""
+    """Stores the key of the form in the cookie, if it is an operator's; an empty key deletes the cookie. `on_refusal`
+    is called with the reason if the key is rejected."""
     body = b""
     async for piece in request.stream():
         body += piece

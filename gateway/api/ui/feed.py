@@ -1,5 +1,5 @@
-"""What the page shows, as server-sent events: what this gateway knows of its replicas, and the frames of each replica's
-scheduler (quire.scheduler.v1, Watch) as JSON.
+"""The data of the page as server-sent events: the state of this gateway and its replicas, and the frames of each
+replica's scheduler (quire.scheduler.v1, Watch) as JSON.
 
     event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem",
                       "max_model_len", "role"}]}
@@ -7,8 +7,8 @@ scheduler (quire.scheduler.v1, Watch) as JSON.
     event: frame     {"replica": address, "is_whole", "more_follows", "unix_seconds", "numbers", "memory", "steps",
                       "answers", "waiting", "ended"}
 
-Names are those of the messages; arrays are flat lists of numbers, as there. A viewer that reads slowly slows down the
-stream from the scheduler, which then leaves frames out.
+Names and arrays (flat lists of numbers) are as in the messages. A slow viewer slows down the stream from the scheduler,
+which then skips frames.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from quire.rpc.errors import QuireError
 from quire.version import VERSION
 
 _GATEWAY_INTERVAL_S = 1.0
-# A replica that is lost or back is told of sooner.
+# The interval at which replicas are checked: a lost or returned replica is reported early.
 _LOOK_INTERVAL_S = 0.1
 _RETRY_S = 1.0
 _MAX_QUEUED = 4
@@ -59,7 +59,7 @@ async def feed(
 async def _follow(
     generator: Generator, caller: Caller, history: LoadHistory, events: asyncio.Queue[bytes], *, wants_memory: bool
 ) -> None:
-    """Tells of the gateway again and again, and watches the replicas that it has by then."""
+    """Reports the state of the gateway periodically, and watches its present replicas."""
     watching: dict[SchedulerLink, asyncio.Task[None]] = {}
     try:
         while not (generator.is_draining or caller.account.is_closed):
@@ -83,7 +83,7 @@ async def _follow(
 
 
 def gateway_state(generator: Generator) -> dict[str, Any]:
-    """What this gateway knows of itself and its replicas."""
+    """The state of this gateway and its replicas."""
     return {
         "version": VERSION,
         "model": generator.model.name,
@@ -103,7 +103,7 @@ def gateway_state(generator: Generator) -> dict[str, Any]:
 
 
 async def _watch(link: SchedulerLink, events: asyncio.Queue[bytes], *, wants_memory: bool) -> None:
-    """Frames of one replica, as long as the viewer stays; a stream that breaks is opened again."""
+    """Adds the frames of one replica until cancelled; reopens a broken stream."""
     while True:
         problem = None
         try:
@@ -117,7 +117,7 @@ async def _watch(link: SchedulerLink, events: asyncio.Queue[bytes], *, wants_mem
         except QuireError as error:
             problem = error.message
         except Exception as error:
-            # Nobody waits for this task: it must not end unnoticed.
+            # No code waits for this task, so its error must be logged and shown.
             _logger.exception("frames of scheduler %s cannot be shown", link.address)
             problem = f"its frames cannot be shown: {type(error).__name__}"
         if problem is not None and link.is_connected:

@@ -1,6 +1,6 @@
-"""The load of the last ten minutes, of each replica: what a page that was just opened draws its charts from.
+"""The load of each replica in the last ten minutes, for the charts of a newly opened page.
 
-One sample every two seconds, from what schedulers answer about themselves.
+It has one sample every two seconds, from the schedulers' reports of their state.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ class LoadHistory:
         self._replicas: dict[str, _Replica] = {}
 
     def of(self, address: str) -> list[dict[str, Any]]:
-        """The samples of a replica, oldest first: "at", in Unix seconds, and numbers by the names that the page has."""
+        """The samples of a replica, oldest first: "at", in Unix seconds, and numbers by the names in the page."""
         replica = self._replicas.get(address)
         return [] if replica is None else list(replica.samples)
 
     async def run(self) -> None:
-        """Takes samples until it is cancelled."""
+        """Takes samples until cancelled."""
         has_failed = False
         while True:
             for address in [each for each in self._replicas if each not in self._links]:
@@ -49,14 +49,14 @@ class LoadHistory:
             try:
                 await asyncio.gather(*(self._sample(link) for link in list(self._links.values())))
             except Exception:
-                # A defect here must not end the gateway, which ends with any of its parts.
+                # An error here must not end the gateway, which ends if any part ends.
                 if not has_failed:
                     _logger.exception("a sample of the load could not be taken")
                 has_failed = True
             await asyncio.sleep(_INTERVAL_S)
 
     async def _sample(self, link: SchedulerLink) -> None:
-        """Adds a sample of a replica; one that says that it is down where it is."""
+        """Adds a sample of a replica, or a sample that marks it as down."""
         replica = self._replicas.setdefault(link.address, _Replica())
         now = clock.unix_s()
         try:

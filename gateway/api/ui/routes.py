@@ -1,7 +1,7 @@
-"""The paths below /ui: the page and its files, the feed, blocks, and OpenAI's paths that its chat uses.
+"""The routes below /ui: the page and its files, the feed, blocks, and OpenAI's paths that its chat uses.
 
-All files come from this gateway, and the page runs no script and loads nothing from elsewhere (see `access.HEADERS`).
-OpenAI's paths are served here once more because the cookie of an operator is sent to paths below /ui alone.
+All files come from this gateway, and the page loads no scripts or other files from elsewhere (see `access.HEADERS`).
+OpenAI's paths are also served here because browsers send the operator's cookie only to paths below /ui.
 """
 
 import contextlib
@@ -41,8 +41,9 @@ def ui_routes(
     history: LoadHistory,
     demo_socket: Path | None,
 ) -> list[BaseRoute]:
-    """`routes` has those of OpenAI's API; `on_refusal` is called with the reason of a refusal of the form for keys.
-    `demo_socket` is where services are killed for a demonstration; without it, the page does not offer that."""
+    """The routes. `routes` includes the routes of OpenAI's API; `on_refusal` is called with the reason when the form
+    rejects a key. `demo_socket` is the socket of the supervisor that kills services for demonstrations; without it, the
+    page does not offer that."""
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
 
@@ -109,7 +110,7 @@ class _Files:
         self._tags = {name: f'"{hashlib.sha256(data).hexdigest()[:16]}"' for name, data in self._files.items()}
 
     def answer(self, name: str, request: Request) -> Response:
-        """A file, or that the browser has it already. Raises NotFound."""
+        """The answer with a file, or 304 if the browser already has it. Raises NotFound for unknown files."""
         if name not in self._files:
             raise NotFound(f"{access.ROOT}/{name[:80]} is not known here", reason="PATH_NOT_FOUND")
         headers = {**access.HEADERS, "etag": self._tags[name]}
@@ -121,8 +122,8 @@ class _Files:
 
 
 async def _service_to_kill(request: Request) -> str:
-    """The service that the body names. A page of another site cannot send JSON here without asking first, which is
-    refused. Raises QuireError."""
+    """The service that the body names. A page of another site cannot send JSON without a preflight request, which is
+    rejected. Raises QuireError."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise invalid_field("content-type", "must be application/json")
     body = b""
@@ -138,7 +139,7 @@ async def _service_to_kill(request: Request) -> str:
 
 
 def _kill(demo_socket: Path, service: str) -> None:
-    """Asks the supervisor to kill a service, which it starts again. Raises Unavailable."""
+    """Makes the supervisor kill a service, which it then restarts. Raises Unavailable."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
         sending.setblocking(False)
         try:
@@ -148,7 +149,7 @@ def _kill(demo_socket: Path, service: str) -> None:
 
 
 async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
-    """A block with its hash and its owners. Texts are shown of the caller's own tenant alone. Raises QuireError."""
+    """A block with its hash and its owners. Texts are shown only of the caller's own tenant. Raises QuireError."""
     query = request.query_params
     link = generator.replicas.links.get(query.get("replica", ""))
     if link is None:

@@ -1,4 +1,4 @@
-"""Messages of the scheduler as objects of JSON, for the page."""
+"""Conversion of the scheduler's messages to JSON objects, for the page."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _ARRAYS = ("gone", "progress", "lengths", "tables", "named", "pins", "events")
 
 
 def is_long(frame: scheduler_pb2.WatchResponse) -> bool:
-    """Whether writing the frame takes milliseconds."""
+    """Whether the serialization of the frame takes milliseconds."""
     return len(frame.memory.tables) + 4 * len(frame.memory.names) > _MANY_BYTES
 
 
 def frame_object(address: str, frame: scheduler_pb2.WatchResponse) -> dict[str, Any]:
-    """A frame as an object of JSON."""
+    """A frame as a JSON object."""
     return {
         "replica": address,
         "is_whole": frame.is_whole,
@@ -46,7 +46,7 @@ def _memory(memory: scheduler_pb2.MemoryChanges) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message without repeated fields as an object; a number that is absent is None."""
+    """A message without repeated fields as an object; absent numbers are None."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -59,7 +59,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _reason(reason: scheduler_pb2.WaitReason) -> str:
-    """The reason's name, as "shared_prefix"; an empty text for one of a later version."""
+    """The reason's name, such as "shared_prefix"; empty for a reason of a later version."""
     if reason not in scheduler_pb2.WaitReason.values():
         return ""
     return scheduler_pb2.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
@@ -71,7 +71,7 @@ def block_request(block: int, *, is_host: bool) -> scheduler_pb2.ReadBlockReques
 
 
 def block_object(answer: scheduler_pb2.ReadBlockResponse, tenant: str, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """A block with its owners. `text_of` gives the text of a token; texts are shown of one tenant alone."""
+    """A block with its owners. `text_of` returns the text of a token; texts are shown only of `tenant`."""
     owners: list[dict[str, Any]] = []
     for owner in answer.owners:
         token_ids = decode_int32(owner.token_ids, "token_ids", minimum=0).tolist()
@@ -94,7 +94,7 @@ def block_object(answer: scheduler_pb2.ReadBlockResponse, tenant: str, text_of: 
 
 @dataclass(frozen=True, slots=True)
 class StateAt:
-    """What a scheduler said of itself, and when."""
+    """The state that a scheduler reported, with the time of the report."""
 
     unix_s: float
     state: scheduler_pb2.GetStateResponse
@@ -106,8 +106,8 @@ def state_request(gateway_id: str) -> scheduler_pb2.GetStateRequest:
 
 
 def load_sample(now: StateAt, before: StateAt | None) -> dict[str, float]:
-    """Queues, batch, memory and times to the first token, and rates since the state before, where that is of the same
-    scheduler. What the scheduler does not say is not in it."""
+    """Queues, batch, memory and times to the first token, and rates since the previous state, if it is from the same
+    scheduler. Values that the scheduler does not report are absent."""
     state = now.state
     served = state.served
     sample: dict[str, float] = {

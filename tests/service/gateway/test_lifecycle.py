@@ -66,7 +66,7 @@ async def test_a_gateway_is_ready_with_the_tables_of_its_vocabulary_or_a_moment_
         if ends:
             answer = await gateway.http.get("/ready")
             assert answer.status_code == 503
-            assert answer.json()["reason"] == "the tables by which constraints are checked are not made yet"
+            assert answer.json()["reason"] == "the tables for checks of constraints are not ready yet"
             may_end.set()
         await until_true(lambda: not constraints.is_starting)
         assert (await gateway.http.get("/ready")).status_code == 200

@@ -533,7 +533,7 @@ async def test_where_all_drain_a_new_request_fails_once_nothing_runs_any_more():
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
     assert not live.is_over
     first.is_busy = False
-    with pytest.raises(Unavailable, match="drained; a start anew") as failed:
+    with pytest.raises(Unavailable, match="drained; restart them") as failed:
         await asyncio.wait_for(read_to_end(live), 5)
     assert failed.value.reason == "NO_SCHEDULER"
 

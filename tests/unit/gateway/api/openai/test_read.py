@@ -134,8 +134,8 @@ async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_promp
 
     requests = await call(limit).requests(NO_GENERATOR)
     assert max(len(request.request_id or "") for request in requests) == 128
-    expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts, each of which adds -N to it, "
-    with pytest.raises(InvalidArgument, match=f"^{expected}the max is {limit}$"):
+    expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts the max is {limit}, since -N is "
+    with pytest.raises(InvalidArgument, match=f"^{expected}appended for each$"):
         await call(limit + 1).requests(NO_GENERATOR)
 
 
