@@ -1,9 +1,9 @@
-"""Attention over a virtually contiguous view of scattered blocks, as vTensor has it, beside the paged kernel.
+"""Compares the paged kernel with attention over a virtually contiguous view of scattered blocks, as vTensor has it.
 
 Keys and values of one layer lie in two files in memory. For each sequence they are mapped into one range of addresses,
-piece by piece, so that torch's scaled_dot_product_attention, which knows nothing of blocks, reads them. Pieces are
-blocks, of small pages, or 2 MiB, in huge pages. It tells the time of a decode step of all sequences, in turn, what
-mapping costs, and how many mappings and page tables there are.
+piece by piece, so that torch's scaled_dot_product_attention, which has no notion of blocks, reads them. A piece is
+a block, in small pages, or 2 MiB, in huge pages. Reports the time of a decode step of all sequences, the cost of
+mapping, and the numbers of mappings and page tables.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""The cost of the scheduler's core alone: schedule and apply of one step, in milliseconds; calls that are rare or long;
-memory of waiting requests.
+"""The cost of the scheduler's core without services: schedule and apply of one step, in milliseconds; rare or long
+calls; memory of waiting requests.
 
 Two batches: `steady`, where all sequences decode, and `turning`, where chats come and go. Two steps are in flight, as
 in service. The split by part is measured in a run of its own, since measuring it takes time too.
@@ -25,7 +25,7 @@ from bench.waiting_memory import WaitingMemory, measure_waiting
 from scheduler_svc.core.step import StepResult
 
 _MEDIAN_BOUND_MS, _P99_BOUND_MS, _BOUND_AT = 1.0, 3.0, 256
-"""What a step of 256 sequences may take, schedule and apply together."""
+"""Bounds for schedule and apply together, for a step of 256 sequences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
 
 BOUND_MS = 5.0
-"""What any one call may take with 1,024 rows."""
+"""Maximum time of any one call with 1,024 rows."""
 
 _BLOCK_SIZE = 16
 _LONG_PROMPT = 120_000
@@ -147,7 +147,7 @@ def _pressure_of_tenants(num_rows: int) -> Calls:
 
 
 def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
-    """Steps until nobody waits; the plans count, and not the results."""
+    """Calls of `schedule` until no request waits. Only the plans are timed, not the results."""
     while len(scheduler.waiting):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)

@@ -13,7 +13,7 @@ from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
 _MEAN_TOKENS = 161 + 338
-"""Of a chat, prompt and output."""
+"""Mean prompt and output tokens of a chat."""
 _QUEUE = 16
 """Requests that are kept waiting where the batch turns over."""
 
@@ -35,7 +35,7 @@ class Load:
 
 
 def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = None) -> Load:
-    """All sequences decode for this many steps, with so many log probabilities each; none comes or goes, none waits."""
+    """All sequences decode for `num_steps` steps, each with `logprobs` log probabilities; none comes, goes or waits."""
     blocks_each = -(-(_STEADY_PROMPT + num_steps) // _BLOCK_SIZE) + 1
     config = SchedulerConfig(
         num_blocks=num_sequences * blocks_each,

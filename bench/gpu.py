@@ -82,7 +82,7 @@ def _begin(arguments: argparse.Namespace) -> Findings:
 
 
 def _path_of_results(arguments: argparse.Namespace) -> Path | None:
-    """Some groups alone are not put in the place of a whole run, unless the file is named."""
+    """The file to write. A run of some groups does not replace a whole run's results, unless the file is named."""
     if arguments.check_only:
         return None
     return RESULTS if arguments.out is None and arguments.only is None else arguments.out
@@ -126,7 +126,7 @@ def _check_groups(device: str, seed: int) -> "Groups[Check]":
 
 
 def _runner_checks(device: str, seed: int) -> "Iterator[Check]":
-    # Only here and below: the other groups need torch and Triton alone.
+    # Imported only here and below, since the other groups need only torch and Triton.
     from bench.gpu_runner_checks import runner_checks
 
     yield from runner_checks(device, seed)
@@ -141,7 +141,7 @@ def _figure_groups(shape: str) -> "Groups[Figure]":
 
 
 def _groups_beside(memory: float, shape: str) -> "Groups[Figure]":
-    """What matters most comes first."""
+    """The most important groups come first."""
     from bench.gpu_figures import kernel_groups, tiling_groups
 
     yield from kernel_groups(memory)
@@ -191,7 +191,7 @@ def _run_another(findings: Findings, deadline: float) -> int:
         path = Path(folder) / "findings.json"
         findings.write(path, {})
         left = max(deadline - time.monotonic(), 0.0)
-        # Of a flag that is given twice the last one counts.
+        # If a flag is given twice, the last one counts.
         flags = ["--resume", str(path), "--seconds", str(left)]
         return subprocess.run([sys.executable, *sys.orig_argv[1:], *flags], check=False).returncode
 

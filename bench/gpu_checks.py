@@ -86,7 +86,7 @@ def _pointwise_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
         cuda.layer_norm(x, weight, bias, 1e-5),
         reference.layer_norm(wide_x, wide_weight, wide_bias, 1e-5),
     )
-    # What is normed is the sum as it is stored; it may be written over the residual.
+    # The norm is taken of the sum as it is stored, and may be written over the residual.
     stored, total = (x + residual).double(), wide_x + residual.double()
     normed, stream = cuda.add_rms_norm(x, residual.clone(), weight, 1e-5)
     yield compare("add_rms_norm", normed, reference.rms_norm(stored, wide_weight, 1e-5))
@@ -146,7 +146,7 @@ def _coded_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def make_weights(out_features: int, in_features: int, device: str) -> Iterator[tuple[str, CodedWeight]]:
-    """One of each kind of codes and scales, any bytes of which are a weight; inputs in multiples of 256."""
+    """One weight for each kind of codes and scales, from random bytes; `in_features` is a multiple of 256."""
     for coding in (Coding.Q4_K, Coding.Q5_K, Coding.Q6_K, Coding.Q8_0, Coding.Q4_0, Coding.IQ4_XS):
         per_group, num_bytes = coding.group
         rows = torch.randint(0, 256, (out_features, in_features // per_group, num_bytes), dtype=torch.uint8)
@@ -179,8 +179,8 @@ def _copy(pool: torch.Tensor) -> torch.Tensor:
 
 
 def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
-    """The largest relative error of a token; [T, ...]. Each counts by its own norm, since a row of a long context is
-    small beside the others."""
+    """The largest relative error of a token; [T, ...]. Each error is relative to its own token's norm, since a row of a
+    long context is smaller than the others."""
     wrong = torch.linalg.vector_norm((actual.double() - expected).flatten(1), dim=1)
     errors = wrong / torch.linalg.vector_norm(expected.flatten(1), dim=1)
     return Check(name, str(actual.dtype).removeprefix("torch."), errors.max().item(), LIMITS[actual.dtype])
@@ -192,5 +192,5 @@ def _by_slot(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _leave_nan_in_free_memory(like: torch.Tensor) -> None:
-    """The next output of this size begins as NaN, so that an element that nobody wrote is seen."""
+    """Fills the memory of the next output of this size with NaN, so that an element that was not written shows."""
     torch.full_like(like, torch.nan)

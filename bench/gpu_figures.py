@@ -1,4 +1,4 @@
-"""How fast the Triton kernels are, each beside a ceiling that the same run measured."""
+"""Speed of the Triton kernels, each compared with a ceiling that the same run measured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -126,13 +126,13 @@ def _prefill_tilings() -> Iterator[Figure]:
 
 
 def _changes(tiling: DecodeTiling | PrefillTiling, chosen: DecodeTiling | PrefillTiling) -> str:
-    """What differs from the chosen tiling."""
+    """The fields that differ from the chosen tiling."""
     differing = [each.name for each in fields(tiling) if getattr(tiling, each.name) != getattr(chosen, each.name)]
     return ", ".join(f"{name} {getattr(tiling, name)}" for name in differing) or "as chosen"
 
 
 def _tera_operations(batch: int, length: int) -> float:
-    """Two products of two operations an element, of which the causal half is asked for."""
+    """Two products, each with two operations an element; only the causal half of them is requested."""
     return 2 * batch * length**2 * HEADS.query * HEADS.size / 1e12
 
 
@@ -184,7 +184,7 @@ def _pointwise(memory: float) -> Iterator[Figure]:
 
 
 def _coded(memory: float) -> Iterator[Figure]:
-    """Beside the same product in bfloat16 where there are many tokens, and beside its bytes where there are few."""
+    """Compares with the same product in bfloat16 for many tokens, and with the time to read its bytes for few."""
     out_features, in_features = 14336, 4096
     plain = torch.randn(out_features, in_features, dtype=DTYPE, device="cuda")
     for name, weight in [("bfloat16", None), *make_weights(out_features, in_features, "cuda")]:

@@ -1,4 +1,4 @@
-"""What a run of `bench.gpu` has found so far, and its file, from which another run goes on."""
+"""Findings of a run of `bench.gpu` so far, and their file, from which another run continues."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Grows as groups of checks and figures give theirs.
+    """Checks and figures so far; grows as each group reports.
 
     Attributes:
-        seed: that the random inputs of all of them are drawn with.
-        begun: names of groups, which are not begun again.
-        broken: those of them that did not come to their ends.
+        seed: seed of all random inputs.
+        begun: names of groups that do not begin again.
+        broken: names of begun groups that did not finish.
         late: groups for which there was no time.
     """
 
@@ -31,8 +31,8 @@ class Findings:
 
     @classmethod
     def read(cls, path: Path) -> "Findings":
-        """Those of a file that `write` wrote; what was late may be begun now."""
-        # Only here: they import Triton, which must have been told before whether to interpret.
+        """Reads a file that `write` wrote; groups that were late may now begin."""
+        # Imported here, since both import Triton, which must know before whether to interpret.
         from bench.gpu_checks import Check
         from bench.gpu_figures import Figure
 

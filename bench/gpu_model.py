@@ -61,7 +61,7 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
 
 
 def step_bytes(model: LlamaForCausalLM) -> int:
-    """Bytes of weights that a step reads: all but the embedding, of which it reads a line a token."""
+    """Bytes of weights that a step reads, without the embedding, since a step reads only one row of it a token."""
     specs = [spec for layer in _layers(model) for spec in layer.tensors()]
     return sum(math.prod(spec.shape) for spec in specs if "embed_tokens" not in spec.name) * DTYPE.itemsize
 

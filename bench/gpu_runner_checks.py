@@ -18,7 +18,7 @@ from worker_svc.step import StepOutput
 
 Answer = tuple[int, float]
 NUM_ROWS = 13
-# Of log probabilities: rounding and nothing else.
+# Maximum difference of log probabilities, which rounding explains.
 LIMIT = 1e-4
 _SAMPLING = replace(GREEDY, logprobs=0)
 _SMALL = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
@@ -100,7 +100,7 @@ def _run_swaps(
 
 
 def _last_answers(rig: Rig) -> list[Answer]:
-    """Of rows 0 and 1, once all steps are done."""
+    """The answers of rows 0 and 1, once all steps are done."""
     last = {row: answer for output in rig.drain() for row, answer in _answers(output).items()}
     return [last[0], last[1]]
 
@@ -113,7 +113,7 @@ def _make_rig(model: CausalLM, num_rows: int, num_blocks: int, **options: Any) -
 
 
 def _answers(output: StepOutput) -> dict[int, Answer]:
-    """By row; those whose logits were not finite have no log probability."""
+    """Answers by row; a row whose logits were not finite has no log probability."""
     logprobs: dict[int, float] = {}
     if output.logprobs is not None:
         with_logprobs = output.rows[output.logprobs.samples].tolist()

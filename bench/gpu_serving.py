@@ -1,5 +1,5 @@
-"""What clients get from all services on the GPU, how busy the device is meanwhile, and what transformers' continuous
-batching gives for the same requests to the same model."""
+"""Speed of all services on the GPU as clients see it, the share of time in which the device is busy, and the speed of
+transformers' continuous batching with the same requests and model."""
 
 import asyncio
 import json
@@ -33,12 +33,12 @@ _PEER_TIMEOUT_S = 150
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Of what may fail, each by itself."""
+    """Calls that may each fail without ending the run."""
 
     failures: list[Exception] = field(default_factory=list)
 
     def make(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T | None:
-        """What the work gives; None where it fails."""
+        """The result of `work`; None if it fails."""
         try:
             return work(*arguments, **options)
         except Exception as failure:
@@ -69,7 +69,7 @@ class Served:
 
 
 def serving_figures(shape: str) -> Iterator[Figure]:
-    """Quire without and with CUDA graphs, beside transformers."""
+    """Quire without and with CUDA graphs, compared with transformers."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         directory = Path(folder)
         write_model(config_of(shape), directory, torch.device("cuda"))
@@ -128,7 +128,7 @@ async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -
     }
     async with LocalServer(ServeSettings(**(values | changes))) as server:
         await server.wait_ready()
-        # Prompts as long as those that are measured: long contexts are attended to by another kernel.
+        # Prompts as long as the measured ones, since another kernel attends to long contexts.
         longest = max(len(item.prompt) for item in work)
         warm_up = make_requests(seed=2, count=len(work), lengths=(min(8, longest), longest), output_tokens=16)
         await send_at_once(server.grpc_address, warm_up)
@@ -137,7 +137,7 @@ async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -
 
 
 def peer_tokens_per_s(directory: Path, work: list[LoadRequest], device: str = "cuda") -> float:
-    """What transformers gives, in a process of its own, whose memory is free afterwards."""
+    """Throughput of transformers, which runs in its own process, so that its memory is free afterwards."""
     requests = directory / "requests.json"
     prompts = [item.token_ids.tolist() for item in work]
     requests.write_text(json.dumps({"prompts": prompts, "tokens": work[0].output_len}))

@@ -38,12 +38,12 @@ _ANSWERS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
     parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
-    parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
+    parser.add_argument("--steps", type=int, default=0, help="number of worker steps to measure instead")
     parser.add_argument("--first-request", type=int, default=0, help="rounds of fresh servers to measure instead")
     parser.add_argument("--model", type=Path, help="model directory of these servers")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="of the constrained rows")
-    parser.add_argument("--layers", type=int, default=12, help="of the model that is stepped, 768 wide")
+    parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="schema of constrained rows")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the worker's model, which is 768 wide")
     parser.add_argument("--runs", type=int, default=3, help="texts of each schema")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
@@ -183,7 +183,7 @@ def draw_texts(count: int) -> dict[str, list[str]]:
 
 
 def _draw(template: Template, maker: MaskMaker, rng: np.random.Generator) -> str | None:
-    """One text; None if it is too long, or has a number beyond those of double precision."""
+    """A random text; None if it is too long, or has a number beyond the range of double precision."""
     vocabulary = template.vocabulary
     matcher, drawn = template.matcher(tuple(vocabulary.eos)), list[int]()
     for _ in range(_MAX_TOKENS):

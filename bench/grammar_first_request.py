@@ -1,6 +1,6 @@
-"""What the first constrained request of a fresh server waits for, in addition to what the second one does.
+"""Measures how much longer the first constrained request of a fresh server waits than the second one.
 
-Each round starts two servers on a folder of its own for tables of vocabularies: the first finds none, the second
+Each round starts two servers with a new folder for tables of vocabularies: the first server finds no tables, the second
 finds the tables of the first. Every request has a schema of its own.
 """
 

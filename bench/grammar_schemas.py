@@ -14,7 +14,7 @@ _DATE = {"type": "string", "format": "date"}
 
 
 def closed(properties: Mapping[str, Any], optional: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    """An object of these properties alone, all but the optional ones required."""
+    """An object with only these properties; all but the optional ones are required."""
     required = [name for name in properties if name not in optional]
     return {
         "type": "object",

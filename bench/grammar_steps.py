@@ -1,5 +1,5 @@
-"""What constrained rows cost the steps of a worker: rows with and without a constraint decode in turn, so that a
-machine that drifts does not count."""
+"""The cost of constrained rows for a worker's steps: rows with and without a constraint decode in turn, so that drift
+of the machine affects both alike."""
 
 import argparse
 import json

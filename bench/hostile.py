@@ -1,10 +1,10 @@
-"""Ordinary streams beside hostile callers: whether the callers of bench/hostile_callers.py hurt anybody.
+"""Runs ordinary streams during an attack, and checks that the callers of bench/hostile_callers.py do not affect them.
 
-Starts a server on quire-tiny in float32. Half of the ordinary streams come over gRPC, half over HTTP, each again and
-again with a prompt and a seed of its own, and each answer must be the one that the same request got before the attack.
-`/health` is asked ten times a second, each time by a new connection, and the memory of the gateway is read once a
-second. Exits with 1 if a stream failed or changed, if `/health` was not answered or took half a second or longer at the
-99th percentile, or if the gateway was restarted or held more memory than it may.
+Starts a server on quire-tiny in float32. Half of the ordinary streams use gRPC, half HTTP. Each sends one request again
+and again, with a prompt and a seed of its own, and each answer must equal the answer before the attack. `/health` is
+requested ten times a second, each time by a new connection, and the memory of the gateway is read once a second. Exits
+with 1 if a stream failed or changed, if `/health` was not answered or took half a second or longer at the 99th
+percentile, or if the gateway was restarted or exceeded its memory limit.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _BACK_OFF_S = 0.5
 
 @dataclass(slots=True)
 class Findings:
-    """What was seen during the attack."""
+    """Observations during the attack."""
 
     num_streams: int = 0
     num_refused: int = 0
@@ -52,7 +52,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OrdinaryCaller:
-    """One who streams the same request again and again, over gRPC or over HTTP."""
+    """A caller that streams the same request again and again, over gRPC or over HTTP."""
 
     number: int
     grpc: AsyncClient

@@ -49,7 +49,7 @@ async def _exchange(target: Target, request: bytes, *, held_s: float = _LONG_S, 
             return "left unread"
         async with asyncio.timeout(held_s):
             line = await reader.readline()
-            # What follows may be large and is not kept.
+            # The rest may be large and is dropped.
             while await reader.read(1 << 16):
                 pass
         return line.decode("latin-1").strip().partition(" ")[2] or "closed"
@@ -117,7 +117,7 @@ async def many_logprobs(target: Target, rng: random.Random) -> str:
 
 
 async def some_logprobs(target: Target, rng: random.Random) -> str:
-    """What may be accepted of the like: 16 samples of 100 tokens with 20 log probabilities each."""
+    """A large request that may be accepted: 16 samples of 100 tokens with 20 log probabilities each."""
     call = {"prompt": "Once upon a time", "n": 16, "max_tokens": 100, "logprobs": 20, "temperature": 1.0}
     return await _send(target, "/v1/completions", call)
 
@@ -155,7 +155,7 @@ async def nonsense(target: Target, rng: random.Random) -> str:
 
 
 async def unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream that nobody reads."""
+    """A stream that its caller does not read."""
     body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}).encode()
     return await _exchange(target, _post("/v1/completions", body), held_s=_HELD_S, reads=False)
 
@@ -248,7 +248,7 @@ async def many_choices(target: Target, rng: random.Random) -> str:
 
 
 async def wide_unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream of 128 samples that nobody reads."""
+    """A stream of 128 samples that its caller does not read."""
     call = {"prompt": "Once", "n": 128, "max_tokens": 900, "stream": True, "ignore_eos": True}
     return await _exchange(target, _post("/v1/completions", json.dumps(call).encode()), held_s=_HELD_S, reads=False)
 
@@ -350,7 +350,7 @@ async def _speak(target: Target, pieces: Iterable[bytes], *, held_s: float) -> s
 
 
 async def many_watches(target: Target, rng: random.Random) -> str:
-    """Watches of health with 15 kB of metadata each, as many as a connection may have, held: no key is needed."""
+    """Open watches of health, up to a connection's maximum, with 15 kB of metadata each; no key is needed."""
     metadata = {b"x-a": rng.randbytes(7500).hex().encode()}
     pieces = (
         _headers(stream, _WATCH, metadata) + _frame(_DATA, _END_STREAM, stream, bytes(5))
@@ -413,8 +413,8 @@ KINDS: tuple[Kind, ...] = (
 async def attack(
     target: Target, num_callers: int, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS
 ) -> dict[str, Counter[str]]:
-    """Lets so many callers go through all kinds, one after the other, for a time. What they are in the middle of at the
-    end is cut off. Returns how often each kind got each answer."""
+    """Runs `num_callers` callers for `seconds`. Each goes through all kinds in turn; calls in progress at the end are
+    cut off. Returns how often each kind got each answer."""
     answers: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in kinds}
 
     async def call(number: int) -> None:

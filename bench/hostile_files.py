@@ -80,12 +80,12 @@ _LONGEST_LINE = 2000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutation.
+    """The result of one mutation.
 
     Attributes:
         kind: "loaded", "refused", or what is wrong.
         text: The message.
-        cpu_s: CPU time; with that of making the file, which is little.
+        cpu_s: CPU time, which includes the little that making the file takes.
     """
 
     number: int
@@ -143,7 +143,7 @@ def run(numbers: Sequence[int], num_processes: int, memory: int, seconds: float)
 def _run_piece(numbers: Sequence[int], sources: Path, memory: int, seconds: float) -> list[Outcome]:
     """In one process after another, where one ends."""
     context, found, left = multiprocessing.get_context("forkserver"), [], list(numbers)
-    # What loading imports is imported once.
+    # Modules that loading imports are imported once.
     context.set_forkserver_preload([__name__])
     while left:
         ours, theirs = context.Pipe()
@@ -175,7 +175,7 @@ def _run_piece(numbers: Sequence[int], sources: Path, memory: int, seconds: floa
 def _serve(answers: Connection, sources: Path, memory: int, numbers: Sequence[int]) -> None:
     torch.set_num_threads(1)
     for source in sorted(sources.iterdir()):
-        # What is imported late is, before memory is counted.
+        # Modules that are imported late are imported before memory is counted.
         _load(source)
     # Collections after each mutation look at what it left, not at all that was imported: that took most of the time.
     gc.collect()
@@ -257,7 +257,7 @@ def make_sources(directory: Path) -> None:
 
 
 def _tokenizer(*, in_pieces: bool) -> bytes:
-    """Of one of the two kinds that files have."""
+    """A tokenizer of one of the two kinds that model files have."""
     space = "\u2581" if in_pieces else "\u0120"
     letters = pre_tokenizers.ByteLevel.alphabet()
     alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), space] if in_pieces else sorted(letters)
@@ -298,7 +298,7 @@ def mutated(source: Path, directory: Path, generator: random.Random) -> Path:
 
 
 def _mutate_bytes(content: bytearray, generator: random.Random) -> bytearray:
-    """What a disk or a broken copy does."""
+    """Damage as by a disk or a broken copy."""
     size = len(content)
     at = generator.randrange(max(size, 1)) if generator.random() < 0.5 else generator.randrange(max(min(size, 4000), 1))
     match generator.randrange(6):
@@ -388,7 +388,7 @@ def _walk(content: bytearray) -> _Walk:
 
 
 def _mutate_gguf(content: bytearray, generator: random.Random) -> bytearray | None:
-    """What someone does who knows the format; None where the header is broken already."""
+    """Damage with knowledge of the format; None if the header is already broken."""
     try:
         walk = _walk(content)
     except (struct.error, KeyError, MemoryError, OverflowError):

@@ -1,8 +1,8 @@
-"""The CPU kernels: attention of decodes beside what memory gives, prefill beside torch on contiguous tensors, and the
-small operations beside plain torch.
+"""Speed of the CPU kernels: decode attention compared with memory bandwidth, prefill compared with torch on contiguous
+tensors, and the small operations compared with plain torch.
 
-What is compared runs in turn, again and again, so that a machine that drifts does not count. The memory's speed is that
-of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size altogether,
+The contestants run in turn, again and again, so that drift of the machine affects all alike. The memory bandwidth is
+that of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size in all,
 so that caches help neither more than the other.
 """
 
@@ -210,10 +210,10 @@ def _report(name: str, contestants: Contestants, runs: int) -> list[Series]:
 
 def _in_milliseconds(name: str, seconds: dict[str, list[float]]) -> list[Series]:
     series = [
-        Series(name if who == "kernels" else f"{name}, {who}", "ms", tuple(each * 1e3 for each in times))
-        for who, times in seconds.items()
+        Series(name if way == "kernels" else f"{name}, {way}", "ms", tuple(each * 1e3 for each in times))
+        for way, times in seconds.items()
     ]
-    others = "   ".join(f"{who} {each.median:9.3f}" for who, each in zip(seconds, series, strict=True))
+    others = "   ".join(f"{way} {each.median:9.3f}" for way, each in zip(seconds, series, strict=True))
     print(f"{name:<46} ms: {others}", flush=True)
     return series
 

@@ -134,7 +134,7 @@ def _stop(*kinds: str) -> Fault:
 
 
 async def _succeed(cluster: Cluster, rng: random.Random) -> None:
-    """A scheduler that is stopped gets a successor, and then goes on beside it until it is killed."""
+    """Stops a scheduler, whose successor starts; the stopped one then goes on next to it until it is killed."""
     replica = rng.choice(cluster.replicas)
     old = replica.replace()
     with contextlib.suppress(ProcessLookupError):
@@ -345,7 +345,7 @@ def _damage(disk: Path) -> Fault:
 
 
 def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fault]:
-    """Those that can happen with these flags, by name."""
+    """Faults that can happen with these flags, by name."""
     kill, term = signal.SIGKILL, signal.SIGTERM
     several, apart = arguments.replicas > 1, arguments.apart
     front = "front" if several or apart else "gateway"
@@ -362,7 +362,7 @@ def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fa
         "kill all gateways": _signals(kill, f"{front}*"),
         "kill all workers": _signals(kill, "worker*"),
         "kill everything": _signals(kill, *(f"{each}*" for each in services)),
-        # A `quire serve` ends its services in their order; those that start alone end in any order.
+        # A `quire serve` ends its services in their order; services without it end in any order.
         "end everything": _signals(term, f"{front}*", *(("scheduler*", "worker*") if apart else ("serve*",))),
         "sleep": _sleep,
         "roll": _roll,
@@ -412,7 +412,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--roles", nargs="+", help="of the replicas; both if absent")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--apart", action="store_true", help="services that start alone, with links between them")
+    parser.add_argument("--apart", action="store_true", help="start services without quire serve, with links between")
     parser.add_argument("--adapters", action="store_true", help="serve two adapters, and load and unload a third")
     parser.add_argument(
         "--kv-disk", type=Path, help="directory, best on a small file system of its own, which is filled"
@@ -421,7 +421,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=24, help="callers at once")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="of the callers; all that apply if absent")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
-    parser.add_argument("--at-once", type=int, default=1, help="faults at once, of which the others know nothing")
+    parser.add_argument("--at-once", type=int, default=1, help="number of independent faults at once")
     parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
     parser.add_argument("--bound", type=float, default=120.0, help="seconds of service after which a stream hangs")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -534,7 +534,7 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings
 
 
 def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], list[str], Path | None]:
-    """Of each `quire serve`, of gateways, and the directory of the adapter that comes and goes."""
+    """Flags of each `quire serve`, flags of gateways, and the directory of the adapter that is loaded and unloaded."""
     of_all = [f"--model={arguments.model}"] if arguments.model else []
     serve = [
         *of_all,
@@ -605,7 +605,7 @@ async def _caller(
 
 
 async def _undisturbed(caller: Caller) -> Output:
-    """What it says, twice the same."""
+    """The caller's output without a fault. RuntimeError if two calls differ."""
     first, second = await caller.call(), await caller.call()
     if first != second:
         raise RuntimeError(f"{caller.kind} says something else the second time without a fault: {first} {second}")
@@ -747,7 +747,7 @@ def _held(cluster: Cluster) -> dict[str, Held]:
 
 
 async def _blocks_in_use(address: str) -> int:
-    """What is in use once requests that were left behind have had their time."""
+    """Blocks that are in use once abandoned requests have had time to end."""
     async with open_channel(address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         in_use = 0

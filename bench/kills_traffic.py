@@ -28,7 +28,7 @@ _FREE = GenerationOptions(temperature=1.0, max_tokens=_NUM_TOKENS, ignore_eos=Tr
 _JSON = Constraint(json_schema=_SCHEMA)
 
 Output = Any
-"""What can be compared of an answer."""
+"""The part of an answer that can be compared."""
 Call = Callable[["Caller"], Awaitable[Output]]
 
 
@@ -46,7 +46,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class Caller:
-    """One who sends the same request again and again.
+    """A caller that sends the same request again and again.
 
     Attributes:
         number: Makes its prompt and its seed.
@@ -89,8 +89,8 @@ async def _pinned(caller: Caller) -> Output:
 
 
 async def _turns(caller: Caller) -> Output:
-    """What the model is said to have answered is the same each time: blocks that requests generate are rounded as
-    decodes (docs/architecture.md), so that the next turn would not be the same with and without them."""
+    """Each turn has fixed texts as the model's earlier answers: blocks that requests generate are rounded as decodes
+    (docs/architecture.md), so that the next turn would not be the same with and without them."""
     messages, answers = [ChatMessage("system", _STORY * 3)], []
     for turn in range(3):
         messages.append(ChatMessage("user", f"{caller.prompt}, turn {turn}"))
@@ -265,4 +265,4 @@ KINDS: Mapping[str, Call] = {
     "adapter b": _generate(replace(_FREE, n=2), model="b"),
 }
 DURABLE_KINDS = frozenset(KINDS) - {"OpenAI chat", "OpenAI completion", "OpenAI whole"}
-"""Those whose answers survive their gateway."""
+"""Kinds whose answers survive their gateway."""

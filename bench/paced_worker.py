@@ -43,12 +43,12 @@ _PROGRAM = "paced worker"
 
 
 class Pace(Enum):
-    """Who keeps the time."""
+    """The side that keeps the time."""
 
     DEVICE = "device"
     """A device with a queue, as a GPU: it goes from one step to the next by itself, and a thread waits for each end."""
     HOST = "host"
-    """The thread that launches steps: the next one begins when it has woken up and told the result, as on the CPU."""
+    """The thread that launches steps: a step begins once that thread wakes up and reports the result, as on the CPU."""
 
 
 class PacedStep:

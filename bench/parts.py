@@ -20,7 +20,7 @@ class Part:
 
 @dataclass(slots=True)
 class PartTimes:
-    """Seconds spent in each part since the start, without those that other parts spent inside it."""
+    """Seconds spent in each part since the start, without the seconds of parts that run inside it."""
 
     clock: Callable[[], float] = time.perf_counter
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

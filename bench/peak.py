@@ -42,7 +42,7 @@ class Peak:
         return flops * self._rounds * self._num_threads / min(self._seconds() for _ in range(_TRIES)) / 1e9
 
     def _seconds(self) -> float:
-        """Of the slowest thread."""
+        """Seconds of the slowest thread."""
 
         def time_one(_: int) -> float:
             began = time.perf_counter()

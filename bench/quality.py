@@ -1,8 +1,8 @@
-"""What int8 costs and what it brings: perplexity on quire-tiny's held-out text, and tokens a second of a larger model.
+"""Cost and gain of int8: perplexity on quire-tiny's held-out text, and tokens a second of a larger model.
 
 Perplexity is by teacher forcing: each text, its end included, is one prefill whose attention reads every key and value
-from the pool, so that what a pool of int8 rounds away counts. Speed is that of decode steps of the whole model without
-sampling, of the variants in turn, so that a machine that drifts does not count; ratios are taken run by run.
+from the pool, so that the rounding of an int8 pool counts. Speed is the rate of decode steps of the whole model without
+sampling. Variants run in turn, so that drift of the machine affects all alike; ratios are taken run by run.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def perplexity(variant: Variant, file: Path | None = None) -> float:
-    """Of the texts beside the embedded model, each by itself; of that model, or of what was written from it."""
+    """Perplexity of the held-out texts, each by itself, with the embedded model or a file that was written from it."""
     directory = resolve_model(None)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     texts = [

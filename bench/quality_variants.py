@@ -20,7 +20,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the flags say."""
+    """Flags of one variant."""
 
     name: str
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[Sequence[int]], computed: int) -> torch.Tensor:
-        """Computes the next tokens of rows 0, 1, ..., of which `computed` are in the pool; logits [T, vocab_size]."""
+        """Computes the next tokens of rows 0, 1, ... after `computed` tokens in the pool; logits [T, vocab_size]."""
         lengths = torch.tensor([len(each) for each in token_ids])
         positions = torch.cat([torch.arange(len(each)) + computed for each in token_ids])
         tables = torch.arange(len(token_ids) * self._blocks_per_row).view(len(token_ids), -1)

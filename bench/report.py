@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.version import VERSION
 
 _LOAD_AT_START = os.getloadavg()[0]
-"""What else ran on the machine when the measurement began: the load average of the minute before."""
+"""Other load on the machine when the measurement began: the load average of the minute before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _commit() -> str | None:
 
 
 def _instruction_set() -> str | None:
-    """The one that the CPU kernels take; None where they were not built."""
+    """The instruction set that the CPU kernels use; None if they were not built."""
     # Imports torch, which most measurements must not have in memory while they run.
     from kernels.cpu.library import LibraryUnavailableError, available_isas
 
@@ -82,7 +82,7 @@ def _instruction_set() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of what the figures depend on: this project, and those of its dependencies that the run has loaded."""
+    """Versions that the figures depend on: this project's, and its dependencies' if the run has loaded them."""
     loaded = {name: str(sys.modules[name].__version__) for name in ("numpy", "torch") if name in sys.modules}
     return {"quire": VERSION, **loaded}
 

@@ -1,7 +1,7 @@
-"""PagedAttention and the three reservations of Orca on a real worker with one pool, beside the same in the simulator.
+"""PagedAttention and the three reservations of Orca on a real worker with one pool, and the same in the simulator.
 
 The scheduler's core and a worker's model runner run in one process. All requests come at once, so memory decides how
-many run together; tokens a second are what that is worth. Lengths, pool and the longest sequence stand in the
+many run together; tokens a second measure the value of that. Lengths, pool and the longest sequence have the
 proportions of OPT-13B in the paper's figure 12. The simulator predicts the same runs by a cost model that is fitted to
 their steps.
 """

@@ -26,12 +26,12 @@ class NamedLoad:
 
     @classmethod
     def parse(cls, text: str) -> "NamedLoad":
-        """NAME=FLAGS, or FLAGS alone."""
+        """Parses NAME=FLAGS, or FLAGS without a name."""
         name, separator, flags = text.partition("=")
         return cls(name, flags) if separator and not name.startswith("-") else cls("", text)
 
     def of(self, server: str) -> str:
-        """What its figures of a server are called."""
+        """The name of this load's figures of a server."""
         return f"{server}, {self.name}" if self.name else server
 
 

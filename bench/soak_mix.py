@@ -15,7 +15,7 @@ SHARES: Mapping[str, float] = {
     "best_of": 0.04,
     "beams": 0.03,
 }
-"""Of all requests, by kind."""
+"""Shares of all requests by kind."""
 _NUM_TENANTS = 5
 _ONE_TIME_TENANTS = 0.01
 _NUM_PREFIXES, _PREFIX_LEN = 64, 24
@@ -57,5 +57,5 @@ def _request(index: int, kind: str, shared: list[list[int]], rng: random.Random)
 
 
 def tenant(index: int) -> str:
-    """One of those who come again and again."""
+    """A tenant that comes again and again."""
     return f"tenant {index % _NUM_TENANTS}"

@@ -86,7 +86,7 @@ class SoakRun:
         yield self._mark(self._num_requests, started)
 
     def faults(self) -> list[str]:
-        """What is still held although all requests have ended and no pin is left."""
+        """Resources that are still held although all requests have ended and no pin is left."""
         scheduler = self.scheduler
         held = {
             "blocks": scheduler.batch.blocks.pool.num_used,
@@ -123,7 +123,7 @@ class SoakRun:
         return True
 
     def _disturb(self) -> None:
-        """What may happen to requests and prefixes, now and then."""
+        """Aborts requests and changes prefixes at random, now and then."""
         request = self._rng.choice(self._recent)
         if self._happens(_ABORT):
             self.scheduler.abort(request.key)

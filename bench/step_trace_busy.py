@@ -16,7 +16,7 @@ class _TracedStep:
 
 
 def busy_share(path: Path, num_tokens: int) -> float:
-    """The share of the time in which the device was in a step, in the longest run of steps of so many tokens each.
+    """The share of time in which the device was in a step, in the longest run of steps with `num_tokens` tokens each.
 
     Raises:
         ValueError: the trace has no two such steps in a row.

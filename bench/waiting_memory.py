@@ -1,4 +1,4 @@
-"""What a request costs while it waits, by the file that allocates it."""
+"""Memory that a request takes while it waits, by the file that allocates it."""
 
 import random
 import tracemalloc

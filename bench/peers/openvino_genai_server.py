@@ -1,9 +1,9 @@
 """OpenVINO GenAI's continuous batching on the CPU, behind the part of OpenAI's API that `quire bench` calls.
 
 Called as `python openvino_genai_server.py MODEL PORT [DRAFTS NGRAM]` by an interpreter that has openvino_genai, with a
-model that `optimum-cli export openvino` wrote. With the last two it looks up in prompts what followed so many tokens,
-and verifies so many in a step. Prints one line when it is ready. It takes completions of token ids, streamed; a
-chunk has no text, for turning tokens into text is not what is compared.
+model that `optimum-cli export openvino` wrote. With DRAFTS and NGRAM it looks up the last NGRAM tokens in the prompt,
+and verifies DRAFTS tokens that followed them in a step. Prints one line when it is ready. It takes completions of token
+ids, streamed; a chunk has no text, since detokenization is not compared.
 """
 
 import json
