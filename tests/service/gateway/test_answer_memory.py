@@ -42,5 +42,5 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     assert "more than 195.3 KiB (--max-answer-bytes); stream the answer" in large.json()["error"]["message"]
     assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [200] * 3
     await scheduler.until(lambda: len(scheduler.aborted) == 1)
-    # What it held is free again.
+    # The memory of the refused answer is free again.
     assert (await post(small_gateway, prompt="hello", max_tokens=200, logprobs=20)).status_code == 200

@@ -1,4 +1,4 @@
-"""Keys, limits and tenants over the public fronts. What a limit admits is tested in the unit tests of quotas."""
+"""Keys, limits and tenants over the public fronts. Unit tests of quotas test which requests a limit admits."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ INVALID = failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_SAMPLING")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who calls with one key, over one front."""
+    """A caller with one key, over one front."""
 
     front: GrpcGenerate | Completions
     key: str
@@ -255,7 +255,7 @@ async def test_ids_that_the_gateway_makes_are_long_and_random(scheduler, kind):
     async with running_gateway(scheduler) as gateway:
         for shown in ([], ["Bearer whatever"], []):
             assert (await kind(gateway).ask(authorizations=shown)).text
-    # Without a file of keys everybody is the default tenant.
+    # Without a file of keys every caller is the default tenant.
     assert {submit.tenant for submit in scheduler.submits} == {"default"}
     ids = [submit.request_id.rpartition("_" if kind is Responses else "-")[2] for submit in scheduler.submits]
     assert all(len(each) == 32 and int(each, 16) for each in ids)

@@ -44,7 +44,7 @@ def keys(tmp_path):
 
 @pytest.fixture
 def key(keys):
-    """Of an ordinary tenant."""
+    """The key of an ordinary tenant."""
     return keys.add("acme")
 
 
@@ -68,7 +68,7 @@ def methods_of(address: str, key: str) -> list[str]:
 
 
 def paths_of(routes) -> Iterator[str]:
-    """All paths of an application, those of its routers included."""
+    """All paths of an application and of its routers."""
     for route in routes:
         if hasattr(route, "path"):
             yield route.path

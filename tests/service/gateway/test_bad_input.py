@@ -1,4 +1,4 @@
-"""Every bad request gets a clear status, names what is wrong, reaches no scheduler and disturbs nobody."""
+"""Every bad request gets a clear status, names what is wrong, reaches no scheduler and disturbs no other request."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from quire.gateway.v1 import generation_pb2
 from tests.support.gateway_process import collect, error_of, refusal_of, stream_request
 
 MANY = common_pb2.OutputOptions(logprobs=20), common_pb2.StoppingParameters(max_tokens=200)
-# What is asked besides a good text prompt; the field at fault; what the message must say. The unit tests of the
+# Fields in addition to a good text prompt; the field at fault; text that the message must have. Unit tests of the
 # validator have every rule of parameters.
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"allowed_token_ids": [3, 4]}, "stopping": {"min_tokens": 2, "stop_token_ids": [3, 4]}},

@@ -92,7 +92,7 @@ async def test_no_timer_holds_a_connection_that_its_client_has_reset(gateway):
 
 
 async def answered(client: httpx.AsyncClient, path: str) -> str:
-    """What a gateway says once it has noticed that a connection ended."""
+    """The answer of a gateway once it has noticed that a connection ended."""
     while True:
         try:
             return (await client.get(path)).text

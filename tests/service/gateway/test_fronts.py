@@ -1,4 +1,4 @@
-"""What all public fronts have in common, as scenarios that run over each of them, whole and as a stream."""
+"""Properties that all public fronts share, as scenarios that run over each of them, whole and as a stream."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def test_an_answer_has_its_text_its_end_and_its_usage(rig, front, streams,
     answer = await front.ask(streams=streams)
     (submit,) = rig.scheduler.submits
     assert (answer.text, answer.finish, answer.refusal) == (TEXT, "stop", None)
-    # An end of its own is told as a token over gRPC alone.
+    # Only gRPC reports the end token of the model.
     assert answer.stop == (EOS if isinstance(front, OF_GRPC) else None)
     assert answer.usage == (len(prompt_of(submit)), len(SPEECH) + 1)
     assert len(answer.pieces) > 3 if streams and step == 1 else len(answer.pieces) >= 1
@@ -142,7 +142,7 @@ async def test_the_scheduler_gets_every_parameter_and_every_default(rig, front):
     fox = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("fox", " fox")]
     assert [list(each.ids) for each in row.bad_token_sequences] == fox
     assert (row.stopping.min_tokens, set(row.stopping.stop_token_ids)) == (2, {2, 6, 77, 78})
-    # What the scheduler decides on, and no more.
+    # Only the fields that the scheduler decides on.
     assert submit.sampling == common_pb2.SamplingParameters(seed=5, n=1, best_of=1)
     assert (submit.stopping.max_tokens, list(submit.stopping.stop_token_ids)) == (7, [77, 78])
     assert (submit.output.logprobs, submit.priority, list(submit.eos_token_ids)) == (2, 7, [2, 6])

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: those that never end, those that nobody reads, and the memory that all of them may take."""
+"""Bodies of HTTP requests: endless ones, ones that no handler reads, and the memory that all of them may take."""
 
 import asyncio
 import contextlib
@@ -90,7 +90,7 @@ async def test_what_is_no_http_closes_the_connection_without_a_fault_here(
             connection.sendall(b"xyz\r\n")
             assert (await read_to_end(connection))[:12] == (b"" if behind_an_answer else b"HTTP/1.1 400")
     faults = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    # What asyncio says of an exception in `data_received`.
+    # The message of asyncio for an exception in `data_received`.
     assert not [each for each in faults if each.startswith("Fatal error")]
 
 

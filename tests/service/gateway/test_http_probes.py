@@ -83,7 +83,7 @@ async def test_an_unexpected_error_is_logged_once_with_the_id_that_its_answer_ha
 
 
 def logged_errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Those of what serves HTTP."""
+    """Errors that the HTTP server logged."""
     return [
         each
         for each in caplog.records

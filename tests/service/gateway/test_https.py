@@ -1,5 +1,5 @@
-"""HTTPS: whom the port believes, and what it shows after its files were renewed. And a certificate for clients alone,
-of another authority than the one inside."""
+"""HTTPS: certificates that the port accepts, the certificate that it shows after its files were renewed, and a
+certificate for clients only, from another authority than the one inside."""
 
 import asyncio
 import contextlib

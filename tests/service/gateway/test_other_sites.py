@@ -1,4 +1,4 @@
-"""Pages of other sites in a browser on the same machine: they spend nobody's time, and read no answers."""
+"""Pages of other sites in a browser on the same machine cannot use the server or read its answers."""
 
 import json
 
@@ -150,7 +150,7 @@ async def test_hosts_are_checked_on_loopback_or_where_they_are_named(scheduler, 
         JSON,
         {"content-type": "Application/JSON; charset=utf-8"},
         {"content-type": "application/problem+json"},
-        # The server's own pages, and those that were allowed in: a browser asks before it sends this.
+        # Allowed origins, and the server's own pages: a browser sends a preflight request before this one.
         JSON | ORIGIN,
     ],
 )

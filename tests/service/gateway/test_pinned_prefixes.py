@@ -15,7 +15,7 @@ SHORT = common_pb2.StoppingParameters(max_tokens=4)
 
 
 def tokens_of(request):
-    """Of a pin or of a submit."""
+    """Prompt tokens of a pin or of a submit."""
     data = request.token_ids if hasattr(request, "token_ids") else request.prompt_token_ids
     return decode_int32(data, "token_ids").tolist()
 

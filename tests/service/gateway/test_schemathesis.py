@@ -1,7 +1,7 @@
-"""Requests that schemathesis draws from /openapi.json: whatever they are, the answers are those that it describes.
+"""Requests that schemathesis draws from /openapi.json get answers that it describes.
 
-A body that is drawn from its schema alone is seldom one that the server runs. So most of them are one that runs, with
-two fields of the drawn one.
+The server can seldom run a body that is drawn from the schema only. So most bodies are runnable ones, with two fields
+of the drawn body.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ RUNNING = {
     "/v1/unload_lora_adapter": {"lora_name": "mine"},
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
-# As many as other properties draw in the third tier.
+# In the third tier the number that other properties draw.
 NUM_BODIES, NUM_PATHS = (1000, 50) if is_third_tier() else (20, 4)
 
 

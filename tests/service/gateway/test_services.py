@@ -1,4 +1,4 @@
-"""What a gateway says about itself: models, limits, readiness, its replicas; and tokens to text and back."""
+"""The gateway's reports on itself: models, limits, readiness, its replicas; and tokens to text and back."""
 
 import asyncio
 

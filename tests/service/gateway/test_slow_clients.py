@@ -69,7 +69,7 @@ async def test_of_too_many_calls_without_a_request_the_oldest_end(scheduler, met
 
 
 async def test_of_too_many_calls_that_need_no_key_the_oldest_end_and_metadata_counts(scheduler):
-    """Anybody may watch the health of a gateway, by as many calls as there are streams, for ever."""
+    """Any client may watch the health of a gateway without end, by the maximum number of streams."""
     max_bytes = 4 << 20
     num_calls, num_held = 200, max_bytes // ((32 << 10) + 20_000)
     async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=max_bytes) as gateway:
@@ -157,7 +157,7 @@ async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, sc
 
 
 def large_answer(gateway, **fields) -> socket.socket:
-    """The connection of a client that has asked for hundreds of kilobytes, little of which lies in the kernel."""
+    """The connection of a client that requested hundreds of kilobytes; the kernel buffers little of them."""
     connection = slow_reader(gateway)
     asked = {"prompt": "slow", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
     body = json.dumps(asked | fields).encode()
@@ -166,7 +166,7 @@ def large_answer(gateway, **fields) -> socket.socket:
 
 
 def slow_reader(gateway) -> socket.socket:
-    """A connection of which little lies in the kernel."""
+    """A connection for which the kernel buffers little."""
     # Connections inherit it.
     gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     connection = socket.socket()

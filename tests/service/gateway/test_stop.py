@@ -1,5 +1,5 @@
-"""A gateway that stops: nothing that it accepted fails by that, nobody who is idle holds it up, and shared ports are
-left to others."""
+"""A gateway that stops: requests that it accepted do not fail, idle clients do not delay it, and other processes keep
+shared ports."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops
 
 
 async def answer_or_end(connection) -> RawAnswer | None:
-    """The answer to a completion; None where the connection is closed without one, so that clients send it again."""
+    """The answer to a completion; None if the connection is closed without one, so that clients send it again."""
     try:
         connection.sendall(COMPLETION)
         return await read_answer(connection)
@@ -118,7 +118,7 @@ async def own_stub(address: str) -> AsyncIterator[generation_pb2_grpc.Generation
 
 
 async def until_closed(address: str) -> None:
-    """Waits until nobody listens there."""
+    """Waits until no process listens there."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(30):
         while True:

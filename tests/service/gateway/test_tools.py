@@ -1,4 +1,4 @@
-"""Tools, reasoning and options of templates in chats: what each API has of its own beside what tests of fronts show."""
+"""Tools, reasoning and options of templates in chats: properties of one API, which tests of all fronts do not show."""
 
 import gc
 import json
@@ -206,7 +206,7 @@ async def test_an_echo_begins_with_the_last_message(rig, openai):
     assert "".join([c.delta.content or "" async for chunk in stream for c in chunk.choices]) == "how are you"
 
 
-# What is wrong, by fields that only one of the APIs has.
+# Invalid values of fields that only one of the APIs has.
 NO_TOOL = {"type": "function", "function": {"name": "g"}}
 LONG_ID = "x" * 129
 

@@ -1,6 +1,6 @@
-"""The gateway's spans, as a collector gets them, and what it tells schedulers of them.
+"""The gateway's spans as a collector gets them, and the trace contexts that it sends to schedulers.
 
-What a tracer makes of malformed contexts, and of a collector that is down, is tested with tracers.
+Tests of tracers cover malformed contexts and a collector that is down.
 """
 
 import asyncio

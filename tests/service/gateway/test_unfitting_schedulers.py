@@ -1,4 +1,4 @@
-"""Schedulers of other versions, or with another model, beside and before those that fit."""
+"""Schedulers of other versions, or with another model, together with and before ones that fit."""
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import Unavailable

@@ -16,8 +16,8 @@ from tests.support.scheduler_process import until
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 # The series that the dashboards in vLLM's repository (examples/observability) name, and the labels by which they
-# select or group them: vLLM, performance_statistics and query_statistics; of vllm_overview, vllm_instances,
-# vllm_kv_cache, vllm_speculative_decoding and vllm_service_status those that are about what Quire has.
+# select or group them: all of vLLM, performance_statistics and query_statistics; of vllm_overview, vllm_instances,
+# vllm_kv_cache, vllm_speculative_decoding and vllm_service_status only the series for features of Quire.
 SECONDS = "quire_gateway_http_answer_seconds"
 HISTOGRAMS = (
     "e2e_request_latency_seconds",
@@ -41,7 +41,7 @@ SERIES = (
     *("prompt_tokens_cached_by_source_total", "iteration_tokens_total_count", "iteration_tokens_total_sum"),
     "iteration_tokens_total_bucket",
 )
-# What autoscalers and the gateway API inference extension read besides.
+# Further series that autoscalers and the gateway API inference extension read.
 OTHERS = (
     *("request_inference_time_seconds_bucket", "time_per_output_token_seconds_bucket"),
     *("request_params_n_bucket", "request_params_max_tokens_bucket", "request_num_preemptions_bucket"),
@@ -55,7 +55,7 @@ async def two(tmp_path) -> AsyncIterator[TwoGateways]:
 
 
 async def series_of(gateway: RunningGateway) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What a gateway shows under vLLM's names, by name and labels."""
+    """A gateway's series under vLLM's names, by name and labels."""
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for key, value in (await read_metrics(int(gateway.http_url.rpartition(":")[2]))).items():
         if key.startswith("vllm:"):

@@ -1,4 +1,4 @@
-"""The port of a service's metrics: what it serves, and to whom where it speaks TLS."""
+"""The port of a service's metrics: its pages, and the clients that it admits if it uses TLS."""
 
 import contextlib
 import socket
@@ -107,7 +107,7 @@ def test_connections_beyond_the_limit_are_closed_until_one_ends(encrypted: Metri
 
 
 def eventually(attempt: Callable[[], str]) -> str:
-    """What an attempt gives that fails at first."""
+    """The result of an attempt that fails at first."""
     give_up_at = time.monotonic() + 60
     while True:
         try:

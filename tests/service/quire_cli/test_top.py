@@ -45,7 +45,7 @@ def make_frame(seconds: float, generated: int) -> scheduler_pb2.WatchResponse:
 
 @pytest.fixture
 async def url(tmp_path, monkeypatch):
-    """Of a gateway whose scheduler has generated 100 tokens a second for two seconds."""
+    """The URL of a gateway whose scheduler has generated 100 tokens a second for two seconds."""
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     scheduler = FakeScheduler(frames=[make_frame(1.0, 0), make_frame(3.0, 200)])
     await scheduler.start()
@@ -83,7 +83,7 @@ def make_deployment(num_replicas: int) -> Deployment:
 
 
 def drawn(deployment: Deployment, width: int, height: int) -> list[str]:
-    """What is on a screen of this size."""
+    """The lines on a screen of this size."""
     console = Console(width=width, height=height, record=True, file=io.StringIO())
     console.print(Screen(picture(deployment, "http://h:1", width, height)))
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -192,7 +192,7 @@ async def test_only_operators_watch(capsys, tmp_path, monkeypatch):
 
 
 async def read_until(descriptor: int, text: str) -> str:
-    """What a program wrote to its terminal, until it says this."""
+    """The output of a program to its terminal up to `text`."""
     loop, found = asyncio.get_running_loop(), ""
     try:
         async with asyncio.timeout(60):

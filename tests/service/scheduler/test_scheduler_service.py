@@ -108,7 +108,7 @@ async def test_a_gateway_that_asks_is_told_what_all_gateways_were_served(schedul
     served = (await state_of(scheduler, gateway_id="g")).served
     assert (served.generated_tokens, served.running_sequences) == (5, 0)
     assert 0 < served.first_token_ms_p50 == served.first_token_ms_p95
-    # So are those that begin to watch now.
+    # New watchers get the same numbers.
     watching = scheduler.Watch(scheduler_pb2.WatchRequest())
     numbers = (await watching.read()).numbers
     watching.cancel()
@@ -133,7 +133,7 @@ async def test_block_tables_are_shown_with_who_shares_each_block(worker, tmp_pat
         assert (sequence.request_id, sequence.status) == ("request-1", scheduler_pb2.SEQUENCE_STATUS_RUNNING)
         assert sum(block.filled for block in sequence.block_table) == sequence.num_computed_tokens
         answer = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest(request_id="request-1"))
-        # What a step in flight computes counts as filled.
+        # Tokens that a step in flight computes count as filled.
         assert [
             [(block.block_id, block.filled, block.ref_count) for block in each.block_table] for each in answer.sequences
         ] == [[(0, 4, 2), (1, 3, 2)]] * 2

@@ -34,7 +34,7 @@ FITTING = ModelFingerprint(config="c1", tokenizer="t1")
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What the scheduler logs."""
+    """The scheduler's log."""
     monkeypatch.setattr(logging.getLogger("scheduler_svc"), "handlers", [caplog.handler])
     return caplog
 
@@ -142,7 +142,7 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         assert "have different models: tokenizer t2 and t1; give" in refusal.message
         again, welcome = await GatewayStream.open(stub, "gateway-b", grace_period_ms=60_000)
         assert ModelFingerprint.of(welcome.model) == changed
-        # What it did not take in of the stream before is said again.
+        # Events of the earlier stream that it did not acknowledge are sent again.
         await again.submit(resubmit(stream, 1, max_tokens=500))
         await again.submit(make_submit(3))
         await again.read_until_over(1, 3)

@@ -1,5 +1,5 @@
-"""A scheduler's links to workers: where nobody ever speaks, where much is said at once, what it takes for one group of
-ranks, and when that is lost."""
+"""A scheduler's links to workers: peers that stay silent, many messages at once, the conditions for one group of ranks,
+and the loss of a group."""
 
 import asyncio
 import contextlib
@@ -96,7 +96,7 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(mon
         ((1, 0), (5, 5), (A, A), "is rank 1 of 2; --workers names it as rank 0 of 2"),
         ((0,), (5, 5), (A, A), "is rank 0 of 2; --workers names it as rank 0 of 1"),
         ((0, 1), (5, 6), (A, A), "it belongs to another start of the group"),
-        # Only those that have one could enforce constraints.
+        # Only a group whose ranks all have a tokenizer.json can enforce constraints.
         ((0, 1), (5, 5), (A, NO_TOKENIZER), "worker {1}, rank 1, has no tokenizer.json"),
         ((0, 1), (5, 5), (NO_TOKENIZER, A), "worker {0}, rank 0, has no tokenizer.json"),
         (
@@ -199,7 +199,7 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_where_another_one_c
 
 
 async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
-    """All rows may be assigned at once, each with much of its own: here what a newer gateway sends and nobody reads."""
+    """All rows may be assigned at once, each with large fields: here unknown fields, as of a newer gateway."""
     worker = FakeWorker()
     link = await WorkerLink.attach(await worker.start(f"unix:{tmp_path / 'w.sock'}"), 1, timeout_s=60)
     assign = [make_assign(row, [1, 2, 3], [row + 1]) for row in range(5)]

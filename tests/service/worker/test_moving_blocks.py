@@ -81,7 +81,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 async def compute(
     client: StepClient, blocks: list[int], computed: int = 0, row: int = 0, prompt: list[int] = PROMPT
 ) -> tuple[bytes, bytes]:
-    """The token that follows the prompt, of which the first tokens are in the pool, and its log probability."""
+    """The next token after the prompt and its log probability; the pool has the first `computed` tokens."""
     result = await client.run(
         assign=[make_assign(row, prompt, blocks, logprobs=0)],
         batch=make_batch([row], [len(prompt) - computed], [computed]),
@@ -91,7 +91,7 @@ async def compute(
 
 async def test_a_sequence_goes_on_from_the_blocks_of_another_worker(pair: Pair) -> None:
     await compute(pair.source, [7, 3, 5])
-    # The last token alone, as at the other worker.
+    # Only the last token, as at the other worker.
     drawn = await compute(pair.source, [7, 3, 6], computed=8, row=1)
     await pair.offer([7, 3], HASHES[:2])
     assert await pair.move([11, 12], HASHES[:2]) == []

@@ -115,7 +115,7 @@ def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again
 def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
     port = free_port()
     with running_rank(0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
-        # Rank 1 as far as it came, and its successor.
+        # Rank 1 up to its loss, and its successor.
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
         assert [store.add("entered/1", 1) for _ in range(2)] == [1, 2]
         status, errors = ended(survivor)

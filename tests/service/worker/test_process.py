@@ -51,7 +51,7 @@ async def start(*flags: str) -> Process:
 
 
 async def refusal(*flags: str) -> str:
-    """What a worker says that cannot start, and needs no torch to know; it must leave with status 2."""
+    """The message of a worker that cannot start, without loading torch; it must exit with status 2."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WITHOUT_TORCH, *flags, stdout=PIPE, stderr=PIPE
     )

@@ -153,7 +153,7 @@ async def test_answers_and_errors_of_calls_of_every_kind_arrive_and_unexpected_o
     assert error.retry_after_ms is None
     error = await failure_of(channel, kind, b"full")
     assert (type(error), error.reason, error.retry_after_ms) == (ResourceExhausted, "QUEUE_FULL", 1500)
-    # What a handler aborts with keeps its meaning.
+    # A status with which a handler aborts keeps its meaning.
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(channel, kind, b"abort")
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.DATA_LOSS, "aborted by hand")

@@ -1,4 +1,4 @@
-"""What every service's server offers besides its own methods."""
+"""Methods that every service's server has in addition to its own."""
 
 import asyncio
 import contextlib
@@ -202,7 +202,7 @@ async def test_an_admin_port_in_use_leaves_no_server_behind() -> None:
 
 
 async def test_it_shows_what_the_connections_of_the_server_have_done() -> None:
-    """That it is for operators alone is shown in test_admin.py."""
+    """test_admin.py shows that it is only for operators."""
     server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], admin_port=0)
     assert server.admin is not None
     for _ in range(3):

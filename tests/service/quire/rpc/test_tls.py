@@ -1,4 +1,4 @@
-"""Who gets through to a service that speaks TLS, and who is refused with what."""
+"""Admission to a service with TLS: clients that it accepts, and the errors that the others get."""
 
 import datetime as dt
 from collections.abc import AsyncIterator, Callable
@@ -144,7 +144,7 @@ def add_method(server: grpc.aio.Server, kind: str, parse: Callable[[bytes], obje
 
 
 async def raw_error(address: str, tls: TlsIdentity, kind: str) -> QuireError:
-    """What a call of that method ends with."""
+    """The error that ends a call of that kind of method."""
     async with open_channel(address, tls=tls) as channel:
         sent = iter([b"sent"]) if kind.startswith("stream") else b"sent"
         call = getattr(channel, kind)("/test.Service/Method")(sent, timeout=30)

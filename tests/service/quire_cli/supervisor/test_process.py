@@ -104,7 +104,7 @@ def unread_stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch, os.fdopen(write_end, "w") as pipe:
         patch.setattr(sys, "stderr", pipe)
         yield
-        # What could not be written would be tried again when the file is closed.
+        # Text that could not be written would be tried again when the file is closed.
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), write_end)
 
