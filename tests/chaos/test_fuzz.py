@@ -39,7 +39,7 @@ _NUMBERS = (0.0, -0.0, 0.5, 1.0, -1.0, 2.0, 1e-30, 1e30, float("nan"), float("in
 _TEXTS = ("", "hello", "quire-tiny", "user", "\0", "é" * 40, "\U0001f40d\u202e", " " * 300, "{}", "a" * 5000)
 _DEEPEST = 4
 
-# What a caller may hear of a request that is nonsense. Not among them: UNKNOWN and INTERNAL, a defect of the server;
+# Status codes that a nonsense request may get. Not among them: UNKNOWN and INTERNAL, a defect of the server;
 # UNAVAILABLE, a crash; DEADLINE_EXCEEDED, a hang.
 _FAIR = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -55,7 +55,7 @@ _FAIR = {
     grpc.StatusCode.CANCELLED,
 }
 
-# A pin is ended by its time to live, or by another caller who made the same one, while it is being computed.
+# While it is computed, a pin may end by its time to live, or by another caller that made the same pin.
 _LOST_TO_A_NEIGHBOUR = {"PIN_LOST"}
 
 
@@ -104,7 +104,7 @@ class Fuzzer:
         elif field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             value = self.rng.choice(_TEXTS).encode()
         else:
-            # Mostly small, at times the largest or smallest of some type; enums have values that nobody named.
+            # Mostly small, at times the largest or smallest of some type; enums have values without a name.
             number = self.rng.choice([0, 1, 2, 3, 4, 7, 100, 999, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
             return varint(field.number << 3) + varint(self.rng.choice([number, number, -number, -number - 1]) % 2**64)
         return varint(field.number << 3 | 2) + varint(len(value)) + value
@@ -218,7 +218,7 @@ def seeds_of(method: MethodDescriptor, fuzzer: Fuzzer) -> bytes:
 
 
 async def unanimous(served: Served, stop: asyncio.Event) -> int:
-    """An honest caller beside the nonsense: every one of its answers is the first one. Returns their number."""
+    """An honest caller during the nonsense: all of its answers equal the first one. Returns their number."""
     options = GenerationOptions(temperature=0.0, max_tokens=8, ignore_eos=True)
     texts = []
     while not stop.is_set() or not texts:

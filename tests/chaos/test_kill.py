@@ -80,7 +80,7 @@ async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], vic
 
 
 async def test_a_stream_goes_on_when_the_page_kills_the_worker(served: Served) -> None:
-    """What the page's button "Kill the worker" does, with `--demo`."""
+    """The effect of the page's button "Kill the worker", with `--demo`."""
     num_asked = 300
     killed = served.server.process("worker").pid
     options = GenerationOptions(max_tokens=num_asked, temperature=0.0, ignore_eos=True)

@@ -58,7 +58,7 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
         await kill(served, "scheduler")
         await served.server.wait_ready()
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
-    # A bit of each slot of the first prompt is another: they are found, and nobody is told anything wrong.
+    # One bit in each slot of the first prompt is flipped: the worker finds that, and no caller gets wrong tokens.
     data = bytearray(file.read_bytes())
     for place in range(4096 + 300, len(data), 1000):
         data[place] ^= 1
@@ -176,7 +176,7 @@ async def test_prompts_go_to_the_replica_that_has_them_on_disk(tmp_path: Path) -
 
 
 async def until_on_disk(served: Served, at_least: int) -> None:
-    """The scheduler knows of so many blocks on disk."""
+    """Waits until the scheduler has `at_least` blocks on disk."""
     async with asyncio.timeout(30):
         async for frame in served.scheduler.Watch(scheduler_pb2.WatchRequest()):
             if frame.numbers.disk_blocks >= at_least:

@@ -1,4 +1,4 @@
-"""Signals that stop services in order, one alone or all, under load. What hangs is for the supervisor's tests."""
+"""Signals that stop services in order, one or all, under load. Tests of the supervisor cover services that hang."""
 
 import asyncio
 import os

@@ -150,7 +150,7 @@ class Services:
 
 @dataclass(slots=True)
 class Recorded:
-    """What `record` gives: all calls, and the bytes of the scheduler's recording."""
+    """The result of `record`: all calls, and the bytes of the scheduler's recording."""
 
     calls: list[Call] = field(default_factory=list[Call])
     recording: bytes = b""
@@ -379,7 +379,7 @@ def _tokens(number: int) -> StoppingParameters:
 
 
 async def _read(call: Any, num_tokens: int | None = None) -> int:
-    """Reads to the end, whatever it is, or leaves the call once it has so many tokens; returns how many it has."""
+    """Reads to the end, or leaves the call once it has `num_tokens` tokens; returns how many it has."""
     read = 0
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for message in call:
@@ -445,7 +445,7 @@ def _without_heartbeats(call: Call) -> Call:
 
 
 def main() -> int:
-    """Writes the folder; 1 in a version in development, whose messages nobody has to read."""
+    """Writes the folder; returns 1 for a version in development, whose messages no release has to read."""
     if ".dev" in VERSION:
         print(f"{VERSION} is no release; set its version first: python -m tools.set_version", file=sys.stderr)
         return 1

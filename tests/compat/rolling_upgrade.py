@@ -1,4 +1,4 @@
-"""Services of the newest release are replaced by those of today, one by one, and back, under streams: no token is lost.
+"""Replaces services of the newest release by today's, one by one, and back, under streams: no token is lost.
 
 The releases are real: the one before is checked out of this repository's history, and each service of a server is a
 process of its own code. `make test-long` names this file; the tiers collect test_*.py.

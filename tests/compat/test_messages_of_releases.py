@@ -81,7 +81,7 @@ Sequence = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Release:
-    """What one release wrote. Messages that `contracts` read are read without any code of today."""
+    """The recorded messages of one release. `contracts` reads messages without any code of today."""
 
     directory: Path
     contracts: Contracts
@@ -109,7 +109,7 @@ class Release:
 
     @property
     def worker(self) -> tuple[worker_pb2.Attached, WorkerInfo]:
-        """What the worker said of itself, and the same as the worker of today has it."""
+        """The worker's description of itself, and the same as today's worker has it."""
         (call,) = self.of(_RUN)
         attached = worker_pb2.RunResponse.FromString(call.responses[0]).attached
         info = attached.info
@@ -128,7 +128,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 
 async def test_a_request_of_a_client_is_submitted_as_it_was(release: Release) -> None:
-    """From the bytes of the client to those for the scheduler: validation, chat template, tokenizer, defaults."""
+    """From the bytes of the client to the scheduler's: validation, chat template, tokenizer, defaults."""
     executor = FairExecutor(1)
     model = ServedModel.open(resolve_model(None), None, executor)
     welcome = welcome_from(scheduler_pb2.ConnectResponse.FromString(release.of(_CONNECT)[0].responses[0]).welcome)

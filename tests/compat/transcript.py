@@ -57,7 +57,7 @@ def write_calls(path: Path, calls: Iterable[Call]) -> None:
 
 
 def read_calls(path: Path) -> Iterator[Call]:
-    """What `write_calls` wrote."""
+    """Reads a file that `write_calls` wrote."""
     content = decompressed(path)
     at = 0
     while at < len(content):
@@ -73,7 +73,7 @@ def read_calls(path: Path) -> Iterator[Call]:
 
 
 class Contracts:
-    """The message classes of a release, made of its descriptors: beside those of today, and independent of them."""
+    """The message classes of a release, made of its descriptors; independent of today's classes."""
 
     def __init__(self, descriptors: FileDescriptorSet) -> None:
         self._pool = descriptor_pool.DescriptorPool()
@@ -103,8 +103,8 @@ class Contracts:
 
 
 def unknown_fields(message: Message) -> Iterator[str]:
-    """What was on the wire and the message's type does not have, at any depth: fields as TYPE.NUMBER, values of enums
-    as ENUM=NUMBER."""
+    """Parts of the received bytes that the message's type does not have, at any depth: fields as TYPE.NUMBER, values of
+    enums as ENUM=NUMBER."""
     for unknown in UnknownFieldSet(message):
         yield f"{message.DESCRIPTOR.full_name}.{unknown.field_number}"
     for descriptor, value in message.ListFields():

@@ -1,4 +1,4 @@
-"""`quire batch`: a file of requests, a server for it alone, and the answers in their order."""
+"""`quire batch`: a file of requests, a server only for that file, and the answers in their order."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ async def test_a_file_is_answered_in_its_order(tmp_path: Path, capsys: pytest.Ca
     resumed = answers.read_bytes().splitlines(keepends=True)
     assert (resumed[0], len(resumed)) == (whole[0], 3)
     assert [json.loads(line)["custom_id"] for line in resumed] == ["one", "bad", "two"]
-    # What starts nothing needs no process of its own.
+    # A command that starts no server needs no process of its own.
     assert main(["batch", str(requests), f"--output={answers}", *flags]) == 1
     assert "has all 3 answers already" in capsys.readouterr().err
     assert answers.read_bytes() == b"".join(resumed)

@@ -61,7 +61,7 @@ async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tm
     slow, at_once = (run.report for run in result.runs)
     for report in (slow, at_once):
         assert (report.completed, report.errors, report.slo_share) == (6, {}, 1.0)
-        # What the runs before have cached is not used again.
+        # Prefixes that earlier runs cached are not used again.
         assert (report.prompt_tokens, report.output_tokens, report.cached_tokens) == (72, 36, 0)
         assert report.preemptions == 0
         assert report.client_cpu_share is not None

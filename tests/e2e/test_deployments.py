@@ -1,4 +1,4 @@
-"""What deploy/ would start in containers, run as processes: commands, variables, certificates and health checks."""
+"""Containers of deploy/, run as processes: commands, variables, certificates and health checks."""
 
 import asyncio
 import configparser
@@ -32,10 +32,10 @@ _POLL_INTERVAL_S = 0.2
 
 @dataclass(frozen=True)
 class Container:
-    """What an orchestrator would start.
+    """A container as an orchestrator would start it.
 
     Attributes:
-        arguments: Of `quire`.
+        arguments: Arguments of `quire`.
         health: The command that says whether it serves.
         mounts: Folders of this machine by the paths that they have inside.
     """
@@ -216,7 +216,7 @@ async def test_the_units_of_systemd_serve(tmp_path: Path) -> None:
         await check_answers(f"127.0.0.1:{machine.port('50051')}", ClientTls(certificates / "ca.pem"), api_key)
 
 
-# Of docs/proposals/003-model-server-protocol in kubernetes-sigs/gateway-api-inference-extension, August 2026.
+# From docs/proposals/003-model-server-protocol in kubernetes-sigs/gateway-api-inference-extension, August 2026.
 GAUGES_OF_THE_PROTOCOL = {
     *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
     *("vllm:cache_config_info", "vllm:lora_requests_info"),
@@ -224,7 +224,7 @@ GAUGES_OF_THE_PROTOCOL = {
 
 
 async def test_a_pod_of_an_inference_pool_shows_what_its_endpoint_picker_reads(tmp_path: Path) -> None:
-    """What the metrics say is tested in tests/service/gateway/test_vllm_metric_names.py."""
+    """tests/service/gateway/test_vllm_metric_names.py tests the values of the metrics."""
     containers = containers_of_pods(RENDERED / "inference-pool.yaml", tmp_path, tmp_path)
     machine = Machine(containers, ("50051", "8000", "9400", "9401", "9410", "5557", "5558"))
     url = f"http://127.0.0.1:{machine.port('8000')}"
@@ -236,7 +236,7 @@ async def test_a_pod_of_an_inference_pool_shows_what_its_endpoint_picker_reads(t
         assert int(labels["num_gpu_blocks"]) > 0
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.subscribe(b"kv@")
-            # What was published before comes by the other port.
+            # The other port replays earlier events.
             socket.connect(f"tcp://127.0.0.1:{machine.port('5557')}")
             topic = None
             while topic is None:

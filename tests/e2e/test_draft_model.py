@@ -37,7 +37,7 @@ def drafting(draft_model: Path, *flags: str, choice: EveryDraft | None = None) -
 
 
 def assert_full_blocks_are_those_of_the_model(engine: WholeEngine) -> None:
-    """Of a draft model that is the model."""
+    """The draft model of `engine` must be the model itself."""
     runner = engine.worker.runner
     assert isinstance(runner, ModelRunner)
     pool, blocks = runner._pool, runner.sealed_blocks().block_ids
@@ -76,7 +76,7 @@ def share_right(engine: WholeEngine) -> float:
 
 @pytest.fixture(scope="module")
 def same() -> tuple[WholeEngine, WholeEngine]:
-    """Without drafts, and with those of the model itself: nearly all are right where its keys and values are."""
+    """Without drafts, and with drafts of the model itself: nearly all are right if its keys and values are."""
     flags = [*FLAGS, "--dtype", "float32"]
     return WholeEngine(*flags), drafting(resolve_model(None), *flags)
 

@@ -1,4 +1,4 @@
-"""What others were answered is guessed where it should be, and no text changes. Other guesses: test_speculation.py."""
+"""Drafts from answers of other requests come where they should, and change no text. Others: test_speculation.py."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What running services show: metrics by all names of documents, dashboards and rules, and logs as JSON."""
+"""Metrics and logs of running services: metrics by all names of documents, dashboards and rules, and logs as JSON."""
 
 import json
 import signal

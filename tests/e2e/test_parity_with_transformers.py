@@ -60,7 +60,7 @@ def make_prompts(count: int, max_length: int = 99) -> list[list[int]]:
 
 
 async def ask(served: Served, prompts: list[list[int]], max_tokens: int, **options: float) -> list[list[int]]:
-    """What each prompt gives; all are asked at once."""
+    """The output of each prompt; all are sent at once."""
     asked = GenerationOptions(**{"max_tokens": max_tokens, "ignore_eos": True, **options})
     generations = await served.together(served.client.generate(prompt, asked) for prompt in prompts)
     return [list(generation.sequences[0].token_ids) for generation in generations]
@@ -72,7 +72,7 @@ async def check_greedy(served: Served, model: PreTrainedModel, prompts: list[lis
     assert outputs == likeliest_after(model, prompts, outputs)
 
 
-# So many that among random texts of 24 tokens some meet one and some do not.
+# Enough stop tokens that some random texts of 24 tokens have one and some have none.
 STOPS = range(5, VOCAB_SIZE, 32)
 SEARCH = GenerationOptions(
     beam_search=BeamSearch(4, length_penalty=0.5), n=4, max_tokens=24, stop_token_ids=STOPS, ignore_eos=True
@@ -97,7 +97,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
                 output_scores=True,
             )
         outputs = [list(each.token_ids) for each in answer.sequences]
-        # What follows a stop token is padding.
+        # Tokens after a stop token are padding.
         rows = expected.sequences[:, len(prompt) :].tolist()
         assert outputs == [row[: len(output)] for row, output in zip(rows, outputs, strict=True)]
         assert all(len(output) == 24 or output[-1] in STOPS for output in outputs)

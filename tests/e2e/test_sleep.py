@@ -77,6 +77,6 @@ async def test_requests_wait_while_the_pool_is_given_back_and_go_on_at_the_next_
         assert await running == expected
         assert expected.startswith(await new)
         assert (await http.get("/health")).status_code == 200
-        # What was cached is gone, and nothing of the zeros is taken for a prefix.
+        # Cached blocks are gone, and no zeros are taken for a prefix.
         assert await text_of(http, LONG) == expected
         assert (await http.post("/wake_up")).json() == {"is_sleeping": False}

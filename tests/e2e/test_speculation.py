@@ -115,7 +115,7 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     plain = WholeEngine(*several)
     assert plain.run(requests, **config) | plain.run(requests[:1]) == expected
     assert plain.num_passes > 3 * plain.num_steps
-    # Rows that need nothing but a draw, one of which once gets logits that are none in the middle of a step.
+    # Rows that only need a draw. The logits of one row are NaN once, in the middle of a step.
     simple = [
         make_request(number, [*range(30, 40 + number)], seed=number, max_tokens=50, sampling=sampling)
         for number, sampling in enumerate([{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.9, "min_p": 0.01}])
@@ -149,7 +149,7 @@ def test_no_pass_runs_after_all_rows_have_ended() -> None:
         for number, (prompt, end) in enumerate(zip(prompts, ends, strict=True))
     ]
     assert [len(text.token_ids) for text in engine.run(requests).values()] == [5, 21]
-    # Those of the prompts are the first one. Two more come of steps that were on their way, and that seal blocks.
+    # The first pass computes the prompts. Two more belong to steps in flight, which seal blocks.
     assert engine.num_passes == 21 + 2
 
 
@@ -184,7 +184,7 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
         assert on.num_steps <= off.num_steps - on.num_accepted // 2, name
         usage = on.usages[0]
         assert (usage.drafted_tokens, usage.accepted_draft_tokens) == (on.num_drafts, on.num_accepted), name
-    # Each of several sequences follows the prediction as far as it says the same.
+    # Each of several sequences follows the prediction up to its first different token.
     several = {"seed": 2, "sampling": {"temperature": 0.3}, "num_sequences": 3}
     expected = off.run([make_request(0, prompt, **several)])
     assert on.run([make_request(0, prompt, **several, predicted=expected[0, 1].token_ids)]) == expected

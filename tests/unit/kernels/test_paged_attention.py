@@ -120,7 +120,7 @@ def assert_matches_naive(batch: Batch, **options: Any) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-# Of six heads: those that nobody minds, those that take most, and those in between.
+# Sinks of six heads: negligible, dominant, and in between.
 SINKS = torch.tensor([-20.0, 0.0, 1.5, 8.0, -1.0, 3.0])
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (1, 5), (7, 7), (1, 90)]
 

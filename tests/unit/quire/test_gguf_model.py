@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: configuration, tokenizer, templates."""
+"""A GGUF file's description of its model: configuration, tokenizer, templates."""
 
 import json
 import sys
@@ -109,7 +109,7 @@ def test_sentence_pieces_are_merged_by_their_scores(
         assert tokenizer.decode(found, include_special_tokens=False) == text
     file = write_gguf(tmp_path / "n.gguf", model, further={"tokenizer.ggml.add_space_prefix": False})
     assert tokens_of(file, "the") != tokens_of(file, " the")
-    # As a converter writes it that has a tokenizer.json alone: then tokens are in the order of their merges.
+    # A converter with only a tokenizer.json writes such scores: then tokens are in the order of their merges.
     monkeypatch.setattr(
         gguf.GGUFWriter, "add_token_scores", lambda self, scores: add_scores(self, [-1000.0] * len(scores))
     )

@@ -118,7 +118,7 @@ def test_names_of_a_hub_are_told_apart_from_paths(tmp_path: Path, monkeypatch: p
     assert {text: HubName.parse(text) for text in known} == known
     assert [str(each) for each in known.values()] == list(known)
     assert not any(map(HubName.parse, ("name", "./org/name", "a/b/c", "org/a.gguf", "a/b@", "a/b:", "a/b/c.gguf:Q8_0")))
-    # What exists is a path.
+    # A name that exists as a path is a path.
     monkeypatch.chdir(tmp_path)
     assert hub_name("org/name") == HubName("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_a_quantization_names_a_gguf_file(hub: LocalHub, cache: Path, monkeypatc
     # A directory of weights wins over files, and has files all the same.
     assert names(pull(HubName("org/both"))) == {*SMALL, "model.safetensors"}
     assert pulled("org/both:IQ4_XS") == "m-IQ4_XS.gguf"
-    # A gateway reads the same file as a worker, also where a configuration is beside it.
+    # A gateway reads the same file as a worker, even if there is also a configuration.
     assert [pull(HubName("org/configured"), each).name for each in Parts] == ["m-q4_k_m.gguf"] * 2
     for text, problem in (
         (
@@ -243,7 +243,7 @@ def test_a_file_that_stalls_is_given_up(hub: LocalHub, cache: Path, monkeypatch:
             "HF_HUB_DOWNLOAD_TIMEOUT sets another time); what has arrived is kept, `quire pull org/model` goes on from "
             "there"
         )
-        # What `huggingface_hub` repeats is not repeated again.
+        # Attempts that `huggingface_hub` repeats are not repeated again.
         wait_true(lambda: 100 - len(hub.cuts["model.safetensors"]) >= 6)
         assert 100 - len(hub.cuts["model.safetensors"]) == 6
     finally:
@@ -368,7 +368,7 @@ def test_what_the_cache_has_needs_no_space(hub: LocalHub, cache: Path, monkeypat
     pull(MODEL, Parts.WITHOUT_WEIGHTS)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
-    # Of another content, as of a revision whose download was given up.
+    # Other content, as from a revision whose download was given up.
     (cache / "models--org--model" / "blobs" / f"{'0' * 64}.quire.incomplete").write_bytes(WEIGHTS)
     assert "needs 2.0 MiB more; 1.0 MiB are free" in error_of(MODEL)
     keep(cache, WEIGHTS[: 1 << 20])

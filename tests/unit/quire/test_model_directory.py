@@ -179,7 +179,7 @@ def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) 
     assert "cannot read" in error_of(tmp_path)
     with pytest.raises(ConfigurationError, match=r"^model directory ~no-such-user/x cannot be found: .*home directory"):
         resolve_model("~no-such-user/x")
-    # What is no name of the hub is a path.
+    # A text that is no name of the hub is a path.
     for path in ("./nowhere", "a/b/c", "name", "models/x.gguf"):
         with pytest.raises(ConfigurationError, match="does not exist; --model takes"):
             resolve_model(path)

@@ -64,7 +64,7 @@ def test_a_system_that_tells_nothing_has_no_limit(tmp_path: Path) -> None:
 
 
 def test_cores_are_told_from_their_threads_and_lie_by_numa_node(tmp_path: Path) -> None:
-    """Of a machine of two nodes, whose processors take turns in their numbers, with two cores of two threads each."""
+    """A machine of two nodes with two cores of two threads each; processor numbers alternate between the nodes."""
     for number, processors in enumerate(("0,2,4,6", "1,3,5,7")):
         (tmp_path / f"node/node{number}").mkdir(parents=True)
         (tmp_path / f"node/node{number}/cpulist").write_text(f"{processors}\n")

@@ -63,7 +63,7 @@ def test_flags_of_every_type_are_read() -> None:
     argv = "it --listen=x --count 4 --share 1e-3 --verbose --model /m --peers c,d --ports 1,2 --memory 2KiB --mode slow"
     loaded = load(*argv.split(), "--num-blocks=7")
     assert loaded == Settings("it", "x", 4, 0.001, True, Path("/m"), ("c", "d"), (1, 2), (), 2048, "slow", 7)
-    # Of repeated flags the last one counts, and tuples add up.
+    # The last of repeated flags counts, and tuples add up.
     assert load("--count=1", "--count=2").count == 2
     assert load("--peers=a,b", "--peers=c").peers == ("a", "b", "c")
     assert load("--texts=a, b", "--texts=c").texts == ("a, b", "c")

@@ -82,7 +82,7 @@ def make_runner(model: CausalLM, adapter_slots: Sequence[int] = (1, 0, 2, 3)) ->
 
 
 def assert_alone_as_together(model: CausalLM, adapter_slots: Sequence[int] = (1, 0, 2, 3)) -> None:
-    """Rows of one batch have the bits that each of them has alone, and rows without an adapter those of the model."""
+    """A row has the same bits in a batch as by itself, and a row without an adapter has the model's bits."""
     together = make_runner(model, adapter_slots)
     alone = [make_runner(model, adapter_slots) for _ in adapter_slots]
     for spans in STEPS:

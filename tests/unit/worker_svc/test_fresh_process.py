@@ -1,6 +1,6 @@
-"""What only a process shows that has just been started: what a worker imports, its threads, and where they are bound.
+"""Properties that only a new process shows: a worker's imports, its threads, and the processors that they are bound to.
 
-Bound threads stay bound, and what a process has imported stays so. Each of these tests has a process of its own, forked
+Bound threads stay bound, and imported modules stay imported. Each of these tests has a process of its own, forked
 from one that has imported a worker.
 """
 
@@ -22,7 +22,7 @@ PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
 def told(*words: str) -> Any:
-    """What such a process prints."""
+    """The output of such a process."""
     with running_fork(forked_worker("tests.support.fresh_worker"), *words) as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors

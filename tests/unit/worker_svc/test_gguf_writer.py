@@ -71,7 +71,7 @@ def test_a_file_has_the_weights_and_tokens_of_its_directory(tmp_path: Path, fami
 def test_a_head_beside_the_embedding_or_in_its_place_is_written_as_it_is_served(
     tmp_path: Path, family: str, case: str
 ) -> None:
-    """Of a model whose configuration says that they are one matrix."""
+    """The model's configuration says that they are one matrix."""
     make_model(tmp_path / "model", family)
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-# Fields that config.json has, of which the rest is what transformers assumes.
+# Fields of config.json; transformers has defaults for the rest.
 LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
     # As the published models of 4B have it, with another pattern and rotation.
     "gemma3": (
@@ -178,7 +178,7 @@ def test_a_vocabulary_of_pieces_is_written(tmp_path: Path) -> None:
 
 
 def test_a_token_that_the_model_has_no_vector_for_is_not_written(tmp_path: Path) -> None:
-    """As that to pad with, which fine-tuned models may have beside a vocabulary that was not enlarged."""
+    """For example the padding token, which fine-tuned models may add without enlarging the vocabulary."""
     make(tmp_path / "model", "llama")
     own = tokenizer_of(tmp_path / "model")
     own.add_special_tokens(["[PAD]"])
@@ -223,7 +223,7 @@ def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
 
 @parametrize_once("format", list(FORMATS))
 def test_every_format_is_served_and_computes_what_its_dequantized_weights_do(tmp_path: Path, format: str) -> None:
-    """Of the embedded model, whose down projections have 704 inputs: no multiple of 256."""
+    """The embedded model's down projections have 704 inputs: no multiple of 256."""
     source = resolve_model(None)
     file = write(source, tmp_path / "m.gguf", format)
     plain = tmp_path / "plain"

@@ -131,7 +131,7 @@ def test_a_model_of_embeddings_is_served_with_a_warning(tmp_path: Path, caplog: 
         ("F16", torch.float32, (), "6.0 GiB"),
         ("BF16", torch.bfloat16, ("--quantization", "int8-dynamic"), "1.5 GiB"),
         ("BF16", torch.bfloat16, ("--quantization", "int8-weight-only"), None),
-        # Codes, of which only the file says how many bits they have.
+        # Codes; only the file says how many bits they have.
         ("I32", torch.bfloat16, (), "3.0 GiB"),
     ],
 )
@@ -192,7 +192,7 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
         "--speculate=off",
     )
     worker = make_worker(TinyCausalLM(), load(*flags), DeviceLoop())
-    # Of 1, 2 and 3 rows; the warm-up decodes twice.
+    # Graphs of 1, 2 and 3 rows; the warm-up decodes twice.
     assert num_graphs == [3]
     assert recorder.replays.total() == 2
     assert worker.info.pool.num_gpu_blocks == 12
@@ -210,7 +210,7 @@ def test_kinds_of_guesses_that_are_named_beside_auto_are_not_left_out(monkeypatc
 
 @pytest.mark.parametrize("flag", ["--max-num-batched-tokens", "--max-model-len", "--block-size", "--max-num-seqs"])
 def test_a_worker_of_the_least_size_starts(flag: str) -> None:
-    """Of the embedded model, whose recorded forward pass has no room for more."""
+    """Uses the embedded model, whose recorded forward pass has no room for more."""
     settings = load("--num-gpu-blocks", "64", flag, "1")
     model = load_model(resolve_model(settings.model), device=torch.device("cpu"), dtype=torch.float32)
     make_worker(model, settings, DeviceLoop())

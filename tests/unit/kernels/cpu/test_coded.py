@@ -1,4 +1,4 @@
-"""Weights as files store them: products are those of the dequantized weight, bit for bit."""
+"""Weights as files store them: products equal the dequantized weight's, bit for bit."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_groups_of_any_size_and_scales_of_any_dtype(isa: str, coding: Coding, in
 
 
 def test_every_code_of_fp8(isa: str) -> None:
-    """But those of NaN."""
+    """All codes except NaN."""
     kernels, codes = make_kernels(isa), torch.arange(256, dtype=torch.uint8).view(8, 32)
     codes[codes & 127 == 127] = 126
     weight = CodedWeight(Coding.FP8, codes, GroupScales(torch.ones(8, 1), None, 32))
@@ -175,7 +175,7 @@ def test_rows_are_looked_up(isa: str, coding: Coding) -> None:
 
 @pytest.mark.parametrize("inputs", [96, 128])
 def test_int8_with_a_scale_for_each_output_is_summed_in_whole_numbers(isa: str, inputs: int) -> None:
-    """Also beside a weight of another coding, by the same tokens; where inputs would be padded they are not."""
+    """Also together with a weight of another coding and the same tokens; inputs that would need padding are not."""
     kernels = make_kernels(isa)
     weight = make_scaled(Coding.INT8, 40, inputs, inputs, torch.bfloat16, has_zeros=False)
     other = make_scaled(Coding.INT4, 24, inputs, 32, torch.float16, has_zeros=True)

@@ -25,7 +25,7 @@ TIMEOUT_S = 60
 
 
 def together(size: int, act: Callable[[SharedGroup], T]) -> list[T]:
-    """What `act` returns to each rank of a new group, when all have acted at the same time."""
+    """The results of `act` on each rank of a new group; all ranks act at the same time."""
     memory = torch.zeros(shared_bytes(size), dtype=torch.uint8)
     with ThreadPoolExecutor(size) as pool:
         acts = [pool.submit(act, SharedGroup(rank, size, memory)) for rank in range(size)]

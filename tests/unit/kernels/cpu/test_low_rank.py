@@ -88,7 +88,7 @@ def test_any_shape_equals_the_sums_of_float64(
         plain = kernels.product(x, packed, None, activation, torch.float32)
     assert torch.equal(actual[slots == 0], plain[slots == 0])
     if quantization is not Quantization.NONE:
-        return  # Their products are tested by themselves; the addends are those of others.
+        return  # Other tests cover these products, and other cases of this test cover the addends.
     expected = expected_of(x, weight, adapters, widths, slots)
     if gated:
         gate, up = expected.chunk(2, dim=-1)

@@ -115,7 +115,7 @@ def test_every_run_gives_what_the_operations_give_one_by_one(
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_begin_an_operation_when_all_have_ended_the_one_before(library: Library, threads: int) -> None:
-    """Of operations that several threads share: each panel of the product reads all lines of the norm."""
+    """Several threads share each operation: each panel of the product reads all lines of the norm."""
     x, ones = torch.empty(MOST_TOKENS, 4096), torch.ones(4096)
     weight = ops.pack_weight(torch.randn(512, 4096))
     recorder = Recorder(library, MOST_TOKENS)

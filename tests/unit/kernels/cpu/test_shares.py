@@ -15,7 +15,7 @@ import pytest
 THREADS, NODE = 64, 32
 """Threads of the machine, and of one of its nodes."""
 PANELS = 896
-"""Of the gate and up projections of a model of 8B."""
+"""Panels of the gate and up projections of an 8B model."""
 
 
 class Units(ctypes.Structure):
@@ -40,7 +40,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What threads did in a step.
+    """The work of threads in a step.
 
     Attributes:
         thread_of: by unit.

@@ -1,4 +1,4 @@
-"""Weights as files store them on a GPU: the numbers are those of the dequantized weight, bit for bit."""
+"""Weights as files store them on a GPU: the numbers equal the dequantized weight's, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_looked_up_rows_are_those_of_the_dequantized_weight(
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("coding", Coding)
 def test_products_are_those_of_the_dequantized_weight(device: KernelDevice, coding: Coding, num_tokens: int) -> None:
-    """More outputs than a tile has, and not as many as fill tiles."""
+    """The number of outputs is larger than a tile, and no multiple of it."""
     for seed in range(3 if coding in SCALED else 1):
         weight = make_coded(coding, 40, 1 if coding.group[0] == 256 else 3, seed + num_tokens)
         x, bias, numbers = (
@@ -152,7 +152,7 @@ def multiply_by_torch(
     high_bytes: int,
     **constants: Any,
 ) -> None:
-    """What the kernel computes, in any dtype: the interpreter cannot multiply bfloat16."""
+    """Does the work of the kernel in any dtype: the interpreter cannot multiply bfloat16."""
     of = SimpleNamespace(**constants)
     codes = data if of.BITS == 8 else parts_of(data, 4)
     if high is not None:

@@ -1,4 +1,4 @@
-"""What Triton compiles for an H100 or H200, without one: kernels fit, and steps of other sizes compile nothing new."""
+"""Compiles Triton kernels for an H100 or H200 without one: they fit, and steps of other sizes compile nothing new."""
 
 import re
 import subprocess
@@ -25,10 +25,10 @@ from tests.unit.kernels.test_paged_attention import make_batch
 
 pytestmark = pytest.mark.extended
 
-# Of blocks within blocks, and of scales beside the codes.
+# Codings with blocks within blocks, and codings with scales next to the codes.
 SOME = [Coding.Q5_K, Coding.INT4, Coding.FP8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What one program may have of a multiprocessor's memory on compute capability 9.0.
+# Maximum shared memory of one program on compute capability 9.0.
 SHARED_MEMORY = 227 * 1024
 # Programs of one launch along each dimension.
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -94,7 +94,7 @@ def test_attention_with_every_score_option_fits_a_multiprocessor(
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
-    """What a thread keeps in memory for want of registers."""
+    """Bytes that a thread keeps in memory for want of registers."""
     (cubin := folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
     usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Products in FP8: the choice, the arguments and the rounding of tokens. torch multiplies so on GPUs alone."""
+"""Products in FP8: the choice, the arguments and the rounding of tokens. torch has such products only on GPUs."""
 
 from dataclasses import replace
 from typing import Any

@@ -119,7 +119,7 @@ def test_contexts_in_many_pieces_match_naive(
 def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
     device: KernelDevice, sliding_window: int | None
 ) -> None:
-    """What a recorded graph does, whose contexts are cut for the longest one."""
+    """As in a recorded graph, whose contexts are cut for the longest one."""
     batch = make_batch([(1, length) for length in (1, 16, 17, 300)], heads=(6, 2))
     scores = ScoreRule(0.3, sliding_window, sinks=SINKS)
     result = device.run(paged_attention, *batch.tensors, scores=scores, max_query_len=1, max_seq_len=20_000).result
@@ -172,7 +172,7 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
 
 @pytest.mark.parametrize("sliding_window", [17, 1, 15, 16, 63, 150])
 def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
-    """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
+    """Whole tiles lie between the keys that some queries of a tile no longer see and keys that some do not see yet."""
     batch, sinks = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(3, 1)), SINKS[:3]
     output = torch.full_like(batch.query, torch.nan)
     rows, scores = PagedBatch(*batch.tensors), ScoreRule(0.3, sliding_window, sinks=sinks)
@@ -259,7 +259,7 @@ COPIES = {
 }
 
 
-# The last shape: blocks that take several programs, the last of which is not full.
+# The last shape has blocks that take several programs; the last program is not full.
 @pytest.mark.parametrize(
     ("pairs", "shape", "dtype"),
     pairwise(list(COPIES.values()), [(3, 4, 8), (1, 3, 5), (3, 32, WORDS // 64)], [torch.float32, torch.bfloat16]),

@@ -77,7 +77,7 @@ def test_a_socket_whose_process_stands_still_is_in_use_and_one_of_another_kind_i
             check_bindable(UnixAddress(tmp_path / "other"))
 
 
-# A port that our processes share, and nobody else gets.
+# A port that our processes share, and no other process gets.
 
 
 HOST = "127.0.0.1"
@@ -123,7 +123,7 @@ def test_a_port_whose_server_just_left_connections_behind_is_free(reuse_port: bo
     port = listener.getsockname()[1]
     client = socket.create_connection((HOST, port), timeout=30)
     connection, _ = listener.accept()
-    # Who closes first has the port linger.
+    # The port lingers at the side that closes first.
     connection.close()
     assert client.recv(1) == b""
     client.close()

@@ -25,7 +25,7 @@ SUBCLASSES = QuireError.__subclasses__()
 
 
 class FailedCall(grpc.RpcError):
-    """What gRPC raises on the client's side."""
+    """The error that gRPC raises on the client's side."""
 
     def __init__(self, code: grpc.StatusCode, details: str | None, metadata: tuple | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a process does for the machine that it runs on."""
+"""A process returns freed memory to its machine."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who enters the batch and when, how prompts share a step, and what is looked at for it."""
+"""Admission to the batch and its order, how prompts share a step, and how many requests are looked at for it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -207,7 +207,7 @@ def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody
     driver.run_steps(2)
     assert driver.scheduler.batch.blocks.pool.num_free == 2
     looks = counted(VictimTables, "free")
-    # As many blocks as are free or held by one of the twenty alone.
+    # The blocks that are free or held by only one of the twenty.
     driver.submit(make_request(99, prompt_len=22 * 16, max_tokens=8, priority=1))
     driver.run_steps(4)
     assert driver.scheduler.num_preemptions == 0
@@ -277,7 +277,7 @@ def test_who_waits_for_a_long_prompt_is_looked_at_once_and_holds_up_nobody(count
         driver.submit(make_request(handle, prompt_len=5, max_tokens=2))
         num_steps.append(steps_to_first_token(driver, handle))
         handle += 1
-    # The last one comes after the followers, two of which are admitted in a step.
+    # The last short prompt comes after the followers, and a step admits two followers.
     assert num_steps[-1] <= 5
     assert set(num_steps[:-1]) == {1}
     # At the start, and when it is admitted.
@@ -369,7 +369,7 @@ def run_steps(scheduler: Scheduler, count: int) -> None:
 def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_changes(policy, num_sequences, counted):
     config = make_config(num_blocks=600, max_model_len=3000, max_num_batched_tokens=2000, policy=policy)
     scheduler = Scheduler(config)
-    # What steps evict from here on is of the first of these.
+    # From here on steps evict blocks of the first of these.
     for handle, length in ((0, 700), (1, 1600)):
         scheduler.submit(make_request(handle, prompt=[5 + handle] * length, max_tokens=2), 0.0)
         run_steps(scheduler, 2)
@@ -383,7 +383,7 @@ def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_change
     run_steps(scheduler, 40)
     assert set(free) - set(scheduler.batch.blocks.pool.sealed_hashes()), "nothing was evicted"
     assert large.key in scheduler.waiting
-    # Of 400 blocks that are cached.
+    # Looks at all 400 cached blocks in each step would be 16,000.
     assert sum(map(len, looks)) <= 40 * 64
 
 

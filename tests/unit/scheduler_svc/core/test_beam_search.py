@@ -49,7 +49,7 @@ def texts(search: BeamSearch) -> list[tuple[int, ...]]:
 
 
 class Uncopied(list[int]):
-    """Output tokens of a beam of which no hypothesis is made."""
+    """Output tokens of a beam that becomes no hypothesis."""
 
     def __iter__(self):
         raise AssertionError("the output is copied")

@@ -58,7 +58,7 @@ def model() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one search is asked for. No token of `banned` is ever taken."""
+    """Parameters of one search. No token of `banned` is ever taken."""
 
     parameters: BeamParameters
     stop_token_ids: Sequence[int]
@@ -122,7 +122,7 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
             do_sample=False,
             return_dict_in_generate=True,
             output_scores=True,
-            # What `generate` takes by itself, but for one beam, where it would be greedy.
+            # The default of `generate`, except for one beam, where it would be greedy.
             custom_generate=type(model.gpt2)._beam_search,  # pyright: ignore[reportAttributeAccessIssue]
         )
     rows = [unpadded(row, case.stop_token_ids) for row in generated.sequences[:, batch.shape[1] :].tolist()]
@@ -138,7 +138,7 @@ def unpadded(row: list[int], stop_token_ids: Sequence[int]) -> list[int]:
 def assert_like_transformers(model: Model, case: Case) -> None:
     for prompt, expected in zip(PROMPTS, search_by_transformers(model, case), strict=True):
         found = search(model, case, prompt)
-        # What transformers scores at -1e9 is made up: copies of other hypotheses, or texts with banned tokens.
+        # Scores of -1e9 in transformers are made up: copies of other hypotheses, or texts with banned tokens.
         possible = [(tokens, score) for tokens, score in expected if score > -1e6]
         assert [list(each.token_ids) for each in found[: len(possible)]] == [tokens for tokens, _ in possible], case
         assert [each.score for each in found[: len(possible)]] == pytest.approx([s for _, s in possible], abs=1e-4)

@@ -49,7 +49,7 @@ def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
     pool.free(pool.allocate(pool.num_free))
     mirror.check()
     assert (mirror.tier, mirror.blocks) == (set(HASHES), {})
-    # Who came late learns the tokens when a prompt has them.
+    # A late reader gets the tokens when a prompt has them.
     late = driver.scheduler.log_cache()
     late.take()
     run(driver, 3, PROMPT)

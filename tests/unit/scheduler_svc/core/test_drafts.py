@@ -1,4 +1,4 @@
-"""How many drafts rows may have, how they are counted, and who is charged for them."""
+"""The number of drafts that rows may have, how they are counted, and to which tenant."""
 
 import numpy as np
 import pytest

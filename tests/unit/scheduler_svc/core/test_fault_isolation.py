@@ -1,4 +1,4 @@
-"""The request whose steps the worker refuses, or dies of, fails alone, whoever runs beside it."""
+"""If the worker refuses or dies of a request's steps, only that request fails, whatever other requests run."""
 
 import itertools
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ def make_crowd(**culprits: Any) -> Driver:
 
 
 def run_until_failed(driver: Driver) -> int:
-    """Returns in how many steps somebody was found to be at fault."""
+    """Returns the number of steps until a request was found to be at fault."""
     for num_steps in range(2000):
         if driver.failed:
             return num_steps
@@ -157,7 +157,7 @@ def test_the_failure_says_how_often_the_worker_was_lost():
 
 
 def kill_after(driver: Driver, num_answered: int, *, was_alive: bool = False) -> None:
-    """Somebody kills the worker with a step in flight, after so many were answered."""
+    """The worker is killed with a step in flight, after `num_answered` steps were answered."""
     driver.run_steps(num_answered)
     assert driver.plan() is not None
     driver.crash(was_alive=was_alive)

@@ -1,4 +1,4 @@
-"""Cached prefixes, and blocks that are being computed: what is shared, and who waits for it."""
+"""Cached prefixes, and blocks that are being computed: which are shared, and which requests wait for them."""
 
 import numpy as np
 import pytest

@@ -31,7 +31,7 @@ def pinned(driver: Driver, **options) -> Pin:
 
 
 def run(driver: Driver, handle: int, prompt: list[int], tenant: str = "a") -> int:
-    """Runs a request alone; returns its cached tokens."""
+    """Runs only this request; returns its cached tokens."""
     request = make_request(handle, prompt=prompt, tenant=tenant, max_tokens=3)
     driver.submit(request)
     driver.finish(request)
@@ -63,7 +63,7 @@ def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
     assert driver.scheduler.pins.num_pinned == 3
     driver.scheduler.expire_pins(driver.clock + 50)
     assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 0
-    # What was let go of is still cached, until somebody needs the room.
+    # Released blocks are still cached, until another prompt needs the room.
     assert run(driver, 1, [*PREFIX, 90]) == 12
 
 
@@ -83,7 +83,7 @@ def test_quotas_hold_for_a_tenant_and_for_all():
 def test_each_turn_of_a_conversation_takes_of_the_quota_what_it_adds():
     driver = make_driver(pin_quota=0.25, max_pinned=0.5)
     turns = [pinned(driver, token_ids=[7] * length) for length in (16, 24, 32)]
-    # All 8 blocks of the tenant: those of the longest turn.
+    # All 8 blocks of the tenant: the longest turn's.
     with pytest.raises(PinQuotaError, match="the prefix has 1 new blocks and 8 are pinned already"):
         pin(driver, [7] * 36)
     assert driver.scheduler.unpin("a", turns[0].pin_id)
@@ -154,7 +154,7 @@ def test_a_request_that_has_no_room_even_then_takes_no_pin():
 
 
 def make_scheduler_with_pins(count: int) -> Scheduler:
-    """So many pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
+    """`count` pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
     scheduler = Scheduler(make_config(num_blocks=4 * count, pin_quota=0.5, max_pinned=0.5))
     prefixes = [[number, 1, 2, 3] for number in range(count + 1)]
     hashes = [PrefixHashes(root_hash("a"), 4).first(1, prefix)[0] for prefix in prefixes]
@@ -196,7 +196,7 @@ def test_a_pin_decays_over_the_second_half_of_its_time_and_is_whole_again_when_i
         driver.check()
         held.append(driver.scheduler.pins.num_pinned)
     assert held == [16, 16, 16, 14, 8, 2, 0]
-    # The end of the prefix went first, and is cached for as long as nobody needs the room.
+    # The end of the prefix went first, and is cached until another prompt needs the room.
     assert run(driver, 1, [*prefix, 7], tenant="a") == 64
 
     made = pinned(driver, token_ids=prefix, time_to_live=16000.0)

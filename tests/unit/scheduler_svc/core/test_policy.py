@@ -1,4 +1,4 @@
-"""Who goes first under each policy, and how far fairness goes."""
+"""The order of requests under each policy, and the limits of fairness."""
 
 import pytest
 
@@ -93,8 +93,8 @@ def test_a_swapped_group_displaces_a_lower_priority():
 
 
 def make_wide_driver(num_steps: int = TURN + 1, **config) -> Driver:
-    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had so many of them,
-    and 4 more that wait."""
+    """A driver in which two requests of tenant "wide" hold all rows for hundreds of steps, have had `num_steps` of
+    them, and 4 more wait."""
     driver = make_driver(PolicyKind.FAIR, **({"max_num_seqs": 8, "num_blocks": 1000, "max_model_len": 1000} | config))
     for handle in range(6):
         driver.submit(make_request(handle, max_tokens=500, num_sequences=4, tenant="wide"))

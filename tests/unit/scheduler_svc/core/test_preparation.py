@@ -1,4 +1,4 @@
-"""Groups with a constraint wait until the workers have compiled it, and nobody waits with them."""
+"""Groups with a constraint wait until the workers have compiled it, and no other group waits with them."""
 
 import pytest
 
@@ -106,7 +106,7 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     driver.run_what_can()
     assert driver.finished == {2, 3, 4}
     assert driver.outputs[2] == expected_output(other)
-    # Its answer comes after all, for those that have asked again.
+    # Its answer comes after all, for later requests with the same constraint.
     driver.submit(constrained(5))
     (again,) = driver.tell()
     driver.scheduler.prepared(first.number)
@@ -190,7 +190,7 @@ def test_a_preparation_that_succeeds_clears_what_was_counted_against_it() -> Non
             assert driver.compile_next()
         driver.deadly_needs.clear()
         driver.run_until_idle()
-        # What was compiled is gone.
+        # The compiled constraint is gone.
         driver.crash()
     assert driver.finished == {0, 1, 2, 3}
     assert driver.num_deaths == 4 * (NUM_DEATHS - 1)
@@ -250,7 +250,7 @@ def test_a_suspect_has_its_turn_beside_a_stream_of_prompts_whose_blocks_are_on_d
     hashes = [name for each in prompts for name in PrefixHashes(each.cache_root, 4).first(2, list(each.prompt))]
     driver.scheduler.tier_changed(range(len(hashes)), hashes)
     for prompt in prompts:
-        # What was told before is answered when the next blocks are on their way.
+        # Earlier needs are answered when the next blocks are on their way.
         num_told = len(driver.told)
         driver.submit(prompt)
         driver.plan()

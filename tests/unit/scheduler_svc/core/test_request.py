@@ -1,4 +1,4 @@
-"""The queue's bounds among tenants: whoever comes first does not keep the others out."""
+"""The queue's bounds among tenants: a tenant that comes first does not keep the others out."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from tests.support.core_driver import make_config, make_request
 
 
 def make_scheduler(**changes) -> Scheduler:
-    """Admits nobody, since nothing is ever planned."""
+    """A scheduler that admits no request, since it never plans a step."""
     return Scheduler(make_config(**({"max_waiting_requests": 8, "max_waiting_tokens": 1000} | changes)))
 
 

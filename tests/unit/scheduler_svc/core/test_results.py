@@ -52,7 +52,7 @@ def with_tokens(result: StepResult, token_ids: np.ndarray) -> StepResult:
 
 
 def with_lines(result: StepResult, first: Line) -> StepResult:
-    """With this line of row 3, which may have a likely token, and others of those that may not."""
+    """Gives row 3, which may have a likely token, this line, and lines without one to the other rows."""
     columns = columns_of([first, *[Line(-1.0)] * 3])
     return replace(result, logprobs=SampleLogprobs(np.array([3, 4, 5, 6]), columns))
 

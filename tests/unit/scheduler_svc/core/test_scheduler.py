@@ -46,7 +46,7 @@ def test_usage_of_a_resubmitted_request_tells_prompt_from_output_and_prefill_fro
     arrived = driver.clock
     driver.finish(whole)
     usage = driver.usage[2]
-    # Six blocks of 4 are cached, most of which hold output.
+    # Six blocks of 4 tokens are cached, mostly with output.
     assert (usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens) == (5, 5, 30)
     assert (usage.queue_s, usage.prefill_s, usage.decode_s) == (0.0, 1.0, 9.0)
     assert driver.clock == arrived + 10
@@ -200,7 +200,7 @@ def test_the_first_sample_is_what_the_request_alone_would_get():
     request = make_request(1, num_sequences=3)
     assert request.sampling_of(0).seed == request.sampling.seed
     assert len({request.sampling_of(index).seed for index in range(3)}) == 3
-    # Those of the others are the same in every version, so that what was sampled can be sampled again.
+    # The other samples' seeds are the same in every version, so that a sample can be repeated.
     assert sequence_seed(2**64 - 1, 5) == 0xE0B1F3D51CE50AF9
 
 

@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[int] = set()
         self.killed: set[int] = set()
         self.offers: list[Request] = []
-        """Of requests that run at another replica, and may come."""
+        """Requests that run at another replica, and may come."""
         self.losses: dict[int, tuple[int, int]] = {}
         """The tokens that a request had at the last loss with a step of it in flight, and how many in a row it was."""
 
@@ -88,8 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         held=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
     def arrive(self, prompt_len, shared, stop, held, **fields):
-        """A prompt whose first `shared` tokens are those of all others. Of each sequence the first `held` tokens are
-        there already."""
+        """A prompt whose first `shared` tokens are common to all prompts. The first `held` tokens of each sequence are
+        already there."""
         handle = len(self.requests) + len(self.aborted)
         prompt = self._prompt(handle, prompt_len, shared)
         request = make_request(handle, prompt=prompt, stop=frozenset(stop), **fields)
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.offers)
     @rule(data=st.data(), is_broken=st.booleans(), max_tokens=st.integers(1, 20))
     def come(self, data, is_broken, max_tokens):
-        """What was offered comes, or what is kept for it is given back."""
+        """A request that was offered comes, or the blocks kept for it are given back."""
         offer = data.draw(st.sampled_from(self.offers))
         if is_broken:
             self.driver.scheduler.abort(offer.key)
@@ -355,7 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(1, 30))
     def poison(self, data, num_tokens):
-        """From now on the worker refuses a request's steps, once it has so many tokens."""
+        """From now on the worker refuses a request's steps, once it has `num_tokens` tokens."""
         self.driver.poisoned[data.draw(st.sampled_from(sorted(self.requests)))] = num_tokens
 
     @precondition(lambda self: self.requests)
@@ -367,12 +367,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), position=st.integers(0, 40))
     def make_fail(self, data, position):
-        """What a request computes from this position on is not finite."""
+        """Logits of a request are not finite from this position on."""
         handle = data.draw(st.sampled_from(sorted(self.requests)))
         started = {
             group.request.key.handle for group in self.driver.scheduler.groups() if group.timeline.started is not None
         }
-        # What was computed before stays as it is.
+        # Logits that were computed before stay as they are.
         if handle in self._live() - started:
             self.driver.failing.setdefault(handle, position)
 
@@ -383,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(1, 30))
     def make_constraint_fail(self, data, num_tokens):
-        """From now on the worker finds that a request's constraint fails, once it has so many tokens."""
+        """From now on the worker finds that a request's constraint fails, once it has `num_tokens` tokens."""
         handle = data.draw(st.sampled_from(sorted(self.requests)))
         if self.requests[handle].has_constraint:
             self.driver.refusing[handle] = num_tokens

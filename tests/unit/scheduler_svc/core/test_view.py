@@ -1,4 +1,4 @@
-"""What a watcher is told adds up to what there is."""
+"""Changes that a watcher gets add up to the present state."""
 
 import random
 from collections import Counter
@@ -21,8 +21,8 @@ from tests.support.core_driver import Driver, make_config, make_request
 
 @dataclass
 class ViewMirror:
-    """What a watcher knows: it applies the changes that it was told, and nothing else: block tables, statuses and
-    progress by number of the sequence, names and pins by block."""
+    """The state as a watcher knows it, only from the changes that it got: block tables, statuses and progress by number
+    of the sequence, names and pins by block."""
 
     tables: dict[int, list[int]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int, int]] = field(default_factory=dict)

@@ -97,11 +97,11 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """A recording that went on in several files, the first of which became a snapshot, and then that and the next."""
+    """A recording over several files. The first file became a snapshot, and then the snapshot and the next file."""
 
     path: Path
     num_steps: int
-    """Of the core, from its start on."""
+    """Steps of the core since its start."""
 
     def copy(self, folder: Path) -> Path:
         """The newest file of a copy that a test may change."""
@@ -160,7 +160,7 @@ def test_blocks_that_a_worker_kept_are_recorded_with_each_of_their_tokens_once(
         device.rows.clear()
         scheduler.judge_loss(was_alive=True)
     assert driver.usage[1].cached_tokens > 190
-    # Of each time the prompt and the results; and once both sequences, whose blocks were kept.
+    # Twice the prompt and the results, and once both sequences, whose blocks were kept.
     assert num_hidden <= 2 * (200 + 2 * 200) + 2 * (200 + 200)
     # Beams that go on in the place of others share what is known of their blocks.
     beam = BeamParameters(3)

@@ -1,4 +1,4 @@
-"""What the scheduler counts of requests, of the prefix cache and of tenants."""
+"""The scheduler's counters of requests, of the prefix cache and of tenants."""
 
 from types import SimpleNamespace
 from typing import Any

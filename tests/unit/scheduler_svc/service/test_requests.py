@@ -1,6 +1,6 @@
-"""The table of requests: who may read one and who takes it over, what a gateway gets that comes back, how long and how
-much of one is kept without a reader, and what stays of one that was cancelled. Worlds break streams in any order, and
-compare every event."""
+"""The table of requests: which gateways may read and take over a request, what a gateway gets when it comes back, how
+long and how much of a request is kept without a reader, and what stays of a cancelled one. Worlds break streams in any
+order, and compare every event."""
 
 import itertools
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Timers:
 
 @dataclass
 class Core:
-    """What the table asks of the core: live requests, as their keys and how far their sequences are."""
+    """The part of the core that the table uses: live requests by their keys, with the progress of their sequences."""
 
     live: dict[RequestKey, list[SequenceProgress]] = field(default_factory=dict)
 
@@ -263,7 +263,7 @@ def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
         bench.admit(make_request(3), connection, nonce=8)
     bench.step(owned, ends=True)
     bench.admit(make_request(3), connection, nonce=8)
-    # The durable one is there for whoever resumes it.
+    # The durable request stays for resumption.
     assert len(bench.requests) == 2
 
 
@@ -279,7 +279,7 @@ def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
 
 
 def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_its_limit():
-    """Without max_tokens a request may have as many as the model allows: each counted for 32,000, and 61 filled all."""
+    """Without max_tokens a request may have the model's maximum: each counted for 32,000, and 61 filled the table."""
     bench = Bench(limits=DurableLimits(1024, 2_000_000, 60.0))
     assert fill(bench, bench.connect(), "a", prompt_len=100, max_tokens=32_000) == 1024
     assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
@@ -300,7 +300,7 @@ def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_i
     bench.step(first, ends=True)
     assert bench.requests.num_durable_tokens == 10 + 2501
     assert bench.requests.find("", "request-1").history.num_tokens == 2501
-    # What is over makes room.
+    # Requests that are over make room.
     bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
     with pytest.raises(NotFound):
         bench.requests.find("", "request-1")
@@ -409,7 +409,7 @@ def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
 
 
 def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
-    """Who asks all schedulers would take it for one that is over, and it would run on."""
+    """A caller that asks all schedulers would take it for one that is over, and it would run on."""
     connection = bench.connect()
     owned = bench.admit(make_request(3), connection, durable=True)
     assert owned.durable is not None
@@ -480,7 +480,7 @@ def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_toke
 
 
 def test_log_probabilities_of_a_prompt_have_no_gap(bench):
-    """Those of a chunk that is not finite do not come; what is behind it waits until the prompt is computed again."""
+    """A chunk that is not finite is not sent; positions after it wait until the prompt is computed again."""
     connection = bench.connect()
     plain = make_request(1)
     prompted = replace(plain, sampling=replace(plain.sampling, prompt_logprobs=0))

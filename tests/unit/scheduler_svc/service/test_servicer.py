@@ -34,7 +34,7 @@ async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_an
     hello = scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id="gateway-a")
 
     async def connect() -> tuple[asyncio.Queue[Any], AsyncGenerator[scheduler_pb2.ConnectResponse, None]]:
-        """What its gateway says, and the answers, which come when they are taken."""
+        """Queue of the gateway's messages, and the answers, which come when they are taken."""
         said: asyncio.Queue[Any] = asyncio.Queue()
         said.put_nowait(scheduler_pb2.ConnectRequest(hello=hello))
 

@@ -1,4 +1,4 @@
-"""What GetState and InspectBlocks answer about many blocks does not hold the event loop up."""
+"""Answers of GetState and InspectBlocks about many blocks do not hold the event loop up."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,7 @@ def loop(scheduler: Scheduler) -> StepLoop:
 
 
 async def turns_of(coroutine) -> tuple[object, int]:
-    """What it returns, and how often others had a turn meanwhile."""
+    """The coroutine's result, and the number of other tasks' turns meanwhile."""
     task, turns = asyncio.ensure_future(coroutine), 0
     while not task.done():
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What a worker says of a step is checked before the core sees it, and what its loss says of the step in flight."""
+"""A worker's answer to a step is checked before the core sees it; the cause of its loss says if the step is at fault."""
 
 import asyncio
 from dataclasses import replace

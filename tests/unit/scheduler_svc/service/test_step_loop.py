@@ -1,5 +1,5 @@
-"""What is counted of requests that are ended from outside, when an answer of a worker is late, and when a refused
-caller should come back."""
+"""Counts of requests that are ended from outside, the time at which a worker's answer is late, and the time at which a
+refused caller should come back."""
 
 import asyncio
 import time
@@ -56,14 +56,14 @@ async def test_aborted_requests_count_once_each_with_their_last_sequence_and_lea
 
 
 async def test_an_abort_has_the_next_step_planned(loop):
-    """What it held may be what another request waits for, and no answer of a worker may be under way."""
+    """Its blocks may be what another request waits for, and no worker's answer may be under way."""
     loop._wake.clear()
     assert loop.abort(make_request(1).key)
     assert loop._wake.is_set()
 
 
 class Link:
-    """Of a worker that takes two steps at once. While a step is sent, a request leaves."""
+    """The link to a worker that takes two steps at once. While a step is sent, a request leaves."""
 
     address, info = "w:1", SimpleNamespace(max_steps_in_flight=2)
 

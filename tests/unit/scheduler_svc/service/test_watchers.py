@@ -1,4 +1,4 @@
-"""Who watches gets frames, and nobody waits for who does not read them."""
+"""Watchers get frames, and a watcher that does not read them delays no other."""
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing
@@ -19,7 +19,7 @@ MAX_OUTBOX = 4
 
 
 class Watched:
-    """A core, and who watches it; frames are made when the test says so."""
+    """A core and its watchers; frames are made when the test says so."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver

@@ -127,7 +127,7 @@ def test_output_tokens_of_a_chunk_are_entries_of_one_token() -> None:
     assert split.places.tolist() == [4, 3]
     plan = plan_samples(split.batch, split.places)
     assert (plan.rows.tolist(), plan.positions.tolist()) == ([0, 1], [13, 13])
-    # The places that are known are those of the batch that was given.
+    # Known sample places are places of the original batch.
     again = split_outputs(batch, num_prompt, sample_places(batch))
     assert again is not None
     assert again.places.tolist() == [4, 3]

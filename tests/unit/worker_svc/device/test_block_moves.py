@@ -1,4 +1,4 @@
-"""Swaps beside the steps, on streams that run in any order that is allowed, leave and read what they do one by one."""
+"""Swaps during steps, on streams that run in any allowed order, have the same effects as in sequence."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -132,7 +132,7 @@ class Model:
 def run_steps(
     steps: Sequence[Planned], compute: Stream, swaps: Stream, queue: Callable[[Callable[[], None]], None]
 ) -> tuple[list[list[float]], KvPool]:
-    """What each step saw, and the pool as it was left, or will be once all that is queued has run."""
+    """The values that each step saw, and the pool as it is once all that is queued has run."""
     pool = make_pool()
     model, moves = Model(pool), BlockMoves(pool, compute, swaps)
     for planned in steps:

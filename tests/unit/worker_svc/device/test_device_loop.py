@@ -47,7 +47,7 @@ class GatedStep:
 
 
 class Outcomes:
-    """What came of the steps of one lane."""
+    """Results of the steps of one lane."""
 
     def __init__(self) -> None:
         self.finished: queue.Queue[int] = queue.Queue()

@@ -1,4 +1,4 @@
-"""What a worker finds of its blocks on disk: each whole and its own, or none."""
+"""Blocks that a worker finds on disk: each is whole and its own, or it is not found."""
 
 import errno
 import os
@@ -48,8 +48,8 @@ def open_file(path: Path, num_slots: int = 3, **changes: object) -> BlockFile:
 
 
 def contents_of(file: BlockFile) -> dict[int, bool | None]:
-    """Of each block whether it is as it was written; None if it cannot be read."""
-    # Those read last stay longest.
+    """By block, whether it is as it was written; None if it cannot be read."""
+    # Blocks that are read last stay longest.
     found = {each[0]: read(file, each) for each in reversed(file.names)}
     return {number: None if data is None else data == content(number) for number, data in found.items()}
 

@@ -62,7 +62,7 @@ def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
     assert counts[0] == 7
     assert counts[1] == 0
     choice.enter(1)
-    # What all rows showed counts for a new one.
+    # Results of all rows count for a new row.
     assert choice.choose(guesses_of([1], FOLLOWED), 1)[0] > 0
 
 
@@ -117,7 +117,7 @@ def test_several_rows_have_no_more_drafts_than_what_is_left_of_the_step_or_twice
     assert 0 < counts[0] < counts[1] < counts[2] == 7 * 16
     for count, limit_s in zip(counts, (2 * plain_s, 4e-3), strict=False):
         assert PassTimes(costs).with_drafts(16, np.array([count]), 16) <= limit_s
-    # A row that is alone keeps nobody waiting.
+    # A row by itself delays no other.
     assert PayingDrafts(1, PassTimes(PassCosts([1, 2], [1e-3, 1.2e-3]))).choose(guesses_of([0], FOLLOWED), 1) == [7]
 
 

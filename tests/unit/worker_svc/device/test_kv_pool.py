@@ -82,7 +82,7 @@ def test_the_pool_has_as_many_blocks_as_its_memory_holds(
 @pytest.mark.parametrize(
     ("swap_space", "block", "device", "gpu_blocks", "count"),
     [
-        # By default as large as the pool of a CPU up to a gibibyte, or four gibibytes beside CUDA.
+        # By default as large as the pool of a CPU up to a gibibyte; with CUDA four gibibytes.
         (None, BLOCK_BYTES, CPU, 100, 100),
         (None, 1 << 20, CPU, 5000, 1024),
         (None, 1 << 20, CUDA, 5, 4096),
@@ -136,7 +136,7 @@ def test_what_was_not_asked_for_leaves_half_of_the_memory() -> None:
 
 
 def make_large_pool() -> KvPool:
-    """256 MiB, nothing of which was touched."""
+    """A pool of 256 MiB whose memory was not touched."""
     geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
     return allocate_pool(geometry, CPU, torch.float32)
 

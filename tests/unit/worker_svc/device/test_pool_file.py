@@ -1,4 +1,4 @@
-"""What a worker finds in the file of its pool: all that the one before it had sealed, or nothing."""
+"""Blocks that a worker finds in the file of its pool: all that the earlier worker had sealed, or none."""
 
 import gc
 import itertools
@@ -50,14 +50,14 @@ LAYOUT = FileLayout(NUM_BLOCKS, [2 * NUM_BLOCKS * 2 * 4 * 8 * 2] * 3)
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Of a file that this process holds, as a supervisor does."""
+    """A file that this process holds, as a supervisor does."""
     file = os.memfd_create("pool")
     yield Path(f"/proc/{os.getpid()}/fd/{file}")
     os.close(file)
 
 
 class OpenPool:
-    """What a worker has of its file."""
+    """A worker's view of its file."""
 
     def __init__(self, path: Path, namespace: KvNamespace = NAMESPACE, num_blocks: int = NUM_BLOCKS) -> None:
         self.file = PoolFile.open(path)
@@ -118,7 +118,7 @@ def test_blocks_of_another_namespace_are_not_found(path: Path, field: str) -> No
     assert (pool.num_held, pool.sealed) == (None, {})
     assert not any(layer.any() for layer in pool.layers)
     pool.die()
-    # Those of the first one are gone then.
+    # The first worker's blocks are gone then.
     assert OpenPool(path).sealed == {}
 
 
@@ -182,7 +182,7 @@ def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, mon
     pool.layers[0].fill_(1)
     assert pool.file.held_bytes > 0
     pool.die()
-    # What the file has already is not taken twice.
+    # Memory that the file already has is not taken twice.
     monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks - 1))
     OpenPool(path).die()
 

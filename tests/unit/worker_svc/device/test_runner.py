@@ -1,7 +1,7 @@
-"""What a step does on a GPU between its messages never waits for what the GPU computes.
+"""A step on a GPU never waits between its messages for results of the GPU.
 
-On torch's meta device there are no values, so that whatever would read one raises: an item, a mask, the places of what
-is not zero."""
+Tensors on torch's meta device have no values, so that reading one raises: an item, a mask, the places of nonzero
+values."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from worker_svc.weights import Loadable, MadeTensors, Placement
 
 GPU = torch.device("cuda", 0)
 _META = torch.device("meta")
-# Of programs of one launch along each dimension.
+# Maximum programs of one launch along each dimension.
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
@@ -155,7 +155,7 @@ def test_the_pool_gets_what_memory_is_left_when_the_largest_step_runs(gpu: MetaG
 
 
 def test_the_largest_step_has_the_longest_context_that_may_come(gpu: MetaGpu) -> None:
-    """For which attention puts the pieces of all rows beside each other."""
+    """Attention joins the pieces of all rows for such a context."""
     with gpu:
         model = make_model()
         gpu.launches.clear()

@@ -102,7 +102,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         "pytorch_model.bin is a pickle, which is never loaded; convert the model",
     ),
 ]
-"""What is wrong with config.json or an index as files is in tests/unit/quire/test_model_directory.py."""
+"""tests/unit/quire/test_model_directory.py covers faults of config.json or of an index as files."""
 
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILED, ids=[message for _, message in SPOILED])

@@ -1,4 +1,4 @@
-"""What each rank holds of a layer, and that the parts make up the whole."""
+"""Each rank's part of a layer, and that the parts make up the whole."""
 
 from typing import NoReturn
 
@@ -61,7 +61,7 @@ def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gathered_columns_are_contiguous_where_ranks_have_unlike_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of float32 logits as they are the sampler makes one flat line."""
+    """The sampler makes one flat line of float32 logits as they are."""
     whole = torch.arange(15, dtype=torch.float32).view(3, 5)
 
     def all_gather(parts: list[torch.Tensor], _: torch.Tensor) -> None:

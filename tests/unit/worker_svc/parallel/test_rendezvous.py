@@ -186,7 +186,7 @@ class FakeMain:
 
 
 class FakeStore:
-    """Of two ranks, of which the other one lives."""
+    """The store of two ranks; the other rank lives."""
 
     def __init__(self) -> None:
         self.num_added, self.has_heartbeat = 0, threading.Event()

@@ -75,7 +75,7 @@ async def test_a_rank_whose_others_do_not_come_says_so_and_waits_on(device_loop:
         await worker.sealed_blocks(8, 0.02)
     other.comes.set()
     await worker.sealed_blocks(9)
-    # Nobody waits for an answer to the second any more, and it had not begun.
+    # No caller waits for an answer to the second any more, and it had not begun.
     assert other.asked == [(7, 0), (9, 0)]
 
 

@@ -56,7 +56,7 @@ def allowed(masks: Masks | None) -> dict[int, set[bytes]]:
 
 
 def step(matchers: RowMatchers, made: RowChanges, samplers: list[int], draws: str = "") -> dict[int, set[bytes]]:
-    """What may follow in one step, in which the rows draw these characters in turn."""
+    """Tokens that may follow in one step, in which the rows draw these characters in turn."""
     rows = np.array(samplers, np.int32)
     masks = matchers.begin(made, rows)
     found = allowed(None if masks is None else masks.result())

@@ -1,4 +1,4 @@
-"""What drafters guess, and how they keep to it."""
+"""Drafts of each drafter, and where a drafter continues after wrong ones."""
 
 import numpy as np
 import pytest

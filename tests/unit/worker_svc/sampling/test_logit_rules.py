@@ -51,7 +51,7 @@ def make_rules(row: Row) -> LogitRules | None:
 
 
 def oracle(logits: np.ndarray, row: Row) -> np.ndarray:
-    """What one row's logits become, by the definitions of the contract."""
+    """One row's logits after its rules, by the definitions of the contract."""
     result, rules, output = logits.astype(np.float64), row.rules, row.output
     if rules.get("allowed_token_ids"):
         result[[token not in rules["allowed_token_ids"] for token in range(len(logits))]] = -np.inf

@@ -14,7 +14,7 @@ from worker_svc.models.transformers.probe import max_model_len_of
     ("config", "length"),
     [
         (LlamaConfig(max_position_embeddings=300), 300),
-        # What it was trained with, besides.
+        # `seq_length` is the length of its training.
         (LlamaConfig(max_position_embeddings=300, seq_length=128), 300),  # pyright: ignore[reportCallIssue]
         (MptConfig(max_seq_len=700), 700),
         (BloomConfig(seq_length=900), 900),  # pyright: ignore[reportCallIssue]

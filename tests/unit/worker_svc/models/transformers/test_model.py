@@ -1,4 +1,4 @@
-"""Directories and models that cannot be served through transformers' code, and what is done for those that can."""
+"""Directories and models that transformers' code cannot serve, and the preparation of models that it can."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the worker finds out about a transformers model by running it: on models of one layer, made to fail."""
+"""Properties of a transformers model that the worker finds by running it: on models of one layer, made to fail."""
 
 from collections.abc import Callable
 from typing import Any
