@@ -1,6 +1,6 @@
 """`python -m tests.support.apart_worker`: the real worker, as a rank that shares no memory with the others.
 
-So are those of one model on several machines, or in containers of their own.
+Ranks of one model on several machines, or in separate containers, share none.
 """
 
 import sys

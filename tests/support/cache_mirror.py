@@ -1,4 +1,4 @@
-"""A prefix cache as one sees it who is told of its changes."""
+"""A prefix cache as a reader of its changes sees it."""
 
 from quire.prefix_hashes import BlockHash, block_hash, root_hash
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens, CacheLog

@@ -13,7 +13,7 @@ def make_certificates(directory: Path) -> Authority:
     directory.mkdir(exist_ok=True)
     made_at = dt.datetime.now(dt.UTC)
     authority = Authority.make(365, made_at)
-    # An authority that is written beside another one is trusted besides it.
+    # A new authority in a folder that has one is trusted in addition to it.
     (directory / AUTHORITY_FILE).unlink(missing_ok=True)
     authority.write(directory)
     for role in Role:

@@ -34,7 +34,7 @@ _LARGEST = {
     Coding.INT8: 255,
     Coding.FP8: 448,
 }
-"""What a number may be, in scales of its group."""
+"""Largest absolute value of a number, in scales of its group."""
 
 
 SCALED = (Coding.INT4, Coding.INT8, Coding.FP8)
@@ -68,7 +68,7 @@ def make_scaled(
     has_zeros: bool,
     seed: int = 0,
 ) -> CodedWeight:
-    """The same with groups of so many inputs and scales of this dtype."""
+    """The same with groups of `inputs` inputs and scales of this dtype."""
     generator = np.random.default_rng(seed)
     per_group, num_bytes = coding.group
     codes = generator.integers(0, 256, (out_features, in_features // per_group * num_bytes), dtype=np.uint8)

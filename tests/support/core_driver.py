@@ -38,22 +38,22 @@ CLIENT = ClientId(0)
 VOCAB_SIZE = 50
 
 Content = int | tuple[int, int]
-"""What a slot holds: the number that `Contexts` gives the token whose keys and values it holds with all before it, as
-these depend on them. Where it is not finite, the mark of who computed it comes before."""
+"""Content of a slot: the number that `Contexts` gives the tokens up to the slot's own, since its keys and values depend
+on all of them. If they are not finite, the mark of the row that computed them comes before."""
 
 Blocks = dict[int, list[Content | None]]
 """Block -> what its slots hold."""
 
 
 class Contexts:
-    """Gives sequences of tokens numbers: those that are equal have the same."""
+    """Gives sequences of tokens numbers: equal sequences have equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
         self._lasts: list[tuple[int, int]] = [(0, 0)]
 
     def extend(self, numbers: list[int], tokens: Sequence[int], end: int, adapter: bytes = b"") -> None:
-        """`numbers` has those of the first tokens, each with all before it; now it has those of `end` tokens. An
+        """Extends `numbers`, which has the numbers of the first prefixes, to the prefixes of up to `end` tokens. An
         adapter is like a token before all others."""
         before = numbers[-1] if numbers else self._after(0, mark_of(adapter)) if adapter else 0
         for token_id in tokens[len(numbers) : end]:
@@ -133,12 +133,12 @@ def make_request(
 
 
 def mark_of(adapter: bytes) -> int:
-    """What stands for an adapter, a digest of one byte, before the tokens that it computes; it is no token."""
+    """The number, no token, that stands for an adapter, a digest of one byte, before the tokens that it computes."""
     return -1 - adapter[0]
 
 
 def continued(request: Request, counts: Sequence[int]) -> Request:
-    """The request as it comes back after each of its sequences got so many tokens, or its last one."""
+    """The request as it comes back after its sequences got `counts` tokens each, or their last one."""
     outputs = [expected_output(request, index)[:count] for index, count in enumerate(counts)]
     ends = [len(output) == len(expected_output(request, index)) for index, output in enumerate(outputs)]
     return replace(request, emitted=[EmittedSequence(*each) for each in zip(outputs, ends, strict=True)])
@@ -180,7 +180,7 @@ def allowed_candidates(parameters: bytes, tokens: list[int], candidates: Candida
 
 
 def expected_hypotheses(request: Request) -> list[list[int]]:
-    """What a beam search finds, whatever runs beside it."""
+    """The hypotheses of a beam search, whatever other requests run."""
     assert request.beam is not None
     search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
     count = request.sampling_of(0).num_candidates
@@ -199,7 +199,7 @@ def expected_hypotheses(request: Request) -> list[list[int]]:
 
 
 def expected_output(request: Request, index: int = 0) -> list[int]:
-    """What the request's sequence gets, whatever runs beside it."""
+    """The output of the request's sequence, whatever other requests run."""
     if request.beam is not None:
         return expected_hypotheses(request)[index]
     output = list(request.emitted[index].token_ids) if request.emitted else []
@@ -242,7 +242,7 @@ class FakeDevice:
     num_computed: int = 0
     """Tokens computed so far, over all rows."""
     seals: dict[int, BlockHash] = field(default_factory=dict)
-    """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
+    """Blocks that a later scheduler would adopt: block -> the hash that it is sealed under."""
     contexts: Contexts = field(default_factory=Contexts)
     adapters: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The digest of the adapter that is loaded, by slot."""
@@ -262,7 +262,7 @@ class FakeDevice:
         return list(dict.fromkeys(changed))
 
     def fetch(self, arriving: Arriving) -> frozenset[int]:
-        """Fills blocks from the disk. Returns the indices of those that are not there."""
+        """Fills blocks from the disk. Returns the indices of missing ones."""
         on_disk = dict(self.disk.values())
         for block, content in zip(arriving.blocks, arriving.hashes, strict=True):
             self.seals.pop(block, None)
@@ -277,7 +277,7 @@ class FakeDevice:
         refusing: Collection[int] = (),
         deadly: Mapping[int, int] | None = None,
     ) -> StepResult:
-        """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position. The
+        """`failing` rows compute nothing finite from a position on: row -> mark that no other row has, position. The
         constraint of `refusing` rows fails where they sample. Drafts of `deadly` rows end before a position."""
         failing = failing or {}
         self._move(plan.swap_out, self.blocks, self.host_blocks)
@@ -416,7 +416,7 @@ class FakeDevice:
         for first in range(0, num_computed, size):
             last = min(first + size, num_computed)
             held = self.blocks.get(row.blocks[first // size], self._empty)[: last - first]
-            # What a row that fails took from the cache is as finite as it was.
+            # Blocks that a failing row took from the cache are as finite as before.
             is_own = held == own[first:last] or all(
                 content == own[position] or (position >= failing_from and content == (mark, own[position]))
                 for position, content in enumerate(held, first)
@@ -464,9 +464,9 @@ class Driver:
         self.device = FakeDevice(config.block_size)
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult | None] = deque()
-        """Of the steps in flight; None where the worker refuses the step or dies of it, and for all after it."""
+        """Results of the steps in flight; None if the worker refuses or dies of the step, and for all after it."""
         self.poisoned: dict[int, int] = {}
-        """Handles of requests that no step may compute once they have so many tokens."""
+        """Handles of requests, and the number of tokens from which on no step may compute them."""
         self.deadly: dict[int, int] = {}
         """Handles of requests, and which of their tokens (counted from 1) the worker cannot compute without dying."""
         self.failing: dict[int, int] = {}
@@ -474,11 +474,11 @@ class Driver:
         self.refusing: dict[int, int] = {}
         """Handles of requests, and from how many tokens on the worker finds that their constraint fails."""
         self.told: deque[Preparation] = deque()
-        """What the worker was told to compile or to load, and has not answered."""
+        """Constraints and adapters that the worker was told to prepare, and has not answered."""
         self.unloadable: set[bytes] = set()
         """Digests of adapters whose files are gone."""
         self.deadly_needs: set[Need] = set()
-        """What the worker cannot prepare without dying."""
+        """Needs that the worker cannot prepare without dying."""
         self.compiled: dict[bytes, None] = {}
         """The constraints that the worker keeps; the oldest comes first."""
         self.outputs: dict[int, list[int]] = {}
@@ -490,12 +490,12 @@ class Driver:
         self.num_refusals = 0
         self.num_deaths = 0
         self.deaths: list[tuple[int, list[Need]]] = []
-        """Of each death how many steps were in flight, and what was prepared."""
+        """The number of steps in flight at each death, and the needs in preparation."""
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
         self._is_dead = False
         self._tenants: dict[str, None] = {}
-        """All that ever ran, those that ran last at the end."""
+        """All tenants that ever ran; the latest are at the end."""
 
     def submit(self, *requests: Request) -> None:
         for request in requests:

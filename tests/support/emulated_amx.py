@@ -16,7 +16,7 @@ EMULATED_AMX = "amx_emulated"
 
 _ROOT = Path(__file__).parents[2]
 _BUILD = _ROOT / "build" / "emulated-amx"
-# Vectors are those of this processor.
+# Vector instructions run on this processor.
 _FLAGS = f"-march=native -mprefer-vector-width=512 -include {_ROOT}/tests/emulation/amx.h"
 
 

@@ -1,4 +1,4 @@
-"""What the blocks of a KV pool would hold, without keys and values: for each slot, a hash of all tokens up to it."""
+"""Blocks of a KV pool without keys and values: each slot holds a hash of all tokens up to it."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class Prefixes:
         return same
 
     def replace(self, position: int, token_ids: Iterable[int]) -> None:
-        """Tokens from a position on; those that were there before are gone."""
+        """Replaces the tokens from a position on."""
         del self.token_ids[position:], self._hashes[position:]
         for token_id in token_ids:
             self.append(token_id)
@@ -89,7 +89,7 @@ class FakePool:
                 raise ForeignBlockError(f"row {row} reads block {block}, which does not hold its token {position}")
 
     def blocks(self, seals: SealInventory) -> "FakeBlocks":
-        """What blocks hold, as bytes."""
+        """Contents of the blocks, as bytes."""
         return FakeBlocks(self._gpu, seals)
 
     def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:

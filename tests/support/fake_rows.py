@@ -1,4 +1,4 @@
-"""The persistent batch of a worker without a model: what each row holds, and who holds each block."""
+"""The persistent batch of a worker without a model: contents of each row, and holders of each block."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -77,7 +77,7 @@ class FakeRows:
         return replace(batch, num_computed_tokens=np.array(starts, np.int32))
 
     def write_wrong(self, row: int, count: int, pool: FakePool) -> None:
-        """Writes so many tokens that a row does not have, from its newest one on: drafts that are wrong."""
+        """Writes `count` tokens that a row does not have, from its newest one on: drafts that are wrong."""
         state = self._rows[row]
         wrong, start = state.prefixes.copy(), len(state.prefixes.token_ids) - 1
         wrong.replace(start, [0] * count)
@@ -87,7 +87,7 @@ class FakeRows:
         pool.write(state.blocks, wrong, start, start + count)
 
     def compute(self, batch: Batch, pool: FakePool) -> None:
-        """Writes the batch's new tokens, and checks what they attend to and whom they write over.
+        """Writes the batch's new tokens, and checks the tokens that they attend to and write over.
 
         Raises:
             SharedBlockError: a row writes where another holder of the block has other tokens.

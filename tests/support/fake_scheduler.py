@@ -104,20 +104,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         drains: Answers DRAINING to new streams and to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         checks_hello: Refuses gateways of other versions or with another model; else they have to find out themselves.
-        submits, aborted: What came, in order; for aborts the request ids.
-        aborted_handles: Those of all aborts that came, whether the request still ran or not.
+        submits, aborted: Submits, and request ids of aborts, in order.
+        aborted_handles: Handles of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
         wants_cache_updates: Whether the gateway of the open stream does.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
         max_adapters: How many adapters its workers hold at once; 0 also stands for a release without adapters.
         max_drafts: How many drafts of a sequence its workers verify; 0 also stands for a release without drafts.
-        drafts: What the usage of each request says of drafts.
-        block_size: Of pins; shorter prefixes are refused.
+        drafts: Figures of drafts in the usage of each request.
+        block_size: Block size for pins; shorter prefixes are refused.
         pins: The pinned token ids by pin id.
-        pin_requests: What came, in order.
+        pin_requests: Requests about pins, in order.
         pin_error: Answers to every call about pins.
-        frames: What Watch shows, and nothing more after these.
-        blocks: What ReadBlock answers; there are no others.
+        frames: Frames that Watch sends; no others follow.
+        blocks: Blocks that ReadBlock answers; there are no others.
         watches: The calls of Watch that came.
         is_asleep: Whether it was told to sleep.
     """
@@ -166,7 +166,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._is_broken = False
         self._heard = asyncio.Event()
         self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
-        # For messages of events; None where the gateway gives none.
+        # Messages of events that may still be sent; None if the gateway gives no credit.
         self._credit: int | None = None
         self._num_sent = 0
         self._step_id = 0
@@ -439,7 +439,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.live[submit.handle] = FakeRequest.of(submit)
 
     async def _messages(self, reader: asyncio.Task[None]) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
-        """What goes out until the stream is broken, or the gateway has ended it."""
+        """Messages until the stream is broken, or the gateway has ended it."""
         clock = asyncio.get_running_loop().time
         step_at = clock()
         while not self._is_broken and not reader.done():
@@ -494,7 +494,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         return events
 
     def _num_next(self, request: FakeRequest) -> int:
-        """How many tokens of a request are in the next step. Whoever lets one run on and on only waits for its end."""
+        """Tokens of a request in the next step. A test that lets one run on and on only waits for its end."""
         is_usual = self.tokens_per_step == 1 and self.step_delay_s == FakeScheduler.step_delay_s
         return _LATE_TOKENS_PER_STEP if is_usual and request.num_emitted >= _NUM_EARLY_TOKENS else self.tokens_per_step
 

@@ -90,7 +90,7 @@ class FakeDevice:
         self._rng.choice(ready).run_one()
 
     def advance_some(self, most: int) -> None:
-        """Runs up to so many entries of one stream after the other."""
+        """Runs up to `most` entries, each of any stream."""
         for _ in range(self._rng.randrange(most + 1)):
             if any(each.can_run for each in (self.compute, self.swaps, self.results)):
                 self.advance()

@@ -1,7 +1,7 @@
 """A worker without a model: the real service with `FakeRunner` where the model would be.
 
 The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output, whatever the batch.
-Each step takes `step_seconds`. What a step may say is checked as in any worker.
+Each step takes `step_seconds`. Steps are checked as in any worker.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class FakeWorkerConfig:
     failing_seeds: frozenset[int] = frozenset()
     """Rows with these seeds fail when they sample, and compute no chunk that is finite."""
     script: tuple[int, ...] = ()
-    """What every sequence says; empty: what its seed gives."""
+    """Output of every sequence; empty: outputs follow the seeds."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     max_adapters: int = 0
     max_drafts: int = 0
@@ -138,7 +138,7 @@ class FakeWorker:
         self._servicer.open(worker)
 
     def on_disk(self) -> set[int]:
-        """What its file has, as KV events name blocks."""
+        """Blocks in its file, as KV events name them."""
         return {int.from_bytes(name[-8:], "big") for _, name in self.file.entries()}
 
     @property
@@ -153,7 +153,7 @@ class FakeWorker:
 
     @property
     def faults(self) -> list[BlockError]:
-        """What steps did wrong with blocks; `stop` raises the first that is still here."""
+        """Faults of steps with blocks; `stop` raises the first that is still here."""
         return self._runner.faults
 
     async def start(self, address: str = "127.0.0.1:0") -> str:

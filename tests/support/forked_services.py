@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `forked_service` asks for: the module and its flags, the environment, the process group."""
+    """A request of `forked_service`: the module and its flags, the environment, the process group."""
 
     words: list[str]
     environ: dict[str, str]
@@ -55,7 +55,7 @@ class Request:
 
 
 class Forks:
-    """Forks for whoever connects, until stdin ends."""
+    """Forks for each connection, until stdin ends."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -66,7 +66,7 @@ class Forks:
     def serve(self) -> bool:
         """True in each process that was forked, and False at the end."""
         while True:
-            # Ends first: who asks may want the address of one that has just been killed.
+            # Ends first: a request may need the address of a process that has just been killed.
             for key, _ in sorted(self._selector.select(), key=lambda each: each[0].fileobj is self._listener):
                 if key.fileobj == 0:
                     return False
@@ -128,7 +128,7 @@ def _send(pid: int, number: int) -> None:
 
 def main(descriptor: str, *modules: str) -> None:
     """Imports and forks; in each fork runs what was asked for."""
-    # What is imported here stays, in each fork too.
+    # Modules that are imported here stay, in each fork too.
     gc.disable()
     # As worker_svc sets it before it imports torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,7 @@
 """One call over any public front, asked and answered in the same terms: gRPC, OpenAI's chats, completions and
 responses, Anthropic's messages, and the Open Inference Protocol of KServe.
 
-Parameters have the names of the gRPC contract; a front has those of `takes`.
+Parameters have the names of the gRPC contract; a front takes the parameters in `takes`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.support.gateway_process import RunningGateway
 
 INFERENCE = "/inference.GRPCInferenceService/"
 
-# Of HTTP, as gRPC names them.
+# Status codes of HTTP, as gRPC names them.
 _STATUSES = {
     400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS",
     429: "RESOURCE_EXHAUSTED", 499: "CANCELLED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
@@ -56,7 +56,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Answer:
-    """What came.
+    """An answer over any front.
 
     Attributes:
         pieces: The text as it came.
@@ -64,7 +64,7 @@ class Answer:
         finish: "stop", "length" or "tool_calls".
         stop: The stop string or token that ended the text, where the front tells it.
         usage: Tokens of the prompt and of the output.
-        logprobs: Of the chosen tokens.
+        logprobs: Log probabilities of the chosen tokens.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Front:
     name: ClassVar[str]
     takes: ClassVar[frozenset[str]]
     field_names: ClassVar[Mapping[str, str]] = {}
-    """Names of fields in errors, where they are not those of the gRPC contract without its groups."""
+    """Names of fields in errors, if they differ from the gRPC contract's without its groups."""
 
     def __init__(self, gateway: RunningGateway) -> None:
         self._gateway = gateway
@@ -313,7 +313,7 @@ class KServe(_OfGrpc):
         answer.add_text(found.get("text_output"))
         answer.finish = found.get("finish_reason") or answer.finish
         if "num_output_tokens" in found:
-            # Of a stream, those of each piece.
+            # In a stream, each piece has its own number of tokens.
             before = 0 if answer.usage is None else answer.usage[1]
             answer.usage = found["num_input_tokens"], before + found["num_output_tokens"]
         for position in json.loads(found.get("logprobs") or "[]"):
@@ -472,7 +472,7 @@ class Responses(_OfHttp):
 
     @staticmethod
     def _add_end(answer: Answer, response: dict[str, Any]) -> None:
-        # What was called is told by the items alone.
+        # Only the items tell the calls.
         whole = "tool_calls" if answer.calls else "stop"
         answer.finish = "length" if response["status"] == "incomplete" else whole
         answer.usage = response["usage"]["input_tokens"], response["usage"]["output_tokens"]

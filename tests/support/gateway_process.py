@@ -88,7 +88,7 @@ def stream_request(text: str | None = "hello", *, max_tokens: int | None = 8, **
 
 @dataclass
 class Collected:
-    """What a stream said."""
+    """All parts of a stream."""
 
     text: str
     token_ids: list[int]
@@ -128,7 +128,7 @@ async def error_of(call) -> QuireError:
 
 
 async def refusal_of(call, field: str, says: str = "") -> InvalidArgument:
-    """The error of a call that is refused for this field alone, in these words."""
+    """The error of a call that is refused only for this field, in these words."""
     error = await error_of(call)
     assert isinstance(error, InvalidArgument), error
     assert [violation.field for violation in error.violations] == [field]

@@ -109,7 +109,7 @@ def write_gguf(
 
 
 def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
-    """What Phi-3 has: a rotation of a part of each head, and factors for short and long texts."""
+    """The rotation of Phi-3: of a part of each head, with factors for short and long texts."""
     rope = config.get("rope_parameters") or {}
     if (share := rope.get("partial_rotary_factor")) is not None:
         head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -154,7 +154,7 @@ _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_
 
 
 def _fuse(tensors: dict[str, _Stored]) -> dict[str, _Stored]:
-    """The rows of those that converters may merge, after each other."""
+    """Joins the rows of tensors that converters may merge, one after the other."""
     kept = dict(tensors)
     for fused, parts in _FUSED.items():
         for name in [name for name in tensors if f".{parts[0]}." in name]:
@@ -172,7 +172,7 @@ def _names_in_files(kind: gguf.MODEL_ARCH) -> gguf.TensorNameMap:
 def _stored_tensors(
     architecture: str, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType | Quantize
 ) -> Iterator[tuple[str, _Stored]]:
-    """Names and contents as in the file, with the type of those that are quantized."""
+    """Names and contents as in the file, with the type of each quantized tensor."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = _names_in_files(kind)
     for name, data in _tensors(directory):
@@ -197,7 +197,7 @@ def _stored_tensors(
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Those of the files of a directory; the experts' of a layer in one."""
+    """Tensors of the files of a directory; a layer's experts are joined in one."""
     experts: dict[str, list[np.ndarray]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         content = load_file(file)

@@ -23,7 +23,7 @@ import pytest
 _API = re.compile(r"/api/models/(?P<repository>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repository>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 _CHUNK_BYTES = 1 << 18
-# Files from this size on have the SHA-256 as their ETag, as those in large file storage have.
+# Files from this size on have the SHA-256 as their ETag, as in large file storage.
 _LARGE_BYTES = 1 << 20
 
 
@@ -39,13 +39,13 @@ class LocalHub:
     """Files by their names, by revision, by repository; `main` is the revision of repositories that have one only.
 
     Attributes:
-        token: What gated repositories ask for.
+        token: The token that gated repositories need.
         cuts: The bytes after which the next answers with a file break off, by the file's name, one entry an answer.
         sent: The requests for files, with the bytes sent, in order.
-        status: What every request is answered, where set.
+        status: The status of every answer, if set.
         forbidden_once: The files whose next request with a range is refused, as by an address that has expired.
-        stalled: What an answer waits for before it breaks off.
-        held: What every answer waits for.
+        stalled: An event that an answer waits for before it breaks off.
+        held: An event that every answer waits for.
         ignores_ranges: Whether each file is sent from its beginning.
     """
 

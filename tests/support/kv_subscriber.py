@@ -35,7 +35,7 @@ class KvSubscriber:
     sub: zmq.asyncio.Socket
     replay: zmq.asyncio.Socket
     blocks: dict[int, tuple[int | None, tuple[int, ...]]] = field(default_factory=dict)
-    """What is cached: hash -> the parent's hash and the tokens, which are empty if they are not known."""
+    """Cached blocks: hash -> the parent's hash and the tokens, which are empty if they are not known."""
     on_disk: set[int] = field(default_factory=set)
     next_number: int = 0
     num_replays: int = 0
@@ -60,7 +60,7 @@ class KvSubscriber:
             context.destroy(linger=0)
 
     async def read(self) -> None:
-        """Takes in one message, and before it those that are missing."""
+        """Takes in one message, and the missing ones before it."""
         _, number_bytes, payload = await self.sub.recv_multipart()
         number = int.from_bytes(number_bytes, "big")
         if number < self.next_number:
@@ -122,7 +122,7 @@ class KvSubscriber:
 
 
 async def until_equal(subscriber: KvSubscriber, content_of: Any, timeout_s: float = 60) -> None:
-    """Waits until the mirror is what `content_of()` says that the cache holds, while somebody calls `follow`."""
+    """Waits until the mirror equals `content_of()`, the content of the cache, while another task calls `follow`."""
     async with asyncio.timeout(timeout_s):
         while subscriber.blocks.keys() != await content_of():  # noqa: ASYNC110 (the other side is a process)
             await asyncio.sleep(0.01)

@@ -1,6 +1,6 @@
 """A gateway in a process of its own, in which the turns of its event loop are measured.
 
-What is measured is the processor time of single callbacks, so that a busy machine makes no difference.
+Turns are measured by the processor time of single callbacks, so that a busy machine makes no difference.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class _Turns:
             if threading.get_ident() == self._main:
                 self.longest[kind] = max(time.thread_time() - began, self.longest.get(kind, 0.0))
 
-        setattr(asyncio.Handle, "_run", measured)  # noqa: B010 (nobody else may, say its types)
+        setattr(asyncio.Handle, "_run", measured)  # noqa: B010 (its types forbid an assignment)
 
     def report_on_demand(self) -> None:
         """Answers each line of stdin."""

@@ -186,11 +186,11 @@ FOREIGN: dict[str, Family] = {
         "Falcon", {"hidden_size": 96, "num_attention_heads": 12, "alibi": True, "multi_query": False}
     ),
     "falcon-alibi-multi-query": Family("Falcon", {"alibi": True, "multi_query": True}),
-    # Heads of values that are smaller than those of keys, or greater.
+    # Heads of values that are smaller or larger than heads of keys.
     "deepseek-v2": Family("DeepseekV2", {**LATENT, **EXPERTS, "v_head_dim": 16}),
     "deepseek-v3": Family("DeepseekV3", {**LATENT, **EXPERTS, "v_head_dim": 32}),
     "minicpm3": Family("MiniCPM3", {**LATENT, "v_head_dim": 16}),
-    # Attends to the best tokens, of which there may be as many as it takes.
+    # Attends to the best tokens, whose maximum number is the longest text.
     "deepseek-v32": Family(
         "DeepseekV32",
         {**LATENT, **EXPERTS, "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": MAX_LENGTH},
@@ -281,12 +281,12 @@ FOREIGN: dict[str, Family] = {
             **ALTERNATING,
         },
     ),
-    # Sinks in layers with windows alone, and heads of values that are smaller than those of keys.
+    # Sinks only in layers with windows, and heads of values that are smaller than heads of keys.
     "mimo-v2": Family(
         "MiMoV2Flash",
         {"head_dim": 16, "v_head_dim": 8, **ROUTED, **ALTERNATING},
     ),
-    # Attends to the best tokens, or to those that the layer before found.
+    # Attends to the best tokens, or to the tokens that the layer before found.
     "hy-v4": Family(
         "HYV4",
         {

@@ -27,5 +27,5 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _met(missing: set[tuple[int, int, int, int]], case: dict[int, int], axis: int, value: int) -> int:
-    """How many missing pairs the value has with those that the case has already."""
+    """The number of missing pairs of the value and values that the case already has."""
     return sum((min((axis, value), pair) + max((axis, value), pair)) in missing for pair in case.items())

@@ -37,7 +37,7 @@ def _write_all(message: Any, path: str, values: Mapping[str, Any], as_written: d
 
 
 def row_sampling(submit: scheduler_pb2.Submit) -> RowSampling:
-    """What the worker is to sample by."""
+    """The parameters by which the worker samples."""
     return RowSampling.FromString(submit.row_sampling)
 
 

@@ -1,4 +1,4 @@
-"""Comparison of a model's logits with those of transformers, however the tokens come."""
+"""Comparison of a model's logits with transformers', however the tokens come."""
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ def make_sequences(*lengths: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def expected_logits(reference: PreTrainedModel, sequence: list[int]) -> torch.Tensor:
-    """Of all tokens of one sequence."""
+    """Logits of all tokens of one sequence."""
     return reference(torch.tensor([sequence])).logits[0].float()
 
 

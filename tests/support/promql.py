@@ -1,4 +1,4 @@
-"""What Prometheus's expressions name, by a parser of its language."""
+"""Names in Prometheus's expressions, by a parser of its language."""
 
 import promql_parser
 

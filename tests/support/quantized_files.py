@@ -21,7 +21,7 @@ from tests.support.models import edit_config, edit_tensors
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[int, int, int], tuple[Tensors, torch.Tensor]]
-"""Tensors of a module of so many outputs and inputs, for a seed, and the weight [out, in] that they stand for."""
+"""Tensors of a module for numbers of outputs and inputs and a seed, and the weight [out, in] that they stand for."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")

@@ -5,7 +5,7 @@ It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives t
 Meets in a daemon thread, as a worker does, says so on stdout once lifelines to the others stand, then does one of
     sum     prints what a sum, columns side by side and the least number are, and stops
     wait    waits for a line on stdin, then for a sum
-    fail    runs two steps, of which the first fails on rank 0 alone
+    fail    runs two steps; the first one fails only on rank 0
 To stop it waits for a line on stdin, which is its signal, says so on stdout, waits for another line and returns.
 """
 

@@ -54,7 +54,7 @@ async def read_answer(connection: socket.socket, *, has_body: bool = True) -> Ra
 
 
 async def read_to_end(connection: socket.socket) -> bytes:
-    """What comes until the other side closes the connection, which must be within a minute."""
+    """Bytes until the other side closes the connection, which must be within a minute."""
     loop, data = asyncio.get_running_loop(), b""
     async with asyncio.timeout(60):
         try:

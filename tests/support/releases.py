@@ -1,4 +1,4 @@
-"""Releases as they were, out of this repository's history, to run their services beside those of today."""
+"""Releases from this repository's history, whose services run together with today's."""
 
 import os
 import shutil

@@ -44,7 +44,7 @@ class Rig:
         return self.gateway.http
 
     def says(self, text: str) -> None:
-        """What all sequences say before they end by themselves."""
+        """Sets the text of all sequences, after which they end by themselves."""
         self.scheduler.rule = scripted([*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS])
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ async def running_rig(directory: Path, **settings: Any) -> AsyncIterator[Rig]:
 
 
 def expected_ids(text: str, count: int) -> list[int]:
-    """What a fake scheduler answers that was told nothing else."""
+    """The output of a fake scheduler with its default rule."""
     prompt = tuple(TOKENIZER.encode(text).ids)
     return [counting_rule(prompt, position) for position in range(count)]
 

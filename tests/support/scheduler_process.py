@@ -157,7 +157,7 @@ class GatewayStream:
     ended: set[tuple[int, int]] = field(default_factory=set)
     """Handles and indices of the sequences that have ended."""
     num_prompt_logprobs: dict[int, int] = field(default_factory=dict)
-    """Of each request, how many positions of its prompt were told, those included that its gateway had before."""
+    """Positions of each request's prompt that were sent, or that its gateway had before."""
 
     @classmethod
     async def open(

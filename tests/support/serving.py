@@ -28,7 +28,7 @@ _SERVICE = Path(__file__).with_name("forked_service.py")
 
 @cache
 def _address_of_forks(*modules: str) -> str:
-    """Of a process that has imported these modules and forks from then on, as long as this process runs."""
+    """The address of a process that has imported these modules, and forks until this process ends."""
     directory = tempfile.mkdtemp(prefix="quire-forks-")
     address = f"{directory}/socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -130,7 +130,7 @@ async def serving(
     """Starts all processes, waits until a request succeeds, and checks at the end that no block is in use.
 
     `programs` are forks of processes that have imported what services do, unless the test says otherwise.
-    A worker has one thread unless `settings` say otherwise: tests run beside each other, and the threads of a small
+    A worker has one thread unless `settings` say otherwise: several tests run at once, and the threads of a small
     model mostly wait for each other.
     """
     values = {"grpc_port": 0, "http_port": 0, "num_threads": 1, "log_level": "warning", "drain_timeout": 5.0} | settings

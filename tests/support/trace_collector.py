@@ -1,4 +1,4 @@
-"""An OTLP collector: takes spans over real gRPC, and lets a test wait for those that it wants."""
+"""An OTLP collector: takes spans over real gRPC, and lets a test wait for the spans that it wants."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     async def until(self, found: Callable[[list[CollectedSpan]], Any], timeout_s: float = 30) -> Any:
-        """What `found` makes of the spans, once that is something."""
+        """The first true value of `found` for the spans."""
         async with asyncio.timeout(timeout_s):
             while not (value := found(self.spans)):
                 self._news.clear()
@@ -80,7 +80,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return value
 
     async def trace(self, trace_id: str, num_spans: int) -> dict[str, CollectedSpan]:
-        """The spans of a trace by service, once there are so many of them."""
+        """The spans of a trace by service, once there are `num_spans` of them."""
         spans = await self.until(lambda spans: _enough([s for s in spans if s.trace_id == trace_id], num_spans))
         return {span.service: span for span in spans}
 

@@ -14,7 +14,7 @@ TRITON_PYTHON = Path(sys.prefix) / "triton-client" / "bin" / "python"
 
 
 class TritonError(Exception):
-    """What the client raised."""
+    """An error that the client raised."""
 
     def __init__(self, message: str, status: str | None) -> None:
         super().__init__(message)

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave, and its arguments as it left them; all tensors on the CPU."""
+    """The result of a call, and its arguments as it left them; all tensors on the CPU."""
 
     result: Any
     arguments: tuple[Any, ...]

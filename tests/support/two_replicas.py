@@ -38,7 +38,7 @@ class TwoReplicas:
         return f"unix:{self.directory}/{name}.sock"
 
     def start_again(self, name: str) -> None:
-        """Starts a process that has ended, once nobody listens on its socket: a fork may end after its parent."""
+        """Starts an ended process again, once its socket has no listener: a fork may end after its parent."""
         path = self.socket(name).removeprefix("unix:")
         while _is_listening(path):
             time.sleep(0.01)
@@ -82,7 +82,7 @@ class TwoReplicas:
         send(self.processes[name].pid, number)
 
     async def metrics(self, replica: int) -> dict[str, float]:
-        """Of a scheduler."""
+        """Metrics of a replica's scheduler."""
         return await read_metrics(self.metrics_ports[replica])
 
 

@@ -30,12 +30,12 @@ from worker_svc.startup import build_worker
 
 _STEPS_IN_FLIGHT = 2
 _COSTS = PassCosts([1, 64], [1e-2, 1.1e-2])
-"""Of passes of so many rows: more rows cost little."""
+"""Costs of passes by their number of rows: more rows cost little."""
 
 
 @dataclass
 class Text:
-    """What a sequence got."""
+    """The output of a sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class WholeEngine:
         self.worker = build_worker(settings, DeviceLoop())
         runner = self.worker.runner
         if isinstance(runner, ModelRunner) and runner._drafts is not None:
-            # What the worker measured differs from run to run.
+            # Costs that the worker measured differ from run to run.
             runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, PassTimes(_COSTS), _COSTS))
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages: dict[int, Usage] = {}
@@ -111,7 +111,7 @@ class WholeEngine:
         runner.choose_drafts(EveryDraft())
 
     def run(self, requests: Sequence[Request], **config: Any) -> dict[tuple[int, int], Text]:
-        """Runs all to their ends. What each sequence got, by handle and index."""
+        """Runs all to their ends. Returns each sequence's output, by handle and index."""
         info = replica_info(info_message(self.worker.info))
         values: dict[str, Any] = {
             "num_blocks": info.num_gpu_blocks,

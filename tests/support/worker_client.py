@@ -84,7 +84,7 @@ class StepClient:
         return await self.result()
 
     async def error(self) -> QuireError:
-        """What the worker ends the stream with; heartbeats before it are kept, results are not expected."""
+        """The error with which the worker ends the stream; heartbeats before it are kept, results are not expected."""
         try:
             await self.result()
         except grpc.RpcError as error:

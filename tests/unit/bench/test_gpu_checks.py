@@ -48,7 +48,7 @@ def test_a_row_of_zeros_or_of_no_numbers_among_long_contexts_is_seen() -> None:
     actual = expected.to(torch.bfloat16)
     assert compare("attention", actual, expected).passed
     actual[0] = 0
-    # Of all rows together it is less than what rounding may cost.
+    # Over all rows together the error is less than the limit for rounding.
     assert (actual - expected).norm() / expected.norm() < LIMITS[torch.bfloat16]
     check = compare("attention", actual, expected)
     assert check.error == 1

@@ -60,7 +60,7 @@ def given_reasons() -> set[str]:
 
 
 def reasons_in(source: str) -> Iterator[str]:
-    """Texts given as `reason=...`, those of errors of their own, and those that make a RequestFailure, an event."""
+    """Texts given as `reason=...`, default reasons of error classes, and texts that make a RequestFailure, an event."""
     # To parse all files takes a second.
     for node in ast.walk(ast.parse(source)) if GIVEN.search(source) else ():
         if isinstance(node, ast.Assign) and "default_reason" in (getattr(each, "id", "") for each in node.targets):

@@ -1,4 +1,4 @@
-"""What documents name is there: flags in a command, files and folders in the repository, headings in their document."""
+"""Documents name only things that exist: flags in a command, files and folders, headings in their document."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ DOCUMENTS = [
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Where flags are added by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
-# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
+# Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
     *("--target", "--values", "--extra-index-url", "--no-deps", "--fifo", "--no-enable-prefix-caching"),
@@ -79,7 +79,7 @@ def test_every_path_is_in_the_repository(document: Path, files: set[str]) -> Non
 
 
 def flags_of_settings() -> Iterator[str]:
-    """Those of the services and of every command of `quire`."""
+    """Flags of the services and of every command of `quire`."""
     modules = [
         importlib.import_module(module.name) for module in pkgutil.walk_packages(quire_cli.__path__, "quire_cli.")
     ]
@@ -112,7 +112,7 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def paths_in(document: Path) -> Iterator[str]:
-    """What stands as code and looks like a file of ours, or a folder or file below one of our folders."""
+    """Code that looks like a file of ours, or like a folder or file below one of our folders."""
     for text in CODE.findall(document.read_text(encoding="utf-8")):
         if PATH.fullmatch(text) and (text.endswith(OUR_ENDINGS) or is_below_ours(text)):
             yield text

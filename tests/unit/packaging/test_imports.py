@@ -1,4 +1,4 @@
-"""Who needs what at run time, beyond what import-linter sees: what a module imports, and generated code."""
+"""Modules needed at run time, beyond the view of import-linter: modules that imports load, and generated code."""
 
 import ast
 import json
@@ -35,7 +35,7 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
         "simulator.engine": (),
         "scheduler_svc.__main__": (),
         "scheduler_svc.service.app": TRACES,
-        # Of the worker, what listens and what refuses flags.
+        # The worker's parts that listen and refuse flags.
         "worker_svc.app": TRACES,
         "gateway.__main__": (),
         "gateway.app": TRACES,

@@ -1,4 +1,4 @@
-"""What the Helm chart makes, and what the check of it finds. That nothing is wrong with it: tests/unit/tools."""
+"""The output of the Helm chart, and the faults that its check finds. tests/unit/tools shows that it has none."""
 
 import copy
 import dataclasses
@@ -81,9 +81,9 @@ WITHOUT_READERS = {
         ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "outside"}]}}, "httpRoute.backendCA is empty"),
         (WITHOUT_READERS, "kvEvents.from is empty"),
         ({"autoscaling": {"kind": "keda", "min": 5}}, "autoscaling.min is 5, above autoscaling.max, 4"),
-        # Nobody but those whom a Secret is shown may read it.
+        # Only readers of a Secret may read it.
         ({"settings": {"HF_TOKEN": "hf_x"}}, "settings.HF_TOKEN: a ConfigMap shows it"),
-        # What the chart sets too would be of no effect.
+        # A setting that the chart also sets would have no effect.
         ({"settings": {"QUIRE_MODEL": "/models/a"}}, "settings.QUIRE_MODEL: the chart sets it"),
         # null takes a default away, which a template would read.
         ({"tls": None}, "tls"),

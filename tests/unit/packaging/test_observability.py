@@ -36,7 +36,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def known_names() -> set[str]:
-    """What a scrape brings, by docs/metrics.md, which another test compares with the services; and what rules make."""
+    """Names in a scrape, by docs/metrics.md, which another test compares with the services; and names of rules."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \|", text, re.MULTILINE)
     names = {name for name, kind in rows if kind != "histogram"}

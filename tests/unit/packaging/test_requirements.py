@@ -1,4 +1,4 @@
-"""What an install brings: no torch where none is needed, one exact version of everything where we develop."""
+"""Packages of an install: no torch where none is needed, one exact version of everything for development."""
 
 import re
 import tomllib

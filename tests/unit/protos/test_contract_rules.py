@@ -1,4 +1,4 @@
-"""Our own rules of all contracts (docs/api_head.md); those of buf are checked by `make check`."""
+"""Our own rules of all contracts (docs/api_head.md); `make check` checks buf's rules."""
 
 import re
 from pathlib import Path

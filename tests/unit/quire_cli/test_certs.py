@@ -1,4 +1,4 @@
-"""`quire certs`: what it writes, and what it leaves alone."""
+"""`quire certs`: files that it writes, and files that it does not touch."""
 
 import datetime as dt
 import os

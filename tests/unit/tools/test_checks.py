@@ -1,5 +1,5 @@
-"""What `make check` runs finds what is wrong: compose files, clocks that modules read by themselves, files that were
-edited by hand. It fails where a tool that it needs is missing."""
+"""The programs of `make check` find faults: in compose files, in modules that read clocks by themselves, in generated
+files that were edited by hand. A check fails if a tool that it needs is missing."""
 
 import sys
 from pathlib import Path

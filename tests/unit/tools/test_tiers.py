@@ -15,7 +15,7 @@ def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it(tmp_path: Pa
         "some.py": ("@pytest.mark.extended\ndef test_it(): ...\n", True, True, True),
         "none.py": ("def test_it(): ...\n", True, False, False),
         "real.py": ("pytestmark = pytest.mark.real\n", False, True, True),
-        # The conftest.py beside it has a fixture that gives parameters markers.
+        # The conftest.py in its folder has a fixture that gives parameters markers.
         "kernels/none.py": ("def test_it(kernels): ...\n", True, True, True),
     }
     (tmp_path / "kernels").mkdir()

@@ -47,7 +47,7 @@ def test_a_durable_request_is_found_again_as_it_was_submitted(searches):
     request = dataclasses.replace(request, answer_format=answer_format, **asked)
     live = LiveRequest(request, 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
     found = request_from_submit(submit_message(live).submit)
-    # Bad words are known as tokens alone, inside of what the worker gets.
+    # Bad words are known only as tokens, inside the worker's part.
     parameters.sampling.ClearField("bad_words")
     for field in dataclasses.fields(request):
         expected, value = getattr(request, field.name), getattr(found, field.name)

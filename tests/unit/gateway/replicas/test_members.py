@@ -1,4 +1,4 @@
-"""Replicas of a DNS name: those that it gets are linked, those that it loses are left when their requests are over."""
+"""Replicas of a DNS name: new ones are linked, and lost ones are left when their requests are over."""
 
 import asyncio
 import contextlib

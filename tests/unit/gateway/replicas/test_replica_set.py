@@ -220,7 +220,7 @@ async def test_all_replicas_are_asked_after_a_while_and_the_first_with_room_gets
     slow, fast = others
     fast.tell(has_room=[live.handle])
     assert (slow.aborted, fast.aborted, first.released) == ([live.handle], [], [live.handle])
-    # What keeps room is lost: it goes to another one.
+    # The replica that keeps room is lost: the request goes to another one.
     fast.lose_stream()
     first.tell(moved=[RequestMoved(live.handle, None)])
     assert live.replica == slow.address
@@ -527,7 +527,7 @@ async def test_where_all_drain_a_new_request_fails_once_nothing_runs_any_more():
     assert live.replica is None
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
     assert not live.is_over
-    # Of other gateways.
+    # The first scheduler still has requests of other gateways.
     first.is_busy = True
     cluster.replicas.release(running)
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)

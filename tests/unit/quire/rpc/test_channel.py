@@ -17,7 +17,7 @@ class Noting:
 
 @pytest.mark.parametrize("address", ["scheduler.example:50052", "10.0.0.7:50053", "unix:/run/quire/worker.sock"])
 def test_they_pass_by_a_proxy_for_what_is_outside(address: str) -> None:
-    """The hub is often reached only by https_proxy, which gRPC would use for prompts on their way to schedulers, too."""
+    """The hub is often reached only by https_proxy, which gRPC would use even for prompts to a scheduler."""
     transport: Any = Noting()
     token = TRANSPORT.set(transport)
     try:

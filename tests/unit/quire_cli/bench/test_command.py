@@ -1,4 +1,4 @@
-"""What `quire bench` asks for and refuses, without a server."""
+"""Requests and refusals of `quire bench`, without a server."""
 
 import json
 import math

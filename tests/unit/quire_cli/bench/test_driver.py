@@ -18,7 +18,7 @@ AT_ONCE = Pacing(None, is_closed=False, duration_s=None, timeout_s=60)
 
 
 class FakeServer:
-    """Answers each request with two tokens, but for those whose index is in `failing` or `hanging`."""
+    """Answers each request with two tokens, except for the indices in `failing` or `hanging`."""
 
     def __init__(self, failing: Sequence[int] = (), hanging: Sequence[int] = ()) -> None:
         self.failing = failing

@@ -1,4 +1,4 @@
-"""What other servers with OpenAI's API say, and how it is read."""
+"""Answers of other servers with OpenAI's API, and how they are read."""
 
 import json
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from tests.support.certificates import make_certificates
 from worker_svc.settings import WorkerSettings
 
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
-# What the supervisor decides itself.
+# Settings that the supervisor decides itself.
 OWN = {
     "listen",
     "workers",

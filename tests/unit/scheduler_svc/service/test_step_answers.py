@@ -1,4 +1,4 @@
-"""A worker's answer to a step is checked before the core sees it; the cause of its loss says if the step is at fault."""
+"""A worker's answer to a step is checked before the core sees it; a loss's cause says if the step is at fault."""
 
 import asyncio
 from dataclasses import replace
