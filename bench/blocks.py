@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024], help="tokens of each row")
     parser.add_argument("--batch", type=int, default=8, help="rows that decode together")
-    parser.add_argument("--heads", type=int, default=40, help="heads of 128, as OPT-13B has them")
+    parser.add_argument("--heads", type=int, default=40, help="heads of 128, as in OPT-13B")
     parser.add_argument("--moved-tokens", type=int, default=1024, help="of the sequence that is moved; 0: none")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())

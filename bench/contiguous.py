@@ -91,7 +91,7 @@ def _paged(
 
 
 def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One call for all sequences, since all are of one length here, and [rows, tokens, heads, head size] is seen as
+    """One call for all sequences, since all have the same length here; [rows, tokens, heads, head size] is viewed as
     [rows, heads, tokens, head size]."""
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)).squeeze(2)

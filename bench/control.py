@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second, in the same seconds: steps of the scheduler, tokens and messages that reached clients."""
+    """Steps of the scheduler, tokens and messages that reached clients, each per second over the same seconds."""
 
     steps: float
     tokens: float
@@ -48,7 +48,7 @@ class Rates:
 
 
 class Audience:
-    """Clients that count what they get."""
+    """Clients that count the tokens and messages that they get."""
 
     def __init__(self, client: AsyncClient, num_tokens: int) -> None:
         self.num_tokens = self.num_messages = 0
@@ -56,7 +56,7 @@ class Audience:
         self._options = GenerationOptions(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
     async def listen(self, prompt: list[int]) -> None:
-        """Streams one request; raises RuntimeError when a token is missing or comes twice."""
+        """Streams one request; raises RuntimeError if a token is missing or comes twice."""
         expected = 0
         async with self._client.generate_stream(prompt, self._options) as stream:
             async for event in stream:

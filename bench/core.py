@@ -94,7 +94,7 @@ def _steady(num_sequences: int, num_steps: int) -> StepTimes:
 
 
 def _turning(num_sequences: int, warm_up: int, num_steps: int) -> StepTimes:
-    # Each row ends a request in a few hundred steps.
+    # Each row ends a request within a few hundred steps.
     num_requests = num_sequences * (2 + (warm_up + num_steps) // 50)
     return _measure(lambda: turning_load(num_sequences, num_requests), warm_up, num_steps)
 
@@ -109,8 +109,8 @@ def _measure(make_load: Callable[[], Load], warm_up: int, num_steps: int) -> Ste
 def time_steps(
     load: Load, warm_up: int, num_steps: int, part_times: PartTimes | None
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part, where
-    these are to be measured. Raises ValueError where the warm-up is too short, or the load too small."""
+    """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part if
+    `parts` are given. Raises ValueError if the warm-up is too short, or the load too small."""
     if warm_up < 2:
         raise ValueError(f"warm_up is {warm_up}, must be at least 2: two steps are in flight")
     results: deque[StepResult] = deque()
@@ -152,7 +152,7 @@ def _print(name: str, times: dict[int, StepTimes]) -> None:
 
 
 def _logprob_figures(figures: Mapping[int | None, np.ndarray]) -> Iterator[tuple[str, Sequence[float]]]:
-    """Median and 99th percentile of a step by how many log probabilities there are."""
+    """Median and 99th percentile of a step by number of log probabilities."""
     for num_top, times in figures.items():
         kind = "without log probabilities" if num_top is None else f"log probabilities, {num_top}"
         yield f"{kind}, median and p99", _median_p99(times)

@@ -15,18 +15,18 @@ _BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
 _MEAN_TOKENS = 161 + 338
 """Mean prompt and output tokens of a chat."""
 _QUEUE = 16
-"""Requests that are kept waiting where the batch turns over."""
+"""Number of waiting requests while the batch turns over."""
 
 
 class Load:
-    """A scheduler, and the requests that keep it as busy as it is meant to be."""
+    """A scheduler, and the requests that keep it busy."""
 
     def __init__(self, scheduler: Scheduler, requests: Iterator[Request]) -> None:
         self.scheduler = scheduler
         self._requests = requests
 
     def refill(self) -> None:
-        """Submits until enough requests wait, or none is left."""
+        """Submits requests until enough wait, or none is left."""
         while len(self.scheduler.waiting) < _QUEUE:
             request = next(self._requests, None)
             if request is None:
@@ -55,7 +55,7 @@ def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = No
 
 
 def turning_load(num_sequences: int, num_requests: int) -> Load:
-    """Chats come and go; there is always one that waits for a row, and blocks are enough for most of them."""
+    """Chats come and go; at least one waits for a row, and the blocks are enough for most of them."""
     load = take(sharegpt(_LONGEST, vocab_size=1000), num_requests, seed=0)
     config = SchedulerConfig(
         num_blocks=num_sequences * _MEAN_TOKENS // _BLOCK_SIZE,
@@ -69,7 +69,7 @@ def turning_load(num_sequences: int, num_requests: int) -> Load:
 
 
 def constant_tokens(plan: StepPlan) -> StepResult:
-    """A result that ends nothing."""
+    """A result that ends no request."""
     return StepResult(plan.step_id, np.full(len(plan.samples), 7))
 
 

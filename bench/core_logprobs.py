@@ -1,4 +1,4 @@
-"""Steps of the scheduler with log probabilities of outputs, the messages of worker and gateway included."""
+"""Steps of the scheduler with log probabilities of outputs, with the messages from the worker and to the gateway."""
 
 import time
 from collections import deque

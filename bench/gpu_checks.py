@@ -1,4 +1,4 @@
-"""Every Triton kernel against the same in float64, on fresh random inputs."""
+"""Compares every Triton kernel with the same computation in float64, on new random inputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kernels.cuda import coded, fp8
 from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from kernels.reference import ScoreRule
 
-# Relative errors (of a token's norm) that are rounding and nothing else.
+# Relative errors (of a token's norm) up to these are rounding.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 MIXED = ((1, 1), (3, 3), (1, 17), (40, 71), (1, 300))
 LARGE = ((1, 5000), (512, 2048), (1, 1), (1, 1333), (77, 77), (1, 4096), (2, 900))
@@ -32,7 +32,7 @@ class Check:
 
 
 def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, Iterator[Check]]]:
-    """Groups of checks by name; each is done when it is iterated over."""
+    """Groups of checks by name; a group runs when it is iterated over."""
     for dtype in dtypes:
         yield f"attention, {dtype}", _attention_checks(device, dtype)
         yield f"pointwise, {dtype}", _pointwise_checks(device, dtype)
@@ -129,7 +129,7 @@ def _cache_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def _coded_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
-    """Products with one token and with many, whose inputs one program sums, or several."""
+    """Products with one token and with many, whose inputs are summed by one program or by several."""
     for name, weight in make_weights(200, 1280, device):
         packed = coded.pack_coded(weight, False, Quantization.NONE, dtype)
         codes, _, scale = coded.read(weight)
@@ -163,7 +163,7 @@ def make_weights(out_features: int, in_features: int, device: str) -> Iterator[t
 
 
 def _compare_moves(name: str, pools: list[torch.Tensor], move: Callable[[Any, list[torch.Tensor]], None]) -> Check:
-    """Copies of the pools after the kernel and after the reference must be the same bits."""
+    """Checks that copies of the pools have the same bits after the kernel and after the reference."""
     own = [_copy(each) for each in pools]
     expected = [_copy(each) for each in pools]
     move(cuda, own)

@@ -46,7 +46,7 @@ class Findings:
         )
 
     def begin(self, group: str) -> None:
-        """From now on it is broken, until it ends."""
+        """Marks a group as broken until it ends."""
         self.begun.append(group)
         self.broken.append(group)
 
@@ -54,7 +54,7 @@ class Findings:
         self.broken.remove(group)
 
     def write(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Writes the file whole, or leaves the one that is there."""
+        """Replaces the file as a whole, or leaves the old one."""
         result = {
             **header,
             "seed": self.seed,
@@ -71,5 +71,5 @@ class Findings:
 
 
 def _only(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, without what was computed from them."""
+    """The fields of a dataclass, without values that were computed from them."""
     return {each.name: values[each.name] for each in fields(kind)}

@@ -46,7 +46,7 @@ class Attempts:
             return None
 
     def check(self) -> None:
-        """Raises all failures there were as one ExceptionGroup."""
+        """Raises all failures as one ExceptionGroup."""
         if self.failures:
             raise ExceptionGroup(f"{len(self.failures)} failed", self.failures)
 
@@ -103,7 +103,7 @@ def make_requests(
 
 
 def serve_once(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
-    """`serve` to its end. TimeoutError where that does not come: what dies at its start is started again for ever."""
+    """Runs `serve` to its end. TimeoutError if it does not end: a service that dies at its start is restarted."""
 
     async def bounded() -> Served:
         async with asyncio.timeout(_SERVING_TIMEOUT_S):
@@ -113,7 +113,7 @@ def serve_once(settings: ServeSettings, work: list[LoadRequest], trace: Path) ->
 
 
 async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
-    """All services on this machine, and one round after a short one that warms them up."""
+    """Runs all services on this machine, and one round of requests after a short warm-up round."""
     blocks = sum(-(-(len(item.prompt) + (item.output_len or 0) + 1) // _BLOCK_SIZE) for item in work)
     values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
     changes = {

@@ -1,4 +1,4 @@
-"""One decode step of the model runner: everything that a worker does but the messages."""
+"""One decode step of the model runner: everything that a worker does, except the messages."""
 
 import statistics
 import time
@@ -47,7 +47,7 @@ class DecodeRun:
     """Rows of one length, in a pool of random keys and values, that decode greedily.
 
     Args:
-        recorder: with one, decodes are replayed.
+        recorder: if given, decodes are replayed.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_rows: int, context: int, recorder: GraphRecorder | None) -> None:
@@ -62,7 +62,7 @@ class DecodeRun:
         self._context = context
         rng = np.random.default_rng(0)
         tables = rng.permutation(num_rows * blocks).reshape(num_rows, blocks).tolist()
-        # As if all of their contexts had been computed.
+        # Rows begin as if all of their contexts had been computed.
         self._assign = {row: (rng.integers(3, 1000, context).tolist(), tables[row]) for row in self._rows}
 
     def measure(self, num_steps: int) -> StepTimes:

@@ -1,7 +1,7 @@
-"""Constraints of generated text: two libraries side by side, and what constrained rows cost a worker's steps.
+"""Constraints of generated text: compares two libraries, and measures what constrained rows cost a worker's steps.
 
-`--tokenizer` may name several; without it a vocabulary of 128,000 tokens is trained first, which takes minutes
-(`--keep` writes it for the next time). The other library is measured where it is installed: `pip install xgrammar`.
+`--tokenizer` takes several files. Without it a vocabulary of 128,000 tokens is trained first, which takes minutes
+(`--keep` writes it for the next time). The other library is measured if it is installed: `pip install xgrammar`.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
             files = [arguments.keep or Path(made) / "tokenizer.json"]
             train(_LARGE).save(str(files[0]))
         if arguments.steps:
-            # Brings torch.
+            # Imports torch.
             from bench.grammar_steps import measure_steps
 
             measure_steps(files[0], arguments)
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def train(size: int) -> tokenizers.Tokenizer:
-    """A byte-level vocabulary of this Python's own sources and packages."""
+    """Trains a byte-level vocabulary on this Python's own sources and packages."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,12 +95,12 @@ def train(size: int) -> tokenizers.Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One library over one vocabulary. Times in microseconds."""
+    """One library with one vocabulary. Times in microseconds."""
 
     library: str
     refused: list[str]
     rejected: list[str]
-    """Schemas of whose texts a token was refused."""
+    """Schemas with a valid text whose tokens were not all accepted."""
     compile_us: list[float]
     mask_us: list[float]
     consume_us: list[float]
@@ -128,7 +128,7 @@ def _quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[Measured]:
-    """Each library makes the masks of the same tokens: texts of the schemas, as the tokenizer spells them."""
+    """Each library makes the masks for the same tokens: texts of the schemas, as the tokenizer spells them."""
     vocabulary = Vocabulary.of_tokenizer(content, None, [_EOS])
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     texts = {name: [tokenizer.encode(text, add_special_tokens=False).ids for text in drawn[name]] for name in drawn}
@@ -140,7 +140,7 @@ def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[M
 
 
 Session = tuple[Callable[[], None], Callable[[int], bool]]
-"""Makes the next mask, and goes on by a token, which may be refused."""
+"""Makes the next mask, and advances by a token, which may be refused."""
 
 
 def _measure_library(
@@ -171,7 +171,7 @@ def _measure_library(
 
 
 def draw_texts(count: int) -> dict[str, list[str]]:
-    """Texts that are valid under each schema, drawn at random by the embedded model's tokens, as compact JSON."""
+    """Texts that are valid under each schema, drawn at random from the embedded model's tokens, as compact JSON."""
     vocabulary = Vocabulary.of_model(ModelDirectory.open(resolve_model(None)), None)
     maker, rng = MaskMaker(vocabulary, 1), np.random.default_rng(0)
     texts: dict[str, list[str]] = {}
@@ -242,4 +242,4 @@ def _xgrammar(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]]:
 
 
 def _ignore(_: object) -> None:
-    """Makes an expression a call without a result."""
+    """Makes a call without a result of an expression."""

@@ -57,7 +57,7 @@ async def _times(model: Path, schemas: Iterator[str]) -> dict[str, float]:
         await server.wait_ready()
         times["ready"] = time.perf_counter() - started
         async with AsyncClient(server.grpc_address) as client:
-            # Connects, and has no constraint.
+            # The first request connects, and has no constraint.
             await client.generate("Once", GenerationOptions(max_tokens=4))
             for name in _REQUESTS:
                 begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""JSON schemas of the shapes that requests have: extraction, tools, settings, trees, unions, long lists of names."""
+"""JSON schemas of usual shapes: extraction, tools, settings, trees, unions, long lists of names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -229,6 +229,6 @@ def _large() -> Iterator[tuple[str, Schema]]:
 
 
 def all_schemas() -> dict[str, Schema]:
-    """All of them, by name."""
+    """All schemas by name."""
     groups = (_scalars, _objects, _arrays, _unions, _references, _tools, _large)
     return {name: schema for group in groups for name, schema in group()}

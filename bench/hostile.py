@@ -31,7 +31,7 @@ _MAX_TOKENS = 120
 _STREAM_TIMEOUT_S = 300.0
 _HEALTH_EVERY_S, _MEMORY_EVERY_S, _HEALTH_TIMEOUT_S = 0.1, 1.0, 30.0
 _BACK_OFF_S = 0.5
-"""After an answer that the server is full, which is no failure: nothing was accepted."""
+"""Pause after the server reports that it is full, which is no failure: nothing was accepted."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Findings:
 
 
 class RefusedError(Exception):
-    """The server is full and says so before it accepts the request."""
+    """The server is full and reports it before it accepts the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class OrdinaryCaller:
     http: httpx.AsyncClient
 
     async def stream(self) -> str:
-        """The text of the answer. Raises RefusedError; whatever else it raises is a failure."""
+        """The text of the answer. Raises RefusedError; any other error is a failure."""
         prompt, temperature = _PROMPTS[self.number % len(_PROMPTS)], 0.7 * (self.number // 4 % 2)
         if self.number % 2:
             return await self._over_http(prompt, temperature)
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 async def _run(arguments: argparse.Namespace) -> tuple[Findings, dict[str, dict[str, int]], int]:
-    # As docs/security.md advises where callers are not trusted.
+    # Settings that docs/security.md advises for untrusted callers.
     settings = ServeSettings(grpc_port=0, http_port=0, dtype="float32", max_streams_per_connection=256)
     async with LocalServer(settings) as server:
         await server.wait_ready()
@@ -216,7 +216,7 @@ async def _stream_until(ends_at: float, caller: OrdinaryCaller, expected: str, f
 
 
 async def _watch_health(address: TcpAddress, findings: Findings) -> None:
-    """Asks by a new connection each time, as load balancers do."""
+    """Requests /health by a new connection each time, as load balancers do."""
     request = f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()
     while True:
         started = time.monotonic()
@@ -243,6 +243,6 @@ async def _watch_memory(server: LocalServer, findings: Findings) -> None:
 
 
 def _resident_mib(pid: int) -> float:
-    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError where there is none."""
+    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError if there is none."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024

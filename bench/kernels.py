@@ -94,7 +94,7 @@ def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Ser
 
 
 def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, runs: int) -> list[Series]:
-    """Gigabytes of keys and values a second, and of numbers that are summed up."""
+    """Gigabytes a second of keys and values, and of a plain sum."""
     bytes_of_call = batch * context * heads.kv * heads.size * 4
     calls = [_make_decode(heads, batch, context) for _ in range(max(1, _MEGABYTES * 2**20 // bytes_of_call))]
     numbers = torch.ones(_MEGABYTES * 2**18)
@@ -133,7 +133,7 @@ def _prefills(kernels: Implementation, arguments: argparse.Namespace) -> list[Se
 
 
 def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argparse.Namespace) -> list[Series]:
-    """Milliseconds for a prompt. torch has its keys in one piece, and one for each query head."""
+    """Milliseconds for a prompt. torch has contiguous keys, and a copy for each query head."""
     blocks = -(-tokens // _BLOCK_SIZE)
     cache = torch.randn(2, blocks, heads.kv, _BLOCK_SIZE, heads.size).bfloat16()
     query = torch.randn(tokens, heads.query, heads.size).bfloat16()
@@ -158,7 +158,7 @@ def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argp
 
 
 def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[Series]:
-    """Milliseconds of one product, and gigabytes a second of numbers that are summed up."""
+    """Milliseconds of one product, and gigabytes a second of a plain sum."""
     count, contestants = make_products(kernels, layer, tokens)
     numbers = torch.ones(_MEGABYTES * 2**18)
     seconds = measure({**contestants, "sum": numbers.sum}, runs)
@@ -184,7 +184,7 @@ def _pointwise(kernels: Implementation, runs: int) -> list[Series]:
 
 
 def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
-    """On the sizes of a model with 32/8 heads of 128 and 11,008 hidden units of its feed-forward layers."""
+    """Operations of a model with 32/8 heads of 128 and 11,008 hidden units in its feed-forward layers."""
     heads, hidden = MODELS[1], 4096
     x, residual = torch.randn(2, tokens, hidden).bfloat16().unbind()
     weight, gate_up = torch.ones(hidden).bfloat16(), torch.randn(tokens, 2 * 11_008).bfloat16()
@@ -192,7 +192,7 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
     query, key, value = qkv.split_with_sizes([heads.query, heads.kv, heads.kv], 1)
     cache = torch.zeros(2, tokens // _BLOCK_SIZE + 1, heads.kv, _BLOCK_SIZE, heads.size, dtype=torch.bfloat16)
     positions, table = torch.arange(tokens), torch.zeros(tokens, heads.size)
-    table[:, : heads.size // 2] = 1.0  # A turn by nothing: the query is rotated in place, run after run.
+    table[:, : heads.size // 2] = 1.0  # A rotation by zero: the query is rotated in place, run after run.
     return {
         "rms_norm": lambda ops: ops.rms_norm(x, weight, 1e-5),
         "add_rms_norm": lambda ops: ops.add_rms_norm(x, residual, weight, 1e-5),
@@ -204,7 +204,7 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
 
 
 def _report(name: str, contestants: Contestants, runs: int) -> list[Series]:
-    """Milliseconds of each contestant, the first one the kernels."""
+    """Milliseconds of each contestant; the kernels come first."""
     return _in_milliseconds(name, measure(contestants, runs))
 
 
@@ -219,7 +219,7 @@ def _in_milliseconds(name: str, seconds: dict[str, list[float]]) -> list[Series]
 
 
 def measure(contestants: Contestants, runs: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turns. Short ones are repeated, so that the clock can tell them apart."""
+    """Seconds of each call, in turns. Short calls are repeated, so that the clock's resolution suffices."""
     repeats = {}
     for name, call in contestants.items():
         call()

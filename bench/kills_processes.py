@@ -23,11 +23,11 @@ _RANK = re.compile(r"--tensor-parallel-rank[=\0]([1-9]\d*)")
 _SCHEDULER_SOCKET = re.compile(r"--listen[=\0](unix:[^\0]+scheduler[-\d]*\.sock)")
 _GATEWAY_SOCKET = re.compile(r"/gateway-([1-9])\.sock")
 _GROWTH_MIB, _GROWTH = 32.0, 32
-"""How much more a process may hold than before the first fault: megabytes, and files or threads."""
+"""Limits of growth since before the first fault: megabytes of memory, and files or threads."""
 
 
 class Link:
-    """A port or a unix socket before another one, whose connections can be reset, held and delayed."""
+    """A port or a unix socket in front of another one, whose connections can be reset, held and delayed."""
 
     def __init__(self, target: Callable[[], str]) -> None:
         self._target = target
@@ -94,7 +94,7 @@ async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWr
 
 
 class Kept:
-    """A command that is started again whenever it ends, as systemd does. START in it becomes the start's number."""
+    """A command that restarts whenever it ends, as under systemd. START in it becomes the start's number."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -250,7 +250,7 @@ class _Start:
         return await self.stack.enter_async_context(link.listening(path))
 
     async def services(self, number: int, num_ranks: int, scheduler: Sequence[str], worker: Sequence[str]) -> None:
-        """The scheduler of a replica and its workers, with links between them and before their blocks."""
+        """Starts the scheduler of a replica and its workers, with links between them and before their blocks."""
         rendezvous = f"--tensor-parallel-address=127.0.0.1:{_free_port()}"
         addresses: list[str] = []
         for rank in range(num_ranks):
@@ -355,12 +355,12 @@ def _stat_of(pid: int) -> str:
 
 
 def shared_memory() -> set[str]:
-    """The names in the file system of shared memory, which other programs have, too."""
+    """The names in the file system of shared memory, also names of other programs."""
     return {each.name for each in Path("/dev/shm").iterdir()}
 
 
 def left_behind(directory: Path) -> list[str]:
-    """Processes whose temporary directory is ours, and what is left in it."""
+    """Processes whose temporary directory is ours, and files left in it."""
     marker = f"TMPDIR={directory / 'tmp'}\0".encode()
     found: list[str] = []
     for each in Path("/proc").glob("[0-9]*"):

@@ -1,5 +1,5 @@
 """The callers of `python -m bench kills`: each sends one request again and again, by the Python client over gRPC or by
-OpenAI's client, and gives what came in a form that can be compared."""
+OpenAI's client, and returns the answer in a form that can be compared."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ Call = Callable[["Caller"], Awaitable[Output]]
 
 
 class AnswerError(Exception):
-    """A stream that breaks a promise; the first word of the message says how: lost or doubled."""
+    """A stream breaks a promise; the first word of the message says how: lost or doubled."""
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ async def _batch(caller: Caller) -> Output:
 
 
 async def _ask_again(ask: Callable[[str], Awaitable[Any]], asked_for: str) -> Any:
-    """A question may be lost with its gateway; the work that it asks for may not."""
+    """A call may be lost with its gateway, but the work that it starts may not."""
     while True:
         try:
             return await ask(asked_for)

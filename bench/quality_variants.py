@@ -1,4 +1,4 @@
-"""Variants of a model that `bench.quality` compares: dtypes and what is rounded to int8, over a paged pool."""
+"""Variants of a model that `bench.quality` compares: dtypes, and parts that are rounded to int8, over a paged pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class PagedModel:
         self.bytes_of_token = geometry.block_bytes / _BLOCK_SIZE
         self._pool = allocate_pool(geometry, torch.device("cpu"), dtype)
         fill_pool(self._pool.gpu, self._model.head_dim)
-        # The runner's own way to the hidden states; whole texts are longer than its steps and go by the model.
+        # The runner's own way to the hidden states; whole texts are longer than its steps, so the model computes them.
         self._limits = WorkerLimits(num_rows, num_rows, max_steps_in_flight=1, max_logprobs=0)
         self._forward = make_forward(self._model, self._pool, num_tokens, self._limits)
 

@@ -1,4 +1,4 @@
-"""How results are printed and kept."""
+"""Prints and writes results."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Series:
 
 
 def median_ratio(a: Series, b: Series) -> float:
-    """The median over runs of a / b, run by run, so that a machine that drifts does not count."""
+    """The median over runs of a / b, run by run, so that drift of the machine affects both alike."""
     return statistics.median(x / y for x, y in zip(a.values, b.values, strict=True))
 
 
@@ -64,7 +64,7 @@ def write_results(path: Path, title: str, series: Sequence[Series], **facts: obj
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with `-dirty` where files differ from it; None outside a checkout."""
+    """The commit of this checkout, with `-dirty` if files differ from it; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     found = subprocess.run(git, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

@@ -131,7 +131,7 @@ def measure(engine: InProcessEngine, load: Sequence[LoadRequest], make_blocks: M
 
 
 def predict(config: SchedulerConfig, costs: Measured, load: Sequence[LoadRequest], system: str) -> tuple[float, float]:
-    """Tokens a second, and requests that run, of the simulator."""
+    """Tokens a second, and running requests, in the simulator."""
     look = paged_memory if system == QUIRE else contiguous_memory
     arrivals = LoadArrivals(load, num_tenants=len(load))
     simulation = simulate(arrivals, config, costs, make_blocks=SYSTEMS[system], look=look)

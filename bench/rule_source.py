@@ -64,7 +64,7 @@ class RuleSource:
 
 
 class Drive:
-    """A scheduler, and the results that it has not been given yet. `clock` says the time in seconds."""
+    """A scheduler, and the results that it has not got yet. `clock` is the time in seconds."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Drive:
         return plan
 
     def deliver(self) -> Mapping[ClientId, ClientEvents]:
-        """Applies the oldest result. RuntimeError where none is left: the scheduler has nothing to do, or is stuck."""
+        """Applies the oldest result. RuntimeError if none is left: the scheduler has nothing to do, or is stuck."""
         if not self._results:
             raise RuntimeError("no step is in flight")
         return self.scheduler.apply(self._results.popleft(), self._clock())
 
     def lose_worker(self) -> None:
-        """Loses everything in flight, as when a worker dies."""
+        """Loses all steps in flight, as when a worker dies."""
         self._results.clear()
         self.scheduler.void_in_flight(self._clock())
 

@@ -16,7 +16,7 @@ def chat_like(num_requests: int, scale: float, longest: int, seed: int, vocab_si
 
 
 async def send_at_once(address: str, requests: Sequence[LoadRequest]) -> Report:
-    """Streams all requests over gRPC, greedily. RuntimeError where a request fails or a token is missing."""
+    """Streams all requests over gRPC, greedily. RuntimeError if a request fails or a token is missing."""
     server = GrpcServer(address, model=None, api_key=None, tls=None, sampling={"temperature": 0.0}, ignore_eos=True)
     pacing = Pacing(max_concurrency=None, is_closed=False, duration_s=None, timeout_s=_TIMEOUT_S)
     driver = Driver(server, pacing, lambda *_: None)

@@ -1,8 +1,8 @@
-"""Several servers under the same loads: `quire bench` against each in turn, load by load and round by round, each time
+"""Runs `quire bench` against several servers under the same loads, in turn, load by load and round by round, each time
 with new prompts.
 
-The servers run already, with the same model and limits. Ratios are to the first one, round by round; of several loads,
-the one with the lowest ratio comes first.
+The servers run already, with the same model and limits. Ratios are to the first server, round by round; of several
+loads, the load with the lowest ratio comes first.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def _round(result: LoadResult) -> dict[str, object]:
 
 
 def _known(statistics: Statistics | None) -> Statistics:
-    """All requests completed, so there is something to take a mean of."""
+    """The statistics of a run in which all requests completed, so that there is a mean."""
     assert statistics is not None
     return statistics
 

@@ -1,7 +1,7 @@
-"""A million requests of every kind through the scheduler's core: what it leaks, in blocks and in memory.
+"""A million requests of every kind through the scheduler's core: finds leaks of blocks and of memory.
 
-A rule stands for the model. Blocks run out, prefixes are pinned, requests are aborted and preempted, rows fail and the
-worker is lost now and then. The invariants are checked at every line of the report. Exits with 1 where at the end a
+A rule stands in for the model. Blocks run out, prefixes are pinned, requests are aborted and preempted, rows fail and
+the worker is lost now and then. The invariants are checked at every line of the report. Exits with 1 if at the end a
 block is neither free nor cached, or memory grew by more than the bound.
 """
 
@@ -16,7 +16,7 @@ from bench.soak_run import Mark, SoakRun
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 
 _WARM_UP = 0.1
-"""Share of the requests before memory is expected to stay."""
+"""Share of the requests before memory should stay constant."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def growth_mib(marks: list[Mark]) -> float:
-    """By how much memory grew from the end of the warm-up to the end."""
+    """Growth of memory from the end of the warm-up to the end."""
     warm = next(mark for mark in marks if mark.num_requests >= _WARM_UP * marks[-1].num_requests)
     return marks[-1].resident_mib - warm.resident_mib
 

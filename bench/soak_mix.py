@@ -1,4 +1,4 @@
-"""The requests of a long run: every kind that there is, with short lengths, in an order that a seed decides."""
+"""The requests of a long run: every kind, with short lengths, in an order that the seed decides."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ _NUM_PREFIXES, _PREFIX_LEN = 64, 24
 
 
 def prefixes(seed: int) -> list[list[int]]:
-    """Beginnings that many prompts share."""
+    """Prefixes that many prompts share."""
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(_PREFIX_LEN)] for _ in range(_NUM_PREFIXES)]
 

@@ -102,8 +102,8 @@ class Stage:
     """One kind of operation of all layers.
 
     Attributes:
-        read_bytes: of weights, or of keys and values; 0 where neither is read.
-        flops: of its products; 0 where there are none.
+        read_bytes: bytes of weights, or of keys and values; 0 if neither is read.
+        flops: operations of its products; 0 if there are none.
     """
 
     name: str
@@ -168,11 +168,11 @@ class Passes:
 
     @classmethod
     def of_prompt(cls, model: NativeCausalLM, num_tokens: int, dtype: torch.dtype) -> "Passes":
-        """All tokens of one sequence at once."""
+        """Computes all tokens of one sequence at once."""
         return cls(model, 1, num_tokens, dtype, num_new=num_tokens)
 
     def run(self, part: Recording, num_rows: int) -> None:
-        """A part of the recording, for the first rows."""
+        """Runs a part of the recording, for the first rows."""
         part.run(num_rows * self.num_new, num_rows)
 
     def kv_bytes(self, num_rows: int) -> int:
@@ -199,7 +199,7 @@ class Passes:
 
 
 def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[list[Stage], Machine]:
-    """The stages, the whole first, and what the processor does at most: the best of the same runs."""
+    """The stages, the whole pass first, and the peak rates of the processor: the best of the same runs."""
     parts = {"all layers": passes.recording}
     read_bytes, flops = Counter[str](), Counter[str]()
     for call in passes.recording.calls:

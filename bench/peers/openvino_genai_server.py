@@ -21,7 +21,7 @@ MODEL_NAME = "openvino"
 
 
 class Engine:
-    """The pipeline, stepped by a thread of its own while there is anything to do."""
+    """The pipeline, stepped by its own thread while there is work."""
 
     def __init__(self, model, lookup=None):
         scheduler = genai.SchedulerConfig()
@@ -38,7 +38,7 @@ class Engine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def generate(self, token_ids, num_output_tokens, temperature, top_p):
-        """Gives the number of new tokens as they come."""
+        """Yields the numbers of new tokens as they come."""
         outbox = queue.Queue()
         self._inbox.put((token_ids, num_output_tokens, temperature, top_p, outbox))
         left = num_output_tokens
@@ -50,7 +50,7 @@ class Engine:
     def _run(self):
         live = []
         while True:
-            # Waits only where nothing runs.
+            # Waits only if nothing runs.
             while not live or not self._inbox.empty():
                 live.append(self._add(*self._inbox.get()))
             self._pipeline.step()

@@ -10,7 +10,7 @@ from worker_svc.parallel import rendezvous
 
 
 def keep_apart() -> None:
-    """From now on this process finds no memory that another rank would share."""
+    """Makes this process find no memory that another rank would share."""
     rendezvous._open_memory = lambda name, size: None
 
 

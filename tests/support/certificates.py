@@ -9,7 +9,7 @@ from quire_cli.certs import LOCAL_HOSTS
 
 
 def make_certificates(directory: Path) -> Authority:
-    """Certificates of all roles that are good for a day, by a new authority."""
+    """Certificates of all roles that are valid for a day, by a new authority."""
     directory.mkdir(exist_ok=True)
     made_at = dt.datetime.now(dt.UTC)
     authority = Authority.make(365, made_at)

@@ -40,7 +40,7 @@ IMPLEMENTATIONS = ("reference", *ISAS)
 
 
 def _marks(value: object) -> tuple[pytest.MarkDecorator, ...]:
-    """`make test` leaves out what is run on any but the best instruction set."""
+    """Marks cases of all but the best instruction set, which `make test` leaves out."""
     return (pytest.mark.all_isas,) if value in ISAS[1:] else ()
 
 
@@ -67,7 +67,7 @@ def make_implementation(name: str) -> Implementation:
 
 @contextmanager
 def without_packed_products() -> Iterator[None]:
-    """Models that are loaded meanwhile multiply by torch, so they are not recorded for the CPU."""
+    """Models that are loaded in the block multiply by torch, so they are not recorded for the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "has_packed_products", lambda *_: False)
         yield

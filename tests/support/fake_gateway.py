@@ -1,4 +1,4 @@
-"""A gateway without a model: it answers with what it was asked, over real gRPC. For tests of clients and commands.
+"""A gateway without a model: it answers with the prompt, over real gRPC. For tests of clients and commands.
 
 Also a program: `python -m tests.support.fake_gateway --grpc-port=P --http-port=P ...` behaves towards its supervisor as
 `python -m gateway` does.
@@ -31,11 +31,11 @@ SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "M
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers "<prompt>!", one chunk a word. Prompts with a meaning of their own:
+    """Answers "<prompt>!", one chunk a word. Special prompts:
 
     "bad": InvalidArgument. "endless": one chunk, and no end until the caller leaves, which sets `left`.
 
-    The first calls raise `errors`, before anything is answered.
+    The first calls raise `errors` without any answer.
     """
 
     def __init__(self, *errors: QuireError) -> None:
@@ -232,7 +232,7 @@ def running_fake_gateway(tls: ServerTls | None = None) -> Iterator[FakeGatewayTh
 async def start_fake_gateway(
     address: str, generation: FakeGeneration, tls: ServerTls | None = None, *, gateway_id: str = "fake", **options: Any
 ) -> RpcServer:
-    """Serves, and says so by health. `options` go to RpcServer.start."""
+    """Serves, and reports SERVING. `options` go to RpcServer.start."""
 
     def register(server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)

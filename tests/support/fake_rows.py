@@ -11,7 +11,7 @@ from worker_svc.step import Batch, RowChanges, RowSampling
 
 
 class SharedBlockError(BlockError):
-    """A step writes a token to a block in which another row has, or will have, another one."""
+    """A step writes a token to a block where another row has, or will have, another token."""
 
 
 class AdapterError(BlockError):
@@ -65,7 +65,7 @@ class FakeRows:
             self._set_block(self._rows[row].blocks, index, block)
 
     def placed(self, batch: Batch) -> Batch:
-        """The batch with rows that sample where they are: further than it says if drafts of them were right."""
+        """The batch with sampling rows at their real positions, which are later than planned if drafts were right."""
         sources = set(batch.samples[:, 1].tolist())
         columns = zip(
             batch.rows.tolist(), batch.num_new_tokens.tolist(), batch.num_computed_tokens.tolist(), strict=True
@@ -123,7 +123,7 @@ class FakeRows:
         return self._adapters[slot]
 
     def _release(self, row: int) -> None:
-        # The ledger lets a row be released that holds nothing.
+        # The ledger permits the release of a row that holds nothing.
         if row in self._rows:
             self._holders.subtract(self._rows.pop(row).blocks)
 
@@ -133,7 +133,7 @@ class FakeRows:
         self._holders.update(content.blocks)
 
     def _set_block(self, blocks: list[int], index: int, block: int) -> None:
-        """Replaces an entry or adds one; the ledger has seen to it that none is left out."""
+        """Replaces an entry or adds one; the ledger has checked that no index is left out."""
         self._holders.subtract(blocks[index : index + 1])
         blocks[index : index + 1] = [block]
         self._holders[block] += 1

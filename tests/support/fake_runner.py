@@ -1,4 +1,4 @@
-"""The model's place in a worker, taken by a rule: tokens are known before, and a step costs what the test says."""
+"""Stands in for a worker's model: a rule gives the tokens, and a step takes the time that the test says."""
 
 import sys
 import threading
@@ -17,11 +17,11 @@ from worker_svc.device.seals import SealInventory
 from worker_svc.step import AdmittedStep, Batch, PromptLogprobs, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
 
 _NUM_SPECIAL_TOKENS = 16
-"""No less than the embedded model has, so that a seed drawn by chance never ends a sequence early."""
+"""At least the embedded model's number, so that a random seed never ends a sequence early."""
 
 
 def token_at(seed: int, position: int, vocab_size: int = 1000) -> int:
-    """The token that a sequence with this seed has at this position; none that ends a sequence."""
+    """The token of a sequence with this seed at this position; it never ends a sequence."""
     return _NUM_SPECIAL_TOKENS + (seed * 7919 + position * 104_729 + 13) % (vocab_size - _NUM_SPECIAL_TOKENS)
 
 
@@ -116,7 +116,7 @@ class FakeRunner:
         return self._pool.blocks(self._seals)
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
-        """Runs a step to its end. BlockError when a row overwrites what another needs or reads what is not its own."""
+        """Runs a step to its end. BlockError if a row overwrites a block that another needs, or reads a foreign one."""
         self.num_steps += 1
         self.hang.wait_until_clear()
         started = clock.monotonic()
@@ -160,7 +160,7 @@ class FakeRunner:
                 refusals[row] = sampling.refusal
             if has_failed := sampling.seed in self._failing_seeds or sampling.refusal is not None:
                 failed.append(row)
-            # A row that failed has a token too, since the step behind it may compute it already.
+            # A failed row has a token too, since the next step may compute it already.
             token_ids[place] = token_id = 0 if has_failed else self._token_of(row, ends[source])
             prefixes.append(token_id)
             if sampling.logprobs is not None and not has_failed:

@@ -50,7 +50,7 @@ class FakeWorkerConfig:
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
-    """None for another one in each incarnation."""
+    """None: each incarnation has another one."""
     disk: Path | None = None
     """The file of its blocks on disk, with room for 64."""
 
@@ -96,7 +96,7 @@ class FakeWorker:
         self.prepare: Callable[[bytes], Future[None] | None] = lambda row_sampling: None
         """Compiles the constraint of a row; None at once."""
         self.address = ""
-        """Where it listens, once it does."""
+        """The address, once it listens."""
         self.config = config or FakeWorkerConfig()
 
     def _make_service(self) -> None:
@@ -105,7 +105,7 @@ class FakeWorker:
 
     @property
     def config(self) -> FakeWorkerConfig:
-        """To be replaced only before a scheduler attaches: the worker is another one then."""
+        """May be replaced only before a scheduler attaches: the worker is another one then."""
         return self._config
 
     @config.setter
@@ -148,7 +148,7 @@ class FakeWorker:
 
     @property
     def hang(self) -> Switch:
-        """While it is set, the device does not go on."""
+        """While it is set, the device makes no progress."""
         return self._runner.hang
 
     @property
@@ -165,7 +165,7 @@ class FakeWorker:
         return self.address
 
     async def stop(self) -> None:
-        """Ends the service; raises when a step misused a block, which a scheduler that tries again would hide."""
+        """Ends the service. Raises if a step misused a block, which a scheduler that retries would hide."""
         self.hang.clear()
         assert self._server is not None
         await self._server.stop(grace_s=0)
@@ -175,7 +175,7 @@ class FakeWorker:
             raise self.faults[0]
 
     async def restart(self, config: FakeWorkerConfig | None = None) -> None:
-        """It leaves, and another one, perhaps of another configuration, is started in its place."""
+        """Stops, and starts a new worker in its place, perhaps with another configuration."""
         await self.stop()
         self._make_service()
         self.config = config or self.config

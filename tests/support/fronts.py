@@ -30,13 +30,13 @@ _SAMPLING = frozenset(common_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(common_pb2.StoppingParameters.DESCRIPTOR.fields_by_name)
 _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
 _OF_CHATS = frozenset({"tools", "tool_choice", "schema"})
-# Others are the name of a tool.
+# Other values name a tool.
 _CHOICES = frozenset({"required", "none", "auto"})
 
 
 @contextlib.contextmanager
 def _cancelling(call: Any) -> Iterator[Any]:
-    """Where a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
+    """If a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
     try:
         yield call
     finally:
@@ -45,7 +45,7 @@ def _cancelling(call: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a call has failed; None for what the front has no place for."""
+    """The failure of a call; a part is None if the front has no place for it."""
 
     status: str
     message: str
@@ -82,7 +82,7 @@ class Answer:
 
     @property
     def reason(self) -> str | None:
-        """Why it was refused."""
+        """The reason of the refusal."""
         return None if self.refusal is None else self.refusal.reason
 
     def add_text(self, text: str | None) -> None:
@@ -109,14 +109,14 @@ class Front:
     async def ask(
         self, text: Any = "hello", *, streams: bool = False, authorizations: Sequence[str] = (), **fields: Any
     ) -> Answer:
-        """Asks with `text` as the prompt or as what the user says; for 30 tokens by default."""
+        """Calls with `text` as the prompt or as the user's message; for 30 tokens by default."""
         answer = Answer()
         headers = [("authorization", each) for each in authorizations]
         await self._ask(answer, text, {"max_tokens": 30} | fields, headers, streams=streams)
         return answer
 
     async def refused(self, text: Any = "hello", **options: Any) -> Refusal:
-        """How a call fails; AssertionError where it is answered."""
+        """The failure of a call; AssertionError if it succeeds."""
         refusal = (await self.ask(text, **options)).refusal
         assert refusal is not None
         return refusal
@@ -124,7 +124,7 @@ class Front:
     async def _ask(
         self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
     ) -> None:
-        """Adds what comes to the answer."""
+        """Adds a response to the answer."""
         raise NotImplementedError
 
     def field_name(self, name: str) -> str:
@@ -132,7 +132,7 @@ class Front:
 
 
 def _as_vllm(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by the names that they have in vLLM's API, where lower priorities run earlier."""
+    """Parameters under vLLM's names; in vLLM lower priorities run earlier."""
     named = dict(fields)
     if "priority" in named:
         named["priority"] = -named["priority"]

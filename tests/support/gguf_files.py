@@ -29,7 +29,7 @@ _NUMBERS = {
 }
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-"""Where it is not the type of the model."""
+"""Architectures whose name is not the type of the model."""
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -53,9 +53,9 @@ def write_gguf(
     """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
     Args:
-        quantization: of matrices, or what makes that of each by its name in the file; vectors stay float32.
-        further: more metadata, or other values, by whole keys; "rope" are the factors of rotations.
-        fused: as by the converter's --fuse-qkv and --fuse-gate-up-exps.
+        quantization: type of matrices, or a function of a matrix's name in the file; vectors stay float32.
+        further: additional or changed metadata, by whole keys; "rope" are the factors of rotations.
+        fused: joins tensors as the converter's --fuse-qkv and --fuse-gate-up-exps do.
     """
     config = json.loads((directory / "config.json").read_text())
     model_type: str = config["model_type"]

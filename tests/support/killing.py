@@ -1,4 +1,4 @@
-"""kill -9 of processes of a server that restarts them, while clients read streams from it."""
+"""kill -9 of processes of a server that restarts them, while clients read its streams."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ Outputs = list[tuple[dict[int, list[int]], dict[int, str]]]
 
 
 class TooLateError(Exception):
-    """A stream ended before the kill, which shows nothing then."""
+    """A stream ended before the kill, so that the test shows nothing."""
 
 
 async def until_hit(scenario: Callable[[], Awaitable[T]]) -> T:
@@ -55,7 +55,7 @@ async def kill(served: Served, name: str) -> None:
 
 
 class Stream:
-    """One stream, and what its client has of it so far."""
+    """One stream, and the tokens that its client has so far."""
 
     def __init__(
         self, index: int, options: GenerationOptions, *, durable: bool, prompt: str = "Once upon a time"
@@ -131,7 +131,7 @@ class Streams:
         self._check_all_live()
 
     async def kill(self, served: Served, *names: str) -> None:
-        """Kills the processes. TooLateError where a stream was not in the middle then."""
+        """Kills the processes. TooLateError if a stream had ended by then."""
         self._check_all_live()
         for name in names:
             await kill(served, name)

@@ -16,7 +16,7 @@ _FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium"), "
 
 
 def events_in(payload: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the fields of each event, whichever way they are written."""
+    """The name and the fields of each event, in either format."""
     at, events, rank = msgspec.msgpack.decode(payload)
     assert at > 1.6e9
     assert rank == 0
@@ -29,8 +29,8 @@ def events_in(payload: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class KvSubscriber:
-    """Follows one publisher. A gap in the numbers is filled by a replay; a number that was there already means that
-    another process publishes now."""
+    """Follows one publisher. A replay fills a gap in the numbers; a number that comes again means that another process
+    now publishes."""
 
     sub: zmq.asyncio.Socket
     replay: zmq.asyncio.Socket
@@ -49,7 +49,7 @@ class KvSubscriber:
         try:
             sub, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
             sub.setsockopt(zmq.RECONNECT_IVL, 20)
-            # It keeps little that was not read.
+            # The socket buffers few messages.
             sub.setsockopt(zmq.RCVHWM, 1)
             replay.setsockopt(zmq.RECONNECT_IVL, 20)
             sub.setsockopt(zmq.SUBSCRIBE, topic.encode())

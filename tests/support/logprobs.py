@@ -1,4 +1,4 @@
-"""Columns of log probabilities from what a test writes down, and back."""
+"""Converts log probabilities of tests to columns, and back."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

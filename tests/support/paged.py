@@ -1,4 +1,4 @@
-"""A model over a small paged pool, driven by hand: what the worker does, without the worker."""
+"""Runs a model over a small paged pool as a worker would, but without a worker."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

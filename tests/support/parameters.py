@@ -19,7 +19,7 @@ def make_options(
     output: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> RequestOptions:
-    """A request with these parameters, be they valid or not; `beam_search` is a mapping too."""
+    """A request with these parameters, valid or not; `beam_search` is a mapping too."""
     as_written: dict[str, Any] = {}
     options = RequestOptions(prompt or TextPrompt("hello"), as_written=as_written, **fields)
     for path, values in (("sampling", sampling), ("stopping", stopping), ("output", output)):
@@ -53,7 +53,7 @@ def make_request(
     eos_token_ids: Sequence[int] = (1,),
     **fields: Any,
 ) -> GenerationRequest:
-    """A greedy request that was checked."""
+    """A greedy request that has been validated."""
     return GenerationRequest(
         request_id=request_id,
         tenant=tenant,

@@ -1,4 +1,4 @@
-"""A gateway in front of a fake scheduler that says what a test wants; its model's chats know tools and reasoning."""
+"""A gateway in front of a fake scheduler with scripted output; its model's chats support tools and reasoning."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ REASONED_IDS = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
 
 @dataclass(frozen=True)
 class Rig:
-    """One gateway for many tests, and what is behind it."""
+    """One gateway for many tests, and its scheduler."""
 
     gateway: RunningGateway
     scheduler: FakeScheduler
@@ -48,7 +48,7 @@ class Rig:
         self.scheduler.rule = scripted([*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS])
 
     def reset(self) -> None:
-        """Forgets what tests before have asked and changed."""
+        """Forgets requests and changes of earlier tests."""
         self.scheduler.step_delay_s, self.scheduler.tokens_per_step = 0.001, 1
         self.scheduler.emits.set()
         for each in (self.scheduler.submits, self.scheduler.aborted, self.scheduler.refusal):

@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass(frozen=True)
 class CollectedSpan:
-    """A span, and which service sent it. Ids are hexadecimal; a root's parent is empty."""
+    """A span, and the service that sent it. Ids are hexadecimal; a root's parent is empty."""
 
     service: str
     name: str
@@ -51,7 +51,7 @@ class CollectedSpan:
 
 @dataclass
 class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """`address` is where it listens, and `spans` is what came so far."""
+    """`address` is the collector's address, and `spans` are the spans so far."""
 
     address: str = ""
     spans: list[CollectedSpan] = field(default_factory=list)
@@ -87,7 +87,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextlib.asynccontextmanager
 async def trace_collector(credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[TraceCollector]:
-    """A collector on loopback, which speaks TLS where it is given credentials."""
+    """A collector on loopback, with TLS if it is given credentials."""
     collector = TraceCollector()
     server = grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

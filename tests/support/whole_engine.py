@@ -89,7 +89,7 @@ def make_request(
 
 
 class WholeEngine:
-    """A worker of these flags, without drafts unless they say so, and a core for each run."""
+    """A worker with these flags, by default without drafts, and a new core for each run."""
 
     def __init__(self, *flags: str) -> None:
         flags = flags if "--speculate" in flags else (*flags, "--speculate=off")
@@ -103,7 +103,7 @@ class WholeEngine:
         self.usages: dict[int, Usage] = {}
 
     def use(self, drafter: Drafter) -> None:
-        """Drafts by this one from now on."""
+        """Uses this drafter from now on."""
         runner = self.worker.runner
         assert isinstance(runner, ModelRunner)
         assert runner._drafts is not None
@@ -210,7 +210,7 @@ class EveryDraft:
 
 
 class RightDrafter(Drafter):
-    """Drafts what the sequences of a run said."""
+    """Drafts the outputs of a run's sequences."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [np.array(text, np.int32) for text in texts]
@@ -224,8 +224,8 @@ class RightDrafter(Drafter):
 
 
 class WrongDrafter(Drafter):
-    """Drafts what another one does, and a wrong token at a place that its seed and the tokens give; of nothing,
-    tokens by chance. Draws the lowest and the highest token id, too."""
+    """Drafts the first tokens of another drafter's drafts, and then random ones, which include the lowest and the
+    highest token id. Without another drafter all are random; the seed and the text decide."""
 
     def __init__(self, seed: int, vocab_size: int, right: Drafter | None = None) -> None:
         self._seed = seed
