@@ -110,7 +110,7 @@ def time_steps(
     load: Load, warm_up: int, num_steps: int, part_times: PartTimes | None
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
     """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part if
-    `parts` are given. Raises ValueError if the warm-up is too short, or the load too small."""
+    `part_times` is given. Raises ValueError if the warm-up is too short, or the load too small."""
     if warm_up < 2:
         raise ValueError(f"warm_up is {warm_up}, must be at least 2: two steps are in flight")
     results: deque[StepResult] = deque()

@@ -1,4 +1,4 @@
-"""One of two ranks is killed or stopped: the other leaves too, they meet anew, and streams see a pause."""
+"""One of two ranks is killed or stopped: the other one leaves too, both have a new rendezvous, and streams pause."""
 
 from collections.abc import AsyncIterator
 

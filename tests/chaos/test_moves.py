@@ -1,5 +1,5 @@
-"""A replica is drained while streams run: they go on at the other one, which fetches their blocks, and say what they
-say undisturbed, whatever dies meanwhile."""
+"""A replica is drained while streams run: they continue at the other one, which fetches their blocks, and have the same
+output as undisturbed, whatever dies meanwhile."""
 
 import asyncio
 import signal
@@ -71,7 +71,7 @@ LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] 
 async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_dies(
     tmp_path: Path, killed: str | None
 ) -> None:
-    # In bfloat16: what is computed twice is rounded as it was.
+    # In bfloat16: values that are computed twice are rounded equally.
     flags = ("--multi-step-ms=0", "--dtype=bfloat16")
     async with two_replicas(tmp_path, *flags, roles=("prefill", "decode")) as replicas:
         streams = make_streams(LONG)

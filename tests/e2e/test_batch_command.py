@@ -12,7 +12,7 @@ import pytest
 from quire_cli.main import main
 from tests.support.serving import forked_programs
 
-# With services that are forks; the first argument has their commands.
+# The services are forks; the first argument has their commands.
 PROGRAM = """
 import functools, json, sys
 from quire_cli import batch
@@ -57,7 +57,7 @@ async def test_a_file_is_answered_in_its_order(tmp_path: Path, capsys: pytest.Ca
     assert (
         found[0]["response"]["body"]["choices"][0]["message"] == found[2]["response"]["body"]["choices"][0]["message"]
     )
-    # A run that was interrupted within its second line goes on behind the first one.
+    # A run that was interrupted within its second line continues after the first one.
     whole = answers.read_bytes().splitlines(keepends=True)
     answers.write_bytes(whole[0] + whole[1][:30])
     status, _, err = await run(str(requests), f"--output={answers}", *flags)

@@ -14,7 +14,7 @@ SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requ
 
 @contextlib.asynccontextmanager
 async def benching(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Killed at the end of the block, where it has not ended."""
+    """Runs `quire bench`; kills it at the end of the block if it has not ended."""
     command = (*forked("quire_cli.main", "quire_cli.bench.command", "httpx"), "bench", *flags)
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -28,7 +28,7 @@ async def benching(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def bench(*flags: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
+    """Returns exit status, stdout and stderr."""
     async with benching(*flags) as process:
         stdout, stderr = await process.communicate()
     assert process.returncode is not None

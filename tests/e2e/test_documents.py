@@ -34,7 +34,7 @@ class Call:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> "Call":
-        """Raises ValueError for a flag that is not known here."""
+        """Raises ValueError for an unknown flag."""
         words, data = [], "{}"
         rest = iter(arguments)
         for word in rest:
@@ -89,7 +89,7 @@ def shell_lines(text: str, pattern: str) -> list[str]:
 
 
 def here(text: str, served: Served) -> str:
-    """With the addresses of this server."""
+    """Replaces addresses in the text by this server's."""
     text = text.replace("127.0.0.1:50051", served.server.grpc_address)
     return text.replace("127.0.0.1:8000", served.server.http_address)
 

@@ -17,7 +17,7 @@ def test_what_a_tenant_was_answered_is_guessed_for_this_tenant_only() -> None:
         replace(make_request(number, prompt, max_tokens=60, seed=6, sampling={"temperature": 0.8}), tenant=tenant)
         for number, tenant in enumerate(("anna", "ben", "anna"))
     ]
-    # One after the other.
+    # One request after the other.
     assert on.run(requests, max_num_seqs=1) == off.run(requests)
     assert [on.usages[number].accepted_draft_tokens for number in (0, 1)] == [0, 0]
     assert on.usages[2].accepted_draft_tokens >= 25

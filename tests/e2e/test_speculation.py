@@ -1,4 +1,4 @@
-"""Text, log probabilities and ends are the same to the bit with drafts and without, whatever is drafted."""
+"""Text, log probabilities and ends have the same bits with drafts and without, whatever is drafted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,13 +47,13 @@ RECOMPUTE = {"num_blocks": 40, "preemption_mode": PreemptionMode.RECOMPUTE, "max
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> tuple[WholeEngine, WholeEngine]:
-    """Without drafts, and with up to five."""
+    """Engines without drafts, and with up to five."""
     flags = [*FLAGS, *POOLS[request.param]]
     return WholeEngine(*flags), WholeEngine(*flags, "--speculate", "ngram", "--max-drafts", "5")
 
 
 def make_requests(vocab_size: int) -> list[Request]:
-    """Greedy and sampled ones with all that changes logits, each with text that repeats and text that does not."""
+    """Greedy and sampled requests with all rules for logits, each with repetitive and with other text."""
     parameters: list[dict[str, Any]] = [
         {"sampling": {"temperature": 0.0}},
         {"sampling": {"temperature": 0.9}},
@@ -81,7 +81,7 @@ def texts_of(requests: Sequence[Request], outcome: dict[tuple[int, int], Text]) 
     return [[*prompts[handle], *text.token_ids] for (handle, _), text in outcome.items()]
 
 
-# In other types than float32, what is computed again after a preemption is rounded otherwise, with drafts or without.
+# In other types than float32, recomputation after a preemption rounds differently, with drafts or without.
 @parametrize_once(
     "engines, config",
     [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)],
@@ -107,10 +107,10 @@ def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], c
 
 @parametrize_once("config", [SWAP, {}], ids=["swap", "room"])
 def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
-    """Where the model runs several times in a step, without drafts and with right and wrong ones."""
+    """The model runs several times in a step, without drafts and with right and wrong ones."""
     off, several = WholeEngine(*FLAGS, "--dtype", "bfloat16"), [*FLAGS, "--dtype", "bfloat16", *MULTI_STEP]
     requests = make_requests(off.worker.info.model.vocab_size)
-    # Alone, a request without log probabilities never waits for one that has some.
+    # By itself, a request without log probabilities never waits for one with them.
     expected = off.run(requests, **config) | off.run(requests[:1])
     plain = WholeEngine(*several)
     assert plain.run(requests, **config) | plain.run(requests[:1]) == expected
@@ -166,7 +166,7 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
     constrained = greedy | {"constraint": Constraint(json_schema=schema, no_white_space=True)}
 
     text = off.run([make_request(0, prompt, sampling=greedy)])[0, 0].token_ids
-    # Something was left out, and something else is said in its place.
+    # Some tokens are left out, and others come in their place.
     predicted = [*text[:10], *text[14:25], 21, 22, *text[27:]]
     cases = {
         "prediction": (

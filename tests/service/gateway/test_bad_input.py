@@ -42,7 +42,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.fixture
 async def neighbour(gateway, scheduler):
-    """A stream that is running while the test does its worst, and that must not notice."""
+    """A stream that runs during the test and must not be disturbed."""
     scheduler.step_delay_s = 0.005
     reading = asyncio.create_task(
         collect(gateway.generation.GenerateStream(stream_request("neighbour", max_tokens=40)))
@@ -65,7 +65,7 @@ async def test_what_is_wrong_is_named_with_value_and_limit_and_disturbs_nobody(g
 
 
 async def test_all_violations_are_reported_at_once(gateway):
-    """A prompt that is too long has its reason whatever else is wrong."""
+    """The reason of a prompt that is too long is reported together with all other violations."""
     wrong: Any = {"temperature": -1, "top_p": 2}
     prompt: Any
     for prompt, field, reason in (
@@ -78,7 +78,7 @@ async def test_all_violations_are_reported_at_once(gateway):
 
 
 async def test_texts_that_are_too_long_to_tokenize_are_refused_before(gateway, monkeypatch):
-    """Prompts that cannot fit: test_fronts.py."""
+    """test_fronts.py tests prompts that cannot fit."""
 
     async def encode(*args, **kwargs):
         raise AssertionError("the tokenizer was asked")

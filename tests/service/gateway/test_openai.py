@@ -1,4 +1,4 @@
-"""OpenAI's API in front of a fake scheduler: what reaches the scheduler, what comes back, whole and as a stream."""
+"""OpenAI's API in front of a fake scheduler: requests to the scheduler, and answers, whole and as a stream."""
 
 import asyncio
 import gzip

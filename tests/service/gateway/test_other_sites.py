@@ -118,7 +118,7 @@ async def test_every_name_of_loopback_is_served(client, host):
     ],
 )
 async def test_a_target_with_a_host_as_proxies_send_it_is_that_host_s_path(client, target, status):
-    # Where both name a host, the target's is it (RFC 9112, 3.2.2).
+    # If both name a host, the target's counts (RFC 9112, 3.2.2).
     answer = await client.get("/", headers={"host": "localhost"}, extensions={"target": target.encode()})
     assert answer.status_code == status
     if "?" in target:

@@ -106,7 +106,7 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
 
 async def test_impossible_offsets_are_refused_by_name(two):
     for _ in range(2):
-        # The second one takes the place of the first, which is over.
+        # The second request takes the place of the first, which is over.
         await read(two.first.generation.GenerateStream(durable_request()))
     for offset, name in (({"sequence_index": 1}, "sequence_index"), ({"offset": 25}, "offset")):
         asked = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])

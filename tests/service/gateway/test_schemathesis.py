@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn, operation: Any, parameters: dict[str, str]) -> Any:
         kept = draw(st.sets(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else ()
         case.body = RUNNING[operation.path] | {name: case.body[name] for name in kept}
     if isinstance(case.body, dict):
-        # The fake scheduler has one sequence of each request.
+        # The fake scheduler makes one sequence a request.
         case.body = {name: value for name, value in case.body.items() if name not in ("n", "best_of")}
         if operation.path in STREAMING and not draw(st.integers(0, 3)):
             case.body["stream"] = True
@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn, operation: Any, parameters: dict[str, str]) -> Any:
 
 
 def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> Counter[int]:
-    """Sends drawn requests and checks their answers. Whatever fails is raised, with a command that repeats it."""
+    """Sends drawn requests and checks their answers. A failure is raised with a command that repeats it."""
     seen: Counter[int] = Counter()
 
     @hypothesis.settings(

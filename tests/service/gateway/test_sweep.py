@@ -1,6 +1,6 @@
-"""Every list, map and text that callers send, filled up to the limits: no other caller notices.
+"""Fills every list, map and text of requests up to the limits: no other caller notices.
 
-The calls are made from the contracts and from /openapi.json, so that a new field is swept, too.
+The calls are made from the contracts and from /openapi.json, so that new fields are included.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ def _paths(kind: Descriptor, above: tuple[FieldDescriptor, ...]) -> Iterator[tup
 
 
 def _long(text: bytes) -> bytes:
-    """A text that takes almost all room. It is a list in JSON, if `text` is a value with a comma."""
+    """A text that fills the message. It is a list in JSON if `text` is a value with a comma."""
     return b"[" + text * (_ROOM // len(text) - 64) + b"1]"
 
 
@@ -120,7 +120,7 @@ def _is_text(field: FieldDescriptor) -> bool:
 
 
 def _fillings(field: FieldDescriptor, limits: EntryLimits) -> Iterator[tuple[str, int, Callable[[int], bytes]]]:
-    """Ways to fill a field: how many entries, and what makes the bytes of each."""
+    """Ways to fill a field: the number of entries, and a function that makes the bytes of each."""
     if not field.is_repeated:
         for how, text in _TEXTS.items():
             yield f"{how} as text", 1, lambda _, text=text: _delimited(field.number, _long(text))
@@ -215,7 +215,7 @@ def http_calls(document: Mapping[str, Any], limits: EntryLimits) -> Iterator[Htt
 def _places(
     document: Mapping[str, Any], schema: Mapping[str, Any], above: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], frozenset[str]]]:
-    """The paths of all fields, with what each may be: "array", "object", "string"."""
+    """The paths of all fields, with the types that each may have: "array", "object", "string"."""
     if len(above) > 6:
         return
     for name, inner in _resolved(document, schema).get("properties", {}).items():
@@ -272,7 +272,7 @@ def _object_of(number: int) -> bytes:
 
 
 def _body(path: str, where: Sequence[str | int], value: Callable[[], bytes]) -> bytes:
-    """The body with a value at a place."""
+    """The body with a value at a path."""
     marker = "\u2603"
     inner: Any = marker
     for step in reversed(where[1:]):
@@ -300,7 +300,7 @@ async def gateway() -> AsyncIterator[MeasuredGateway]:
 
 
 async def sweep(gateway: MeasuredGateway, calls: Iterable[tuple[str, Call]]) -> int:
-    """Makes the calls, one after the other. Returns how many."""
+    """Makes the calls, one after the other. Returns their number."""
     num_calls = 0
     for name, call in calls:
         num_calls += 1

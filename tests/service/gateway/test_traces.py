@@ -31,7 +31,7 @@ async def traced(scheduler: FakeScheduler, collector: TraceCollector) -> AsyncIt
 
 
 def make_traceparent(*, sampled: bool = True) -> tuple[str, str, str]:
-    """The header, and the ids of trace and span in it."""
+    """The header, and its ids of trace and span."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     return f"00-{trace_id}-{span_id}-{'01' if sampled else '00'}", trace_id, span_id
 

@@ -1,4 +1,4 @@
-"""Triton's own Python client against the gateway: what its users call works, and errors reach them as errors."""
+"""Triton's own Python client against the gateway: its calls work, and errors reach its users as errors."""
 
 import asyncio
 import time

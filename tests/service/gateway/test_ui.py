@@ -50,7 +50,7 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def events_of(http: httpx.AsyncClient, url: str, last: str) -> list[tuple[str, dict]]:
-    """The events of the feed up to the first one of the name `last`."""
+    """The events of the feed up to the first one named `last`."""
     found: list[tuple[str, dict]] = []
     async with asyncio.timeout(30), http.stream("GET", url) as answer:
         assert answer.status_code == 200
@@ -102,7 +102,7 @@ async def test_a_service_is_killed_from_the_page_only_in_a_demonstration(open_pa
         supervisor.bind(str(path))
         supervisor.settimeout(10)
         async with running_gateway(scheduler, demo_socket=path) as running:
-            # A form of another site's page has another type than JSON.
+            # A form of another site's page cannot have the type JSON.
             wrong: list[dict[str, Any]] = [
                 {"content": b'{"service": "worker"}'},
                 {"json": {"service": "gateway"}},

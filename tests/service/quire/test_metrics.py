@@ -66,7 +66,7 @@ def test_metrics_are_served_until_stop_with_their_colons_whatever_the_scraper_ac
 
 
 def test_no_name_is_looked_up_at_the_start(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where name servers do not answer, a look-up holds up the event loop for many seconds, and health with it."""
+    """If name servers do not answer, a look-up blocks the event loop, and with it health, for many seconds."""
     for name in ("getfqdn", "gethostbyaddr", "gethostname"):
         monkeypatch.setattr(socket, name, lambda *_: pytest.fail("it looks a name up"))
     server = MetricsServer.start("0.0.0.0", 0, registry)

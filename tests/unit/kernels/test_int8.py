@@ -1,4 +1,4 @@
-"""A pool of int8 against a floating one of the same numbers, and moves of its blocks."""
+"""An int8 pool compared with a floating-point pool of the same numbers, and moves of its blocks."""
 
 import pytest
 import torch

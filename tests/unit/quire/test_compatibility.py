@@ -1,4 +1,4 @@
-"""Which releases and models fit each other, and what is said where they do not."""
+"""Compatibility of releases and of models, and messages if they do not fit."""
 
 import json
 import shutil

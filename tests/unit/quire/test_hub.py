@@ -1,4 +1,4 @@
-"""Models of a hub: what is downloaded, how it goes on after a break, and what the errors say."""
+"""Models of a hub: downloaded files, resumption after a break, and error messages."""
 
 import errno
 import json
@@ -89,7 +89,7 @@ def names(snapshot: Path) -> set[str]:
 
 
 def keep(cache: Path, content: bytes) -> None:
-    """Leaves this of the weights, as a process does that is killed while it downloads them."""
+    """Leaves this part of the weights, like a process that was killed during the download."""
     pull(MODEL, Parts.WITHOUT_WEIGHTS)
     digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
     (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(content)
@@ -100,7 +100,7 @@ def error_of(name: HubName, parts: Parts = Parts.ALL) -> str:
         pull(name, parts)
     told = str(caught.value)
     assert "\n" not in told
-    # Else a service that is started while the hub is away is not started again.
+    # Otherwise a service that starts while the hub is away would not be restarted.
     is_away = re.search("broke|later|cannot be reached|stopped answering", told) is not None
     assert isinstance(caught.value, TemporaryError) == is_away, told
     return told
@@ -174,10 +174,10 @@ def test_a_quantization_names_a_gguf_file(hub: LocalHub, cache: Path, monkeypatc
     assert pulled("org/many:Q4_K_M") == pulled("org/many:q4_k_m") == "m-q4_k_m.gguf"
     assert pulled("org/many:UD-Q5_K_M") == "m-UD-Q5_K_M.gguf"
     assert pulled("org/many:Q8_0") == "m-Q8_0-00001-of-00002.gguf"
-    # Without one: Q4_K_M, else the first.
+    # Without a name: Q4_K_M, or else the first.
     assert pulled("org/many") == "m-q4_k_m.gguf"
     assert pulled("org/gguf") == "a.gguf"
-    # A directory of weights wins over files, and has files all the same.
+    # A directory of weights wins over files, but also has files.
     assert names(pull(HubName("org/both"))) == {*SMALL, "model.safetensors"}
     assert pulled("org/both:IQ4_XS") == "m-IQ4_XS.gguf"
     # A gateway reads the same file as a worker, even if there is also a configuration.
@@ -214,7 +214,7 @@ def test_a_cut_download_goes_on_where_it_ended_also_where_its_address_has_expire
     [
         (WEIGHTS[: 5 << 17], False, len(WEIGHTS) - (5 << 17)),
         (WEIGHTS, False, 0),
-        # A hub without ranges sends the file anew.
+        # A hub without ranges sends the whole file again.
         (WEIGHTS[:1000], True, len(WEIGHTS)),
     ],
 )
@@ -356,7 +356,7 @@ def test_a_signal_ends_a_download(hub: LocalHub, cache: Path) -> None:
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM; what has arrived of org/model is kept$"):
             fetch(MODEL)
     finally:
-        # The thread lives on where the process does: what the hub answers now ends it.
+        # The thread outlives the call if the process lives on: the hub's answer now ends it.
         hub.status = 404
         hub.held.set()
         (abandoned,) = (thread for thread in threading.enumerate() if thread.name == "download")

@@ -1,4 +1,4 @@
-"""Programs against a client that answers from memory: what they ask for, in which order, and how they end."""
+"""Programs with a client that answers from memory: their requests in order, and their ends."""
 
 import asyncio
 from collections.abc import Sequence

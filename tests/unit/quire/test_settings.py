@@ -1,4 +1,4 @@
-"""Flags, environment and defaults into a dataclass."""
+"""Flags, environment and defaults become a dataclass."""
 
 import importlib
 import re
@@ -215,7 +215,7 @@ def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(
     assert (loaded.count, loaded.share, loaded.peers, loaded.ports) == (5, 0.75, ("c", "d"), ())
     loaded = load_settings(FileSettings, [], {"QUIRE_CONFIG": str(file)}, program="quire thing")
     assert loaded.count == 4
-    # Help shows common flags first, and no variables where none is read.
+    # Help shows common flags first, and no variables if none are read.
     with pytest.raises(SystemExit):
         load_settings(FileSettings, ["--help"], None, program="quire thing")
     shown = capsys.readouterr().out

@@ -133,7 +133,7 @@ CODED_SIZES: dict[str, Any] = {
 
 
 def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
-    """As files of Q4_K_M have it: a part of the matrices have longer codes."""
+    """Codes as in files of Q4_K_M: some of the matrices have longer codes."""
     is_long = "attn_v" in name or "ffn_down" in name or name == "output"
     coding = Coding.Q6_K if is_long else Coding.Q4_K
     num_rows = math.prod(data.shape[:-1])
@@ -162,12 +162,12 @@ def test_weights_are_multiplied_as_the_file_has_them(
     """The logits, too, are the dequantized weights', bit for bit."""
     experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 256}
     sizes: dict[str, Any] = {**CODED_SIZES, **(experts if "moe" in family else {})}
-    # Inputs of each rank that are whole groups.
+    # Each rank's inputs are whole groups.
     sizes |= {"phi3": {"hidden_size": 512}, "gemma3": {"head_dim": 64}}.get(family, {})
     make_model(tmp_path / "model", CODED[family], tie_word_embeddings=tied, **sizes)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
     codings = codings_in_use(file, num_ranks, monkeypatch)
-    # No file has the router in codes.
+    # The router has no codes in any file.
     of_router = {None} if "moe" in family or family == "mixtral" else set()
     assert codings == {True: {Coding.Q4_K, Coding.Q6_K, *of_router}, False: {None}}
 

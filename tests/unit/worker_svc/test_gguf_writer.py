@@ -1,4 +1,4 @@
-"""GGUF files that Quire writes: what is read from them is the model that they were written from."""
+"""GGUF files that Quire writes: reading them gives the model that was written."""
 
 import gc
 import json
@@ -55,7 +55,7 @@ def test_a_file_has_the_weights_and_tokens_of_its_directory(tmp_path: Path, fami
     for name, weight in found.items():
         exact: dict[str, Any] = {"rtol": 0, "atol": 1e-6 if family.startswith("gemma") else 0}
         torch.testing.assert_close(weight.read(), expected[name].float(), **exact)
-    # Names and layouts as the package's table has them.
+    # Names and layouts as in the package's table.
     by_package = write_by_package(tmp_path / "p.gguf", tmp_path / "model")
     ours, theirs = (GgufHeader.read(each) for each in (file, by_package))
     assert {name: each.shape for name, each in ours.tensors.items()} == {
@@ -105,7 +105,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 # Fields of config.json; transformers has defaults for the rest.
 LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
-    # As the published models of 4B have it, with another pattern and rotation.
+    # Same as the published models of 4B, but with another pattern and rotation.
     "gemma3": (
         Family("Gemma3", {**HEADS, "head_dim": 256, "max_position_embeddings": 131072}, "Gemma3TextConfig"),
         ("hidden_size", "intermediate_size", "vocab_size"),
@@ -132,7 +132,7 @@ LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", LEFT_OUT)
 def test_what_a_configuration_leaves_out_is_written_as_it_is_served(tmp_path: Path, family: str) -> None:
-    """Fields that are missing, and those by which transformers 4 said what others say today."""
+    """Fields that are missing, and older forms of fields from transformers 4."""
     made, kept, further = LEFT_OUT[family]
     make_model(tmp_path / "model", made, num_hidden_layers=further.get("num_hidden_layers", 2))
     path = tmp_path / "model" / "config.json"
@@ -256,7 +256,7 @@ def test_every_format_is_served_and_computes_what_its_dequantized_weights_do(tmp
     ("kind", "largest"), [("Q4_K", 0.0085), ("Q5_K", 0.0022), ("Q6_K", 0.0006), ("IQ4_NL", 0.0095), ("IQ4_XS", 0.0095)]
 )
 def test_codes_are_near_the_numbers(kind: str, largest: float) -> None:
-    """By the mean squared error as a share of the mean square; that of plain rounding is higher."""
+    """The mean squared error as a share of the mean square; plain rounding has a higher one."""
     generator = np.random.default_rng(0)
     normal, heavy = generator.standard_normal((64, 512)), generator.standard_t(4, (64, 512))
     for data in (normal * 0.02, heavy, normal * 1e-3, normal + 2, normal - 2):

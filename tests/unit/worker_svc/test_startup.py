@@ -47,7 +47,7 @@ def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> 
 
 
 def make_phi_3(tmp_path: Path, max_model_len: int | None) -> CausalLM:
-    """Up to 32 tokens by its first rotation, up to 128 by its extended one."""
+    """A model for 32 tokens by its first rotation, and for 128 by its extended one."""
     if not (tmp_path / "config.json").exists():
         factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
         lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
@@ -220,15 +220,15 @@ def test_a_worker_of_the_least_size_starts(flag: str) -> None:
     ("rank", "size", "num_threads", "cores", "expected"),
     [
         (0, 1, 3, [[1], [4], [5]], [1, 4, 5]),
-        # Ranks of one machine take cores of their own.
+        # Ranks of one machine use different cores.
         (0, 2, 2, [[0], [1], [2], [3]], [0, 1]),
         (1, 2, 2, [[0], [1], [2], [3]], [2, 3]),
-        # Where cores run two threads, each thread here gets a core, or all of them are used.
+        # If cores run two threads, each thread here gets a core, or all of them are used.
         (0, 1, 2, [[0, 2], [1, 3]], [0, 1]),
         (1, 2, 1, [[0, 2], [1, 3]], [1]),
         (0, 1, 4, [[0, 2], [1, 3]], [0, 2, 1, 3]),
         (0, 1, 1, [[0, 1]], [0]),
-        # Fewer or more threads than cores stay unbound, a single processor needs no binding, and nothing may be known.
+        # More or fewer threads than cores are not bound, nor is a single processor, nor an unknown machine.
         (0, 1, 1, [[0], [1]], []),
         (0, 1, 3, [[0, 2], [1, 3]], []),
         (0, 1, 1, [[0]], []),

@@ -25,7 +25,7 @@ Kind = type[Client] | type[AsyncClient]
 
 @contextlib.asynccontextmanager
 async def two_gateways(*addresses: str, tls: ServerTls | None = None) -> AsyncIterator[tuple[RpcServer, RpcServer]]:
-    """Two that call themselves "first" and "second"."""
+    """Two gateways with the ids "first" and "second"."""
     wanted = addresses or ("127.0.0.1:0", "127.0.0.1:0")
     first, second = [
         await start_fake_gateway(address, FakeGeneration(), tls, gateway_id=gateway_id)
@@ -52,7 +52,7 @@ async def who_answers(client: EitherClient) -> str:
 
 
 async def until_answered_by(client: EitherClient, *gateway_ids: str) -> None:
-    """Calls until each of them has answered, which takes a connection to each."""
+    """Calls until each gateway has answered, which takes a connection to each."""
     missing = set(gateway_ids)
     async with asyncio.timeout(30):
         while missing:

@@ -1,4 +1,4 @@
-"""How requests are read: bytes that are no message are the caller's fault, and a server that stopped ends a stream."""
+"""Reading requests: invalid messages are the caller's fault, and a server that stopped ends a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

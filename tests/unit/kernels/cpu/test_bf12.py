@@ -1,4 +1,4 @@
-"""bfloat16 weights in three quarters of their bytes: every number comes back bit for bit, whatever it is."""
+"""bfloat16 weights in three quarters of their bytes: every number is restored bit for bit."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_every_number_comes_back(isa, num_tokens, out_features, in_features, odd
     with torch_threads(threads):
         packed = pack(kernels, weight)
         actual = numbers_of(kernels, packed, num_tokens)
-    # The processor's products take what is no normal number for zero.
+    # The processor's products take subnormal numbers for zero.
     normal = weight.float().abs() >= torch.finfo(torch.bfloat16).tiny
     assert torch.equal(actual[normal], weight[normal])
     assert not actual[~normal].any() or torch.equal(actual[~normal], weight[~normal])

@@ -37,7 +37,7 @@ def test_products_are_those_of_the_dequantized_weight(
 
 @pytest.mark.parametrize("coding", Coding)
 def test_a_number_keeps_its_sign_where_it_is_zero(isa: str, coding: Coding) -> None:
-    """The numbers themselves, by products with a single token that is not zero."""
+    """Compares the numbers themselves, by products with a single nonzero token."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     inputs = torch.eye(weight.in_features).bfloat16()
     actual = kernels.product(
@@ -95,14 +95,14 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
     sums = (tokens.values.double() * tokens.scales.double()) @ dequantized(weight).double().t() + bias.double()
     expected = silu_and_mul(sums) if gated else sums
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-    # The company of a token changes nothing.
+    # Other tokens in the batch do not change a token's results.
     alone = [kernels.product(each, packed, bias, "silu" if gated else "identity", torch.float32) for each in x.split(1)]
     assert torch.equal(torch.cat(alone), actual)
 
 
 @pytest.mark.parametrize(("coding", "codes"), [(Coding.Q4_K, slice(16, 144)), (Coding.Q6_K, slice(192))])
 def test_the_largest_codes_times_the_largest_tokens(isa: str, coding: Coding, codes: slice) -> None:
-    """Where sums of two products have 16 bits."""
+    """With sums of two products in 16 bits."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     weight.rows[:, codes] = 255
     x = torch.full((9, weight.in_features), -127.0).bfloat16()

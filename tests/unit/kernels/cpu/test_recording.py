@@ -1,4 +1,4 @@
-"""Operations recorded once and run as one call: equal to the same operations one by one, bit for bit."""
+"""Operations that are recorded once and run as one call give the same bits as one by one."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
 
 class Layer:
-    """All operations of the library at work, over inputs that have room for more than a run takes."""
+    """All operations of the library, over inputs with room for more than a run takes."""
 
     def __init__(self, quantization: Quantization = Quantization.NONE) -> None:
         torch.manual_seed(3)

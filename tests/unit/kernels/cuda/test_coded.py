@@ -95,7 +95,7 @@ def test_activations_gates_and_several_weights(device: KernelDevice) -> None:
 
 
 def test_several_programs_share_the_inputs_of_few_tokens(device: KernelDevice) -> None:
-    """Which they may do unevenly; one of them adds the bias. More tokens are summed by one program."""
+    """The shares may be uneven; one program adds the bias. More tokens are summed by one program."""
     weight = make_coded(Coding.Q8_0, 3, 33)
     packed = coded.pack_coded(weight, False, Quantization.NONE)
     x, bias = torch.randn(17, 1056).half(), torch.randn(3).half()

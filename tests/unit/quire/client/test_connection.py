@@ -1,4 +1,4 @@
-"""Which gateways a client calls, from what it was given."""
+"""Gateways that a client calls, by its arguments."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Values that no message can hold are refused before they are sent, by field, value and range."""
+"""Values that do not fit a message are refused before they are sent, by field, value and range."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Records and reports: every figure by hand."""
+"""Records and reports: every figure computed by hand."""
 
 import json
 import math

@@ -84,7 +84,7 @@ HOST = "127.0.0.1"
 
 
 def make_listener(port: int, *, reuse_port: bool = True, host: str = HOST) -> socket.socket:
-    """As gRPC and uvicorn listen."""
+    """Listens like gRPC and uvicorn."""
     return socket.create_server((host, port), reuse_port=reuse_port)
 
 
@@ -157,7 +157,7 @@ def test_a_port_that_is_lent_is_its_borrowers_again_and_again_and_nobody_elses()
     lent = ReservedPort.lend()
     port = lent.address.port
     for _ in range(2):
-        # As TCPStore, gRPC and most others listen; a second one finds the port in use.
+        # TCPStore, gRPC and most others listen so; a second one finds the port in use.
         with socket.create_server((HOST, port)) as borrower, socket.create_connection((HOST, port), timeout=60):
             borrower.accept()[0].close()
             with pytest.raises(AddressInUse):

@@ -9,7 +9,7 @@ from quire.rpc.transport import TRANSPORT
 
 
 class Noting:
-    """Takes the options of a channel."""
+    """Records the options of a channel."""
 
     def channel(self, address: str, credentials: object, options: Any) -> Any:
         return dict(options)

@@ -21,7 +21,7 @@ def make_driver(
     max_in_flight: int = 2,
     **config,
 ) -> Driver:
-    """With requests of 12 tokens, by handle, those `poisoned` and `deadly` as `Driver` has it."""
+    """A driver with requests of 12 tokens, by handle; see `Driver` for `poisoned` and `deadly`."""
     driver = Driver(make_config(**config), max_in_flight)
     driver.poisoned, driver.deadly = dict(poisoned or {}), dict(deadly or {})
     for handle in range(num_requests):
@@ -30,7 +30,7 @@ def make_driver(
 
 
 def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
-    """All requests that nothing is wrong with get their whole output, and no others."""
+    """Only and all requests without a fault get their whole output."""
     driver.run_until_idle()
     assert driver.failed == {*driver.poisoned, *driver.deadly}
     assert driver.finished == set(range(num_requests)) - driver.failed
@@ -136,7 +136,7 @@ def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_loss_more(fault, 
     num_steps = run_until_failed(driver)
     assert driver.failed == {culprit}
     assert (driver.num_refusals, driver.num_deaths) == (num_refusals, num_deaths)
-    # Ten cohorts and ten requests of three steps each; one by one it is a hundred.
+    # Ten cohorts and ten requests of three steps each; tried one by one it would be a hundred.
     assert num_steps <= 3 * (10 + 10) + (12 if fault == "poisoned" else 16)
     assert_others_finish(driver, num_requests=MANY)
 

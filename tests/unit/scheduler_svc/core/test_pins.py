@@ -1,4 +1,4 @@
-"""Pinned prefixes: computed once, kept for their time, hit by their tenant, within a quota."""
+"""Pinned prefixes: computed once, held until they expire, hit by their tenant, within a quota."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def run(driver: Driver, handle: int, prompt: list[int], tenant: str = "a") -> in
 
 
 def fill(driver: Driver, first_handle: int) -> None:
-    """Requests that use every block that they can have."""
+    """Runs requests that use every block that they can have."""
     for handle in range(first_handle, first_handle + 6):
         run(driver, handle, [40 + handle % 9] * 60, tenant="other")
 
@@ -48,7 +48,7 @@ def test_a_pin_is_computed_once_and_hit_by_its_tenant_alone():
     driver = make_driver()
     made = pinned(driver)
     assert (len(made.blocks), driver.device.num_computed) == (3, 12)
-    # A worker takes no other seeds.
+    # A worker accepts no other seeds.
     assert 0 <= made.request().sampling.seed < 2**64
     assert run(driver, 1, [*PREFIX, 90]) == 12
     assert run(driver, 2, [*PREFIX, 90], tenant="b") == 0
@@ -109,7 +109,7 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     assert run(driver, 1, [9] * 18) == 0
     assert not early.is_held
     assert late.is_held
-    # And one that grows to the whole pool while it runs.
+    # And a request that grows to the whole pool while it runs.
     whole = make_request(2, prompt_len=4, max_tokens=60)
     driver.submit(whole)
     driver.finish(whole)
@@ -118,7 +118,7 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
 
 
 def test_only_a_request_that_enters_takes_the_blocks_of_a_pin():
-    """To ask whether it could enter changes nothing."""
+    """The check whether it could enter changes nothing."""
     driver = make_driver(num_blocks=16, pin_quota=1.0, max_pinned=1.0)
     held = pinned(driver, token_ids=[7] * 48)
     request = make_request(1, prompt=[9] * 18, max_tokens=3)
@@ -142,7 +142,7 @@ def test_a_request_that_has_no_room_even_then_takes_no_pin():
     driver.submit(fetched)
     assert driver.scheduler.schedule(driver.clock) is None
     (preparation,) = driver.scheduler.take_preparations()
-    # 8 of 24 blocks are pinned and 10 on their way; this one needs 15.
+    # 8 of 24 blocks are pinned and 10 on their way; this request needs 15.
     wide = make_request(2, prompt=[9] * 58, max_tokens=3)
     driver.submit(wide)
     assert driver.scheduler.schedule(driver.clock) is None
@@ -202,7 +202,7 @@ def test_a_pin_decays_over_the_second_half_of_its_time_and_is_whole_again_when_i
     made = pinned(driver, token_ids=prefix, time_to_live=16000.0)
     driver.clock = made.expires_at - 4000.0
     driver.scheduler.expire_pins(driver.clock)
-    # Others of the tenant get the quota of what it gave back.
+    # Other prefixes of the tenant get the quota of the released part.
     other = pinned(driver, token_ids=[9] * 96)
     with pytest.raises(PinQuotaError, match="8 new blocks and 32 are pinned"):
         pin(driver, token_ids=prefix, time_to_live=16000.0)
@@ -220,7 +220,7 @@ def test_a_pin_that_is_computed_late_holds_what_its_time_leaves() -> None:
     driver.clock = made.expires_at - 40.0
     driver.scheduler.expire_pins(driver.clock)
     driver.run_what_can()
-    # A half of it, as it is over three quarters of its time.
+    # After three quarters of its time it holds only half of its blocks.
     assert (len(made.blocks), driver.scheduler.pins.num_pinned) == (4, 4)
 
 

@@ -25,7 +25,7 @@ def parameters_of(told: Preparation) -> bytes:
 
 
 def prepare(driver: Driver) -> list[bytes]:
-    """The workers compile all that they are told to; in this order."""
+    """The workers compile all constraints that they get; returns them in this order."""
     compiled = []
     while driver.told or driver.tell():
         compiled.append(parameters_of(driver.told[0]))
@@ -129,7 +129,7 @@ def test_a_constraint_that_is_compiled_late_is_the_newest_that_workers_keep(monk
         driver.submit(constrained(handle, parameters))
         assert prepare(driver) == [parameters]
     driver.scheduler.prepared(late.number)
-    # One more is in the place of the oldest.
+    # One more constraint replaces the oldest.
     driver.submit(constrained(4, b"newest"), constrained(5, b"late"))
     assert prepare(driver) == [b"newest"]
     driver.submit(constrained(6, b"other"))
@@ -170,7 +170,7 @@ def test_a_preparation_that_the_worker_dies_of_fails_those_that_wait_for_it(need
     driver.finish(*others)
     assert driver.failed == {1, 2}
     assert driver.num_deaths == NUM_DEATHS
-    # The last ones while nothing else was done.
+    # The last ones came while no other work was done.
     assert driver.deaths[-LOSSES_ON_TRIAL:] == [(0, [need])] * LOSSES_ON_TRIAL
 
     driver.submit(needing(3, need))
@@ -208,7 +208,7 @@ def test_what_is_prepared_beside_a_suspect_is_not_at_fault() -> None:
 
 
 def test_a_suspect_adapter_waits_for_a_slot_while_others_run_and_are_prepared() -> None:
-    """Steps go on where it is not the steps in flight that it waits for."""
+    """Steps continue if it does not wait for the steps in flight."""
     driver = make_driver(max_adapters=1)
     driver.deadly_needs.add(DEADLY_ADAPTER)
     driver.submit(needing(1, DEADLY_ADAPTER))

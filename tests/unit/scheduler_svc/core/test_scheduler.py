@@ -1,4 +1,4 @@
-"""Requests from arrival to end: steps, results, ends, losses of the worker, and what is reported of them."""
+"""Requests from arrival to end: steps, results, ends, losses of the worker, and their reported usage."""
 
 from dataclasses import replace
 
@@ -111,7 +111,7 @@ def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accep
     driver.submit(make_request(1, prompt_len=5))
     with pytest.raises(QueueFullError, match="13 tokens would be waiting; there is room for 12"):
         driver.submit(make_request(2, prompt_len=8))
-    # Tokens that a caller holds count, and open no way past the queue.
+    # Tokens that a caller already has count too, and do not let it pass the queue.
     with pytest.raises(QueueFullError, match="13 tokens would be waiting; there is room for 12"):
         driver.submit(make_request(2, prompt_len=5, emitted=(1, 2, 3)))
     driver.submit(make_request(2, prompt_len=5, emitted=(1, 2)))
@@ -164,7 +164,7 @@ def test_a_preemption_and_the_return_are_told_with_their_times(mode: PreemptionM
     started, preempted_at = lines[1].started, driver.clock
     driver.preempt(newer)
     assert lines[1].milestones == [(milestone, preempted_at)]
-    # Later the pool runs out, and the newer one gives way.
+    # Later the pool runs out, and the newer request is preempted.
     driver.run_until_idle()
     assert lines[0].milestones == []
     told = [each for each, _ in lines[1].milestones]

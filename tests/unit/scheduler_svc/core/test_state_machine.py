@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(make_config(max_model_len=40, max_waiting_requests=6, **config), max_in_flight)
         self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
         self.is_cache_watched = is_cache_watched
-        """Whether the mirror is compared after each operation, else after some."""
+        """Whether the mirror is compared after each operation; otherwise after some."""
         self.requests: dict[int, Request] = {}
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.aborted: set[int] = set()
@@ -72,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.offers: list[Request] = []
         """Requests that run at another replica, and may come."""
         self.losses: dict[int, tuple[int, int]] = {}
-        """The tokens that a request had at the last loss with a step of it in flight, and how many in a row it was."""
+        """The tokens that a request had at the last loss with its step in flight, and the number of losses in a row."""
 
     @rule(
         prompt_len=st.integers(1, 30),
@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except NeverFitsError:
             assert not fits
         except QueueFullError:
-            # Requests that were preempted wait beyond the bound.
+            # Preempted requests wait beyond the bound.
             assert len(self.driver.scheduler.waiting) >= 6
         else:
             assert fits
@@ -197,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def tell(self):
-        """The worker learns of the constraints that it is to compile, and of the adapters that it is to load."""
+        """The worker gets the constraints to compile, and the adapters to load."""
         self.driver.tell()
 
     @precondition(lambda self: self.driver.told)
@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests and not (self.driver.deadly or self.driver.deadly_needs))
     @rule(num_slots=st.integers(1, 90), is_only_there=st.booleans())
     def keep_on_disk(self, num_slots, is_only_there):
-        """All requests end, the worker writes blocks to its disk, they may be cached nowhere else, and the longest
+        """All requests end, the worker writes blocks to its disk, which may then be their only place, and the longest
         prompt comes again."""
         before = set(self.driver.failed)
         self.driver.run_until_idle()
@@ -247,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.tell_disk([slot])
 
     def _at_stake(self):
-        """How many tokens each request has that a loss of the worker would count for."""
+        """The number of tokens of each request that count at a loss of the worker."""
         scheduler = self.driver.scheduler
         return {group.request.key: group.num_tokens for group in scheduler.running} if scheduler.in_flight else {}
 

@@ -30,7 +30,7 @@ class FakeSocket:
         return self.incoming.pop(0)
 
     async def until_read(self, publisher: KvEventPublisher, *messages: bytes) -> None:
-        """The publisher reads these messages, and does what follows from them."""
+        """The publisher reads these messages, and acts on them."""
         self.incoming += messages
         self._is_read.clear()
         following = asyncio.create_task(publisher._follow_subscriptions())

@@ -35,7 +35,7 @@ def value_of(metrics: SchedulerMetrics, name: str, **labels: str) -> Any:
 
 
 def run(driver: Driver, metrics: SchedulerMetrics) -> None:
-    """Runs all requests to their ends, and counts what the step loop counts."""
+    """Runs all requests to their ends, and counts like the step loop."""
     for _ in range(200):
         while (plan := driver.plan()) is not None:
             metrics.planned(plan, 0.001)

@@ -58,7 +58,7 @@ REFUSED = {
 def test_a_model_that_cannot_be_served_is_refused_at_load(
     case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before weights are read, if that takes no numbers, and without transformers' advice to install packages."""
+    """It is refused before weights are read, if that takes no numbers, and without the advice to install packages."""
     family, reason = REFUSED[case]
     make_model(tmp_path, family)
     if "positions" not in case:
