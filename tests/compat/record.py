@@ -177,7 +177,7 @@ async def record() -> Recorded:
             )
             await _until_serving(scheduler)
             await stack.enter_async_context(Tap.between(calls, tapped[1], scheduler))
-            # The second gateway requests updates of the cache, since it has several schedulers; one of them never comes.
+            # The second gateway requests updates of the cache, since it has two schedulers; one of them never comes.
             for number, others in enumerate(("", f",unix:{directory}/absent.sock")):
                 socket = f"{directory}/gateway-{number}.sock"
                 flags = f"--schedulers {tapped[1]}{others} --grpc-port 0 --http-port 0 --no-ui --local-socket {socket}"

@@ -356,7 +356,7 @@ def test_a_signal_ends_a_download(hub: LocalHub, cache: Path) -> None:
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM; what has arrived of org/model is kept$"):
             fetch(MODEL)
     finally:
-        # The thread outlives the call if the process lives on: the hub's answer now ends it.
+        # Here the process lives on, and so does the thread until the hub's answer ends it.
         hub.status = 404
         hub.held.set()
         (abandoned,) = (thread for thread in threading.enumerate() if thread.name == "download")

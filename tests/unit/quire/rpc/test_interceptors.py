@@ -79,7 +79,7 @@ async def _refuse_first_by_stream(requests: Any, context: grpc.aio.ServicerConte
     ],
 )
 async def test_a_refused_call_keeps_nothing_of_its_request(make_handler: Any, refuse: Any, tmp_path: Path) -> None:
-    """Garbage is not collected, since few large requests do not trigger that."""
+    """Garbage collection is disabled, since a few large requests do not trigger it."""
 
     def register(server: grpc.aio.Server) -> None:
         handler = make_handler(refuse, request_deserializer=bytes)
