@@ -23,14 +23,14 @@ DOCUMENTS = [
     *sorted(document for folder in FOLDERS for document in (ROOT / folder).rglob("*.md")),
 ]
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
-# Where flags are added by hand.
+# Modules that add flags by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
 # Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
     *("--target", "--values", "--extra-index-url", "--no-deps", "--fifo", "--no-enable-prefix-caching"),
 }
-# Spoken of as what there is not.
+# Files that documents mention as absent.
 ABSENT = {"setup.py"}
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -124,7 +124,7 @@ def is_below_ours(text: str) -> bool:
 
 
 def is_there(path: str, document: Path, files: set[str]) -> bool:
-    """From the root, from the document's folder, or as the end of a path: `core/pins.py`."""
+    """Whether a path exists from the root, from the document's folder, or as the end of a path: `core/pins.py`."""
     name = path.rstrip("/")
     if "*" in name:
         matches = re.compile(translate(name)).match
@@ -133,7 +133,7 @@ def is_there(path: str, document: Path, files: set[str]) -> bool:
 
 
 def headings(document: Path) -> set[str]:
-    """The headings, and other places that have a name, as links name them."""
+    """The headings, and other named places, as links name them."""
     text = document.read_text(encoding="utf-8")
     lines = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}

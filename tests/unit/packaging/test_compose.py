@@ -76,7 +76,7 @@ def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, 
     assert published == [f"127.0.0.1:50051:{gateway.grpc_port}", f"127.0.0.1:8000:{gateway.http_port}"]
     for name in ("worker", "scheduler"):
         assert "ports" not in services[name]
-    # Prometheus and Grafana neither.
+    # Prometheus and Grafana are also published only on loopback.
     for service in services_of(COMPOSE).values():
         assert all(default_of(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
 
@@ -118,7 +118,7 @@ def test_images_are_pinned_run_as_nobody_in_particular_and_say_whether_they_serv
         stage = dockerfile.partition(f"FROM base AS {target}\n")[2].partition("\nFROM ")[0]
         (address,) = re.findall(r'^HEALTHCHECK .*"(\S+)"\]$', stage, re.MULTILINE)
         if target == "gateway":
-            # Clients may be shown a certificate that is not of the container's address, or no certificate of ours.
+            # The certificate for clients may lack the container's address, or be from another authority.
             assert f"ENV QUIRE_LOCAL_SOCKET={address.removeprefix('unix:')}\n" in stage
             continue
         host, _, port = address.rpartition(":")

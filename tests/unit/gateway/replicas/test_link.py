@@ -1,5 +1,4 @@
-"""The stream to a scheduler: how it comes back, and how requests are submitted. The rest is tested with fake
-schedulers."""
+"""The stream to a scheduler: reconnection, and submission of requests. Tests with fake schedulers cover the rest."""
 
 import dataclasses
 import random
@@ -82,7 +81,7 @@ def test_a_request_that_is_cancelled_before_it_was_sent_is_not_submitted():
     link = SchedulerLink("s:1", gateway_id="g", grace_period_ms=1, model=UNKNOWN_MODEL, listener=listener)
     link.is_connected = True
     lives = [LiveRequest(make_request(), handle, (), max_chunk_tokens=1, clock=lambda: 0.0) for handle in (1, 2, 3)]
-    # A scheduler may have the last one already.
+    # A scheduler may already have the last one.
     for live, live.submissions in zip(lives, (1, 1, 2), strict=True):
         link.submit(live)
     link.withdraw(lives[0])

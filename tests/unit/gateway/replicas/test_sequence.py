@@ -75,9 +75,9 @@ def test_tokens_of_the_reasoning_are_counted_with_its_marks(name, thinking, reas
     [
         ([], 0),
         ([1, 2, 3, 4, 5, 6], 6),
-        # Something else is said, and then the rest.
+        # Other tokens come, and then the rest.
         ([1, 2, 9, 9, 4, 5, 6], 4),
-        # Something is left out.
+        # Some tokens are left out.
         ([1, 2, 5, 6], 3),
         # The beginning comes again, and counts once.
         ([1, 2, 1, 2, 3], 3),

@@ -22,7 +22,7 @@ class Bodies:
 
 
 def add(tenant: str, body: HeldBody, num_bytes: int) -> None:
-    """As a call of a tenant does."""
+    """Adds bytes as in a call of a tenant."""
 
     def call() -> None:
         set_caller(Caller(tenant, Access(), Account(Limits(), lambda: 0.0)))

@@ -21,7 +21,7 @@ def events(*contents: dict[str, Any]) -> bytes:
 
 
 class Peer:
-    """A server that answers as told, and remembers the bodies."""
+    """A server that gives the test's answers, and records the bodies."""
 
     def __init__(self, answer: bytes | tuple[int, Any] = b"", *, refuses: str | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []

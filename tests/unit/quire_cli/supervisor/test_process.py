@@ -1,4 +1,4 @@
-"""Waits before restarts, and when a silent service is killed."""
+"""Waits before restarts, and the times at which a silent service is killed."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ FAILED = "health checks of thing failed: [Errno 24] Too many open files; beginni
 
 class ScriptedService:
     """A service as its health checks see it, one character a check: it answers (.), is silent (-), does not listen yet
-    (o), was started anew meanwhile (R), does not run (x), or this process has no socket to ask with (!)."""
+    (o), was restarted meanwhile (R), does not run (x), or this process has no socket for the check (!)."""
 
     name = "thing"
 
@@ -67,14 +67,14 @@ class ScriptedService:
     [
         ("..--.--.", []),
         ("..---", [HANGS]),
-        # Before any check was answered, and the next one as early.
+        # Silence before any check was answered, and then again as early.
         ("---R---", [HANGS, HANGS]),
         ("oooo", []),
         ("ooooo", [DOES_NOT_LISTEN]),
-        # From when it listens, silence counts anew.
+        # Silence counts anew from the time when it listens.
         ("oooo--.", []),
         ("oooo---", [HANGS]),
-        # One that begins anew in its process does not listen meanwhile.
+        # A service that begins anew in its process does not listen meanwhile.
         ("..-oooo--.", []),
         ("..ooooo", [DOES_NOT_LISTEN]),
         ("..--R--", []),

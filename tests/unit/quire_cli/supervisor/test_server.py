@@ -12,7 +12,7 @@ from quire_cli.supervisor.server import RunDirectory
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the directories are made; its path is short enough for that."""
+    """The place of the directories, with a path that is short enough for sockets."""
     directory = tmp_path_factory.mktemp("t")
     assert len(os.fsencode(directory)) <= 60
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
