@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024], help="tokens of each row")
     parser.add_argument("--batch", type=int, default=8, help="rows that decode together")
     parser.add_argument("--heads", type=int, default=40, help="heads of 128, as in OPT-13B")
-    parser.add_argument("--moved-tokens", type=int, default=1024, help="of the sequence that is moved; 0: none")
+    parser.add_argument("--moved-tokens", type=int, default=1024, help="tokens of the moved sequence; 0: none")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

@@ -27,12 +27,12 @@ _SETTLE_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="what the model takes")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="time of the model")
     parser.add_argument(
-        "--pace", choices=[pace.value for pace in Pace], default=Pace.DEVICE.value, help="side that keeps that time"
+        "--pace", choices=[pace.value for pace in Pace], default=Pace.DEVICE.value, help="side that keeps this time"
     )
     parser.add_argument("--sequences", type=int, default=256, help="running sequences, each with a streaming client")
-    parser.add_argument("--seconds", type=float, default=5.0, help="time to count steps in")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of counting")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs")
     parser.add_argument("--trace", type=Path, help="write the scheduler's step trace of the last run there")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

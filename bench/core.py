@@ -31,9 +31,9 @@ _MEDIAN_BOUND_MS, _P99_BOUND_MS, _BOUND_AT = 1.0, 3.0, 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024], help="running sequences")
     parser.add_argument("--steps", type=int, default=600, help="steps to time")
-    parser.add_argument("--warm-up", type=int, default=300, help="steps before those, where the batch turns over")
-    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to weigh; 0 weighs none")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each rare call; 0 measures none")
+    parser.add_argument("--warm-up", type=int, default=300, help="earlier steps of the batch that turns over")
+    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to measure; 0: none")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each rare call; 0: none")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 

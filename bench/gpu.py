@@ -33,15 +33,15 @@ SECONDS = 420.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check only, interpreted")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: checks only, interpreted")
     parser.add_argument("--check-only", action="store_true", help="measure nothing")
     parser.add_argument("--skip-checks", action="store_true", help="measure only")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="groups to measure, by the start of their names")
-    parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="model that is served")
+    parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="served model")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time after which no group begins")
-    parser.add_argument("--seed", type=int, help="of the random inputs; default: from the clock, or from --resume")
-    parser.add_argument("--out", type=Path, help=f"the JSON file to write; {RESULTS}, or with --only none")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a JSON file: its groups are not begun again")
+    parser.add_argument("--seed", type=int, help="of random inputs; default: from the clock, or from --resume")
+    parser.add_argument("--out", type=Path, help=f"JSON file to write; default: {RESULTS}, or none with --only")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON file whose groups are not run again")
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -37,10 +37,10 @@ _ANSWERS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
-    parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
+    parser.add_argument("--keep", type=Path, help="file to write the trained vocabulary to")
     parser.add_argument("--steps", type=int, default=0, help="number of worker steps to measure instead")
     parser.add_argument("--first-request", type=int, default=0, help="rounds of fresh servers to measure instead")
-    parser.add_argument("--model", type=Path, help="model directory of these servers")
+    parser.add_argument("--model", type=Path, help="model directory of the fresh servers")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="schema of constrained rows")
     parser.add_argument("--layers", type=int, default=12, help="layers of the worker's model, which is 768 wide")

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-health-s", type=float, default=0.5, help="bound on /health at the 99th percentile")
     parser.add_argument("--max-gateway-mib", type=float, default=250, help="bound on the gateway's resident memory")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", help="of hostile callers; all if absent")
+    parser.add_argument("--kinds", nargs="+", help="kinds of hostile callers; all if absent")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 

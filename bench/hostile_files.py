@@ -101,10 +101,10 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mutations", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first one; a failure says its number")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation, as in a failure")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--memory", type=int, default=1024, help="MiB of address space beyond that of an idle process")
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which a mutation counts as one that hangs")
+    parser.add_argument("--memory", type=int, default=1024, help="MiB of address space beyond an idle process")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time after which a mutation hangs")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 

@@ -46,7 +46,7 @@ MODELS = (Heads(12, 12, 64), Heads(32, 8, 128))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="default: all of them")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="default: all parts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="rows that decode together")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of each row")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of a prefill")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--isa", help="an instruction set; default: the best of this processor")
+    parser.add_argument("--isa", help="instruction set; default: the best of this processor")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 

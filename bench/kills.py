@@ -408,19 +408,19 @@ def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--model", help="model directory or file; none is the embedded model")
+    parser.add_argument("--model", help="model directory or file; default: the embedded model")
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--roles", nargs="+", help="of the replicas; both if absent")
+    parser.add_argument("--roles", nargs="+", help="roles of the replicas; both if absent")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--apart", action="store_true", help="start services without quire serve, with links between")
     parser.add_argument("--adapters", action="store_true", help="serve two adapters, and load and unload a third")
     parser.add_argument(
-        "--kv-disk", type=Path, help="directory, best on a small file system of its own, which is filled"
+        "--kv-disk", type=Path, help="directory, preferably on a small separate file system, which is filled"
     )
-    parser.add_argument("--blocks", type=int, default=512, help="of each pool")
+    parser.add_argument("--blocks", type=int, default=512, help="blocks of each pool")
     parser.add_argument("--streams", type=int, default=24, help="callers at once")
-    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="of the callers; all that apply if absent")
-    parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="kinds of callers; all that apply if absent")
+    parser.add_argument("--interval", type=float, default=2.0, help="maximum seconds of service between two faults")
     parser.add_argument("--at-once", type=int, default=1, help="number of independent faults at once")
     parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
     parser.add_argument("--bound", type=float, default=120.0, help="seconds of service after which a stream hangs")
@@ -430,7 +430,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve", nargs="+", default=[], help="further flags of quire serve, or of workers, without the dashes"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="write what the processes print")
+    parser.add_argument("--log", type=Path, help="write the output of the processes")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 

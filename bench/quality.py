@@ -27,9 +27,9 @@ _END = "</s>"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
-    parser.add_argument("--runs", type=int, default=7, help="of the speeds; 0 measures no speeds")
+    parser.add_argument("--runs", type=int, default=7, help="runs of each speed; 0 measures no speeds")
     parser.add_argument("--steps", type=int, default=4, help="decode steps of one run")
-    parser.add_argument("--model", type=Path, help="whose speed is measured; default: a LLaMA of 160M, random weights")
+    parser.add_argument("--model", type=Path, help="model for speeds; default: a LLaMA of 160M, random weights")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 

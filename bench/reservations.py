@@ -40,9 +40,9 @@ _BLOCK_SIZE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=SHAPES, help="a model of this shape with random weights; none: quire-tiny")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of a model with random weights; default: quire-tiny")
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--longest", type=int, default=512, help="tokens of a sequence at most")
+    parser.add_argument("--longest", type=int, default=512, help="maximum tokens of a sequence")
     parser.add_argument("--runs", type=int, default=1, help="interleaved runs of each system")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first load; each next one adds 1, so that no prompt comes twice"
+        "--seed", type=int, default=0, help="seed of the first load; later ones count up, so that all prompts differ"
     )
     parser.add_argument(
         "--reports",

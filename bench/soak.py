@@ -21,13 +21,13 @@ _WARM_UP = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--blocks", type=int, default=400, help="of the pool; few, so that groups are preempted")
-    parser.add_argument("--host-blocks", type=int, default=100, help="of the pool for swapped groups")
+    parser.add_argument("--blocks", type=int, default=400, help="blocks of the pool; few, so that groups are preempted")
+    parser.add_argument("--host-blocks", type=int, default=100, help="blocks for swapped groups")
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--policy", choices=[each.value for each in PolicyKind], default="fcfs")
     parser.add_argument("--preemption-mode", choices=[each.value for each in PreemptionMode], default="auto")
-    parser.add_argument("--max-growth-mib", type=float, default=4.0, help="most growth of memory after the first 10%%")
+    parser.add_argument("--max-growth-mib", type=float, default=4.0, help="maximum growth of memory after 10%%")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 

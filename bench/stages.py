@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=[each.value for each in Quantization], default="none")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--num-threads", type=int)
-    parser.add_argument("--model", type=Path, help="default: a LLaMA of 160M, random weights")
+    parser.add_argument("--model", type=Path, help="model; default: a LLaMA of 160M, random weights")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
