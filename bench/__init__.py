@@ -1,1 +1,1 @@
-"""Measurements of Quire against itself and its peers. Nothing here is a test: figures depend on the machine."""
+"""Measurements of Quire itself and in comparison with its peers. None is a test: figures depend on the machine."""

@@ -1,9 +1,9 @@
-"""Attention over blocks of each size beside contiguous memory, and what it takes to move the blocks of a sequence to
-host memory or to compute it again: for the paper's figures 18a and 19a, on this machine.
+"""Attention over paged blocks of each size compared with contiguous memory, and the time to move a sequence's blocks to
+host memory or to compute them again, for the paper's figures 18a and 19a, on this machine.
 
 The decode kernel reads the same keys and values through tables of shuffled blocks, and as one block a sequence, which
-is contiguous memory. Moves are those of the worker's pools. All contestants take turns, so that a machine that drifts
-does not count. The prefill is that of llama-160m, whose blocks are moved.
+is contiguous memory. The worker's pools move the blocks. All contestants take turns, so that drift of the machine
+affects all of them alike. The model of the moved blocks and of the prefill is llama-160m.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from quire.load import fixed, take
 from worker_svc.settings import WorkerSettings
 
 _LAYERS, _MODEL = 12, Heads(12, 12, 64)
-"""Of the model whose blocks move, llama-160m."""
+"""Layers and heads of llama-160m, the model whose blocks move."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024], help="tokens of each row")
     parser.add_argument("--batch", type=int, default=8, help="rows that decode together")
-    parser.add_argument("--heads", type=int, default=40, help="heads of 128, as OPT-13B has them")
-    parser.add_argument("--moved-tokens", type=int, default=1024, help="of the sequence that is moved; 0: none")
+    parser.add_argument("--heads", type=int, default=40, help="heads of 128, as in OPT-13B")
+    parser.add_argument("--moved-tokens", type=int, default=1024, help="tokens of the moved sequence; 0: none")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -111,7 +111,7 @@ def prefill(arguments: argparse.Namespace) -> Series:
 
 def _series(name: str, contestants: Contestants, runs: int) -> list[Series]:
     seconds = measure(contestants, runs)
-    series = [Series(f"{name}, {who}", "ms", tuple(each * 1e3 for each in times)) for who, times in seconds.items()]
+    series = [Series(f"{name}, {way}", "ms", tuple(each * 1e3 for each in times)) for way, times in seconds.items()]
     for each in series:
         print(each, flush=True)
     return series

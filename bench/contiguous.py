@@ -1,9 +1,9 @@
-"""Attention over a virtually contiguous view of scattered blocks, as vTensor has it, beside the paged kernel.
+"""Compares the paged kernel with attention over a virtually contiguous view of scattered blocks, as vTensor has it.
 
 Keys and values of one layer lie in two files in memory. For each sequence they are mapped into one range of addresses,
-piece by piece, so that torch's scaled_dot_product_attention, which knows nothing of blocks, reads them. Pieces are
-blocks, of small pages, or 2 MiB, in huge pages. It tells the time of a decode step of all sequences, in turn, what
-mapping costs, and how many mappings and page tables there are.
+piece by piece, so that torch's scaled_dot_product_attention, which has no notion of blocks, reads them. A piece is
+a block, in small pages, or 2 MiB, in huge pages. Reports the time of a decode step of all sequences, the cost of
+mapping, and the numbers of mappings and page tables.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _paged(
 
 
 def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One call for all sequences, since all are of one length here, and [rows, tokens, heads, head size] is seen as
+    """One call for all sequences, since all have the same length here; [rows, tokens, heads, head size] is viewed as
     [rows, heads, tokens, head size]."""
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)).squeeze(2)

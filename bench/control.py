@@ -1,7 +1,7 @@
-"""The control path alone: steps per second with a worker whose model takes a fixed time, through all services.
+"""Speed of the control path: steps per second through all services with a worker whose model takes a fixed time.
 
-Clients stream from the gateway over gRPC all the while. Ideal is one step every so many milliseconds. Beside it stands
-what the clients were served in the same seconds.
+Clients stream from the gateway over gRPC meanwhile. The ideal is one step per `--step-ms` milliseconds. The report also
+has the tokens that the clients received in the same seconds.
 """
 
 import argparse
@@ -27,12 +27,12 @@ _SETTLE_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="what the model takes")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="time of the model")
     parser.add_argument(
-        "--pace", choices=[pace.value for pace in Pace], default=Pace.DEVICE.value, help="who keeps that time"
+        "--pace", choices=[pace.value for pace in Pace], default=Pace.DEVICE.value, help="side that keeps this time"
     )
     parser.add_argument("--sequences", type=int, default=256, help="running sequences, each with a streaming client")
-    parser.add_argument("--seconds", type=float, default=5.0, help="time to count steps in")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of counting")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs")
     parser.add_argument("--trace", type=Path, help="write the scheduler's step trace of the last run there")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second, in the same seconds: steps of the scheduler, tokens and messages that reached clients."""
+    """Steps of the scheduler, tokens and messages that reached clients, each per second over the same seconds."""
 
     steps: float
     tokens: float
@@ -48,7 +48,7 @@ class Rates:
 
 
 class Audience:
-    """Clients that count what they get."""
+    """Clients that count the tokens and messages that they get."""
 
     def __init__(self, client: AsyncClient, num_tokens: int) -> None:
         self.num_tokens = self.num_messages = 0
@@ -56,7 +56,7 @@ class Audience:
         self._options = GenerationOptions(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
     async def listen(self, prompt: list[int]) -> None:
-        """Streams one request; raises RuntimeError when a token is missing or comes twice."""
+        """Streams one request; raises RuntimeError if a token is missing or comes twice."""
         expected = 0
         async with self._client.generate_stream(prompt, self._options) as stream:
             async for event in stream:
@@ -116,9 +116,9 @@ async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:
 
 
 async def beside(work: Coroutine[Any, Any, T], listeners: Sequence[Coroutine[Any, Any, None]]) -> T:
-    """What `work` gives while all of `listeners` listen; they are cancelled then.
+    """Returns the result of `work` while all of `listeners` listen; then cancels them.
 
-    Raises the error of a listener that fails meanwhile, at once, and RuntimeError when one ends.
+    Raises a listener's error at once if it fails meanwhile, and RuntimeError if a listener ends.
     """
     working = asyncio.create_task(work)
     listening = [asyncio.create_task(listener) for listener in listeners]
@@ -126,7 +126,7 @@ async def beside(work: Coroutine[Any, Any, T], listeners: Sequence[Coroutine[Any
         done, _ = await asyncio.wait([working, *listening], return_when=asyncio.FIRST_COMPLETED)
         for listener in done - {working}:
             await listener
-            raise RuntimeError("a client's stream ended before the work beside it")
+            raise RuntimeError("a client's stream ended before the measurement")
         return working.result()
     finally:
         for task in (working, *listening):

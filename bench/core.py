@@ -1,5 +1,5 @@
-"""The cost of the scheduler's core alone: schedule and apply of one step, in milliseconds; calls that are rare or long;
-memory of waiting requests.
+"""The cost of the scheduler's core without services: schedule and apply of one step, in milliseconds; rare or long
+calls; memory of waiting requests.
 
 Two batches: `steady`, where all sequences decode, and `turning`, where chats come and go. Two steps are in flight, as
 in service. The split by part is measured in a run of its own, since measuring it takes time too.
@@ -25,15 +25,15 @@ from bench.waiting_memory import WaitingMemory, measure_waiting
 from scheduler_svc.core.step import StepResult
 
 _MEDIAN_BOUND_MS, _P99_BOUND_MS, _BOUND_AT = 1.0, 3.0, 256
-"""What a step of 256 sequences may take, schedule and apply together."""
+"""Bounds for schedule and apply together, for a step of 256 sequences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024], help="running sequences")
     parser.add_argument("--steps", type=int, default=600, help="steps to time")
-    parser.add_argument("--warm-up", type=int, default=300, help="steps before those, where the batch turns over")
-    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to weigh; 0 weighs none")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each rare call; 0 measures none")
+    parser.add_argument("--warm-up", type=int, default=300, help="earlier steps of the batch that turns over")
+    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to measure; 0: none")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each rare call; 0: none")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -94,7 +94,7 @@ def _steady(num_sequences: int, num_steps: int) -> StepTimes:
 
 
 def _turning(num_sequences: int, warm_up: int, num_steps: int) -> StepTimes:
-    # Each row ends a request in a few hundred steps.
+    # Each row ends a request within a few hundred steps.
     num_requests = num_sequences * (2 + (warm_up + num_steps) // 50)
     return _measure(lambda: turning_load(num_sequences, num_requests), warm_up, num_steps)
 
@@ -109,8 +109,8 @@ def _measure(make_load: Callable[[], Load], warm_up: int, num_steps: int) -> Ste
 def time_steps(
     load: Load, warm_up: int, num_steps: int, part_times: PartTimes | None
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part, where
-    these are to be measured. Raises ValueError where the warm-up is too short, or the load too small."""
+    """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part if
+    `part_times` is given. Raises ValueError if the warm-up is too short, or the load too small."""
     if warm_up < 2:
         raise ValueError(f"warm_up is {warm_up}, must be at least 2: two steps are in flight")
     results: deque[StepResult] = deque()
@@ -152,7 +152,7 @@ def _print(name: str, times: dict[int, StepTimes]) -> None:
 
 
 def _logprob_figures(figures: Mapping[int | None, np.ndarray]) -> Iterator[tuple[str, Sequence[float]]]:
-    """Median and 99th percentile of a step by how many log probabilities there are."""
+    """Median and 99th percentile of a step by number of log probabilities."""
     for num_top, times in figures.items():
         kind = "without log probabilities" if num_top is None else f"log probabilities, {num_top}"
         yield f"{kind}, median and p99", _median_p99(times)

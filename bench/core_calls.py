@@ -1,4 +1,4 @@
-"""Calls of the core that are rare, or grow with more than the rows of a step: what each holds the event loop up for."""
+"""Calls of the core that are rare, or grow with more than the rows of a step: how long each blocks the event loop."""
 
 import gc
 import time
@@ -15,7 +15,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
 
 BOUND_MS = 5.0
-"""What any one call may take with 1,024 rows."""
+"""Maximum time of any one call with 1,024 rows."""
 
 _BLOCK_SIZE = 16
 _LONG_PROMPT = 120_000
@@ -30,12 +30,12 @@ class CallTimes:
 
 
 def measure_calls(num_rows: int, num_runs: int) -> list[CallTimes]:
-    """Each call of CALLS on a scheduler of its own, `num_runs` times."""
+    """Times each call of CALLS `num_runs` times, on a new scheduler each time."""
     return [CallTimes(name, tuple(_milliseconds(make(num_rows)) for _ in range(num_runs))) for name, make in CALLS]
 
 
 Calls = Iterable[Callable[[], object]]
-"""Calls one after the other, whose slowest counts."""
+"""Successive calls; the slowest one counts."""
 
 
 def _milliseconds(calls: Calls) -> float:
@@ -57,7 +57,7 @@ def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
         num_blocks=num_rows * blocks_each,
         block_size=_BLOCK_SIZE,
         max_num_seqs=num_rows,
-        # Whatever is submitted runs after a few steps, before any of it ends.
+        # All submitted requests run after a few steps, before any of them ends.
         max_num_batched_tokens=max(2048, 8 * num_rows),
         max_model_len=num_rows * blocks_each * _BLOCK_SIZE,
         max_waiting_requests=10 * num_rows,
@@ -94,7 +94,7 @@ def _step(scheduler: Scheduler) -> StepPlan | None:
 
 
 def _full(num_rows: int, config: SchedulerConfig, *, priorities: tuple[int, ...] = (0,)) -> Scheduler:
-    """All rows but one decode, each with 7 or 8 blocks of the 8 that there are for it."""
+    """All rows but one decode, with 7 or 8 blocks each, of 8 blocks for each row."""
     scheduler = Scheduler(config)
     for index in range(num_rows - 1):
         priority = priorities[index % len(priorities)]
@@ -106,21 +106,21 @@ def _full(num_rows: int, config: SchedulerConfig, *, priorities: tuple[int, ...]
 
 
 def _displacing(num_rows: int) -> Calls:
-    """One request that needs half of the blocks, which all hold requests of lower priority."""
+    """One request needs half of the blocks, which all belong to requests of lower priority."""
     scheduler = _full(num_rows, _config(num_rows, 8, policy=PolicyKind.PRIORITY))
     scheduler.submit(_request(num_rows, num_rows * 4 * _BLOCK_SIZE, 8, priority=1), 0.0)
     yield partial(scheduler.schedule, 0.0)
 
 
 def _displacing_in_vain(num_rows: int) -> Calls:
-    """Half of the requests may be displaced, which would not free enough."""
+    """Half of the requests may be preempted, which would not free enough blocks."""
     scheduler = _full(num_rows, _config(num_rows, 8, policy=PolicyKind.PRIORITY), priorities=(0, 100))
     scheduler.submit(_request(num_rows, num_rows * 6 * _BLOCK_SIZE, 8, priority=1), 0.0)
     yield from (partial(_step, scheduler) for _ in range(3))
 
 
 def _arrivals(num_rows: int) -> Calls:
-    """As many requests of one prompt token each as there are rows, for one step."""
+    """A request of one prompt token for each row, all in one step."""
     scheduler = Scheduler(_config(num_rows, 8))
     for index in range(num_rows):
         scheduler.submit(_request(index, 1), 0.0)
@@ -128,7 +128,7 @@ def _arrivals(num_rows: int) -> Calls:
 
 
 def _arrivals_of_tenants(num_rows: int) -> Calls:
-    """The same where each is of a tenant of its own, under the policy that looks at tenants: submissions, too."""
+    """Same as `_arrivals`, with a tenant for each request under the fair policy; includes the submissions."""
     scheduler = Scheduler(_config(num_rows, 8, policy=PolicyKind.FAIR))
     for index in range(num_rows):
         yield partial(scheduler.submit, _request(index, 1, tenant=str(index)), 0.0)
@@ -136,7 +136,7 @@ def _arrivals_of_tenants(num_rows: int) -> Calls:
 
 
 def _pressure_of_tenants(num_rows: int) -> Calls:
-    """A step that preempts, where each row is of a tenant of its own."""
+    """A step that preempts, with a tenant for each row."""
     scheduler = Scheduler(_config(num_rows, 2, policy=PolicyKind.FAIR))
     for index in range(num_rows):
         scheduler.submit(_request(index, 2 * _BLOCK_SIZE - 2, 24, tenant=str(index)), 0.0)
@@ -147,7 +147,7 @@ def _pressure_of_tenants(num_rows: int) -> Calls:
 
 
 def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
-    """Steps until nobody waits; the plans count, and not the results."""
+    """Calls of `schedule` until no request waits. Only the plans are timed, not the results."""
     while len(scheduler.waiting):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)
@@ -178,7 +178,7 @@ def _ends(num_rows: int) -> Calls:
 
 
 def _after_ends(num_rows: int) -> Calls:
-    """The step after all rows ended, where as many wait."""
+    """The step after the end of all rows, with a waiting request for each row."""
     scheduler = Scheduler(_config(num_rows, 8))
     for index in range(2 * num_rows):
         scheduler.submit(_request(index, 1), 0.0)
@@ -204,7 +204,7 @@ def _losing(num_rows: int) -> Calls:
 
 
 def _returning(num_rows: int) -> Calls:
-    """The steps after a loss, in which all are computed again."""
+    """The steps after a loss, which compute all rows again."""
     scheduler = Scheduler(_config(num_rows, 8))
     for index in range(num_rows):
         scheduler.submit(_request(index, 1), 0.0)
@@ -220,13 +220,13 @@ def _long_scheduler(num_rows: int, **changes) -> Scheduler:
 
 
 def _long_prompt(num_rows: int) -> Calls:
-    """From the submission of a prompt of 120,000 tokens to its first token: submit, plans and results."""
+    """All calls from the submission of a prompt of 120,000 tokens to its first token: submit, plans and results."""
     scheduler = _long_scheduler(num_rows)
     yield from _whole(scheduler, _request(0, _LONG_PROMPT, 8))
 
 
 def _cached_long_prompt(num_rows: int) -> Calls:
-    """The same, where all of it is cached."""
+    """Same as `_long_prompt`, with all of the prompt cached."""
     scheduler = _long_scheduler(num_rows)
     request = _request(0, _LONG_PROMPT, 1)
     for call in _whole(scheduler, request):
@@ -235,7 +235,7 @@ def _cached_long_prompt(num_rows: int) -> Calls:
 
 
 def _prefills_beside_cached(num_rows: int) -> Calls:
-    """Steps that compute prompts in chunks, while others wait that are longer but for what is cached of them."""
+    """Steps that compute prompts in chunks, while longer prompts wait whose cached prefixes leave less to compute."""
     scheduler = _long_scheduler(num_rows, max_num_seqs=3)
     cached = _request(0, _LONG_PROMPT, 1)
     for call in _whole(scheduler, cached):
@@ -253,7 +253,7 @@ def _prefills_beside_cached(num_rows: int) -> Calls:
 
 def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], object]]:
     yield partial(scheduler.submit, request, 0.0)
-    # Whatever has a token has one step less to go.
+    # A request that has a token needs one step less.
     while not any(sequence.num_output_tokens for group in scheduler.groups() for sequence in group.sequences):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)

@@ -13,20 +13,20 @@ from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
 _MEAN_TOKENS = 161 + 338
-"""Of a chat, prompt and output."""
+"""Mean prompt and output tokens of a chat."""
 _QUEUE = 16
-"""Requests that are kept waiting where the batch turns over."""
+"""Number of waiting requests while the batch turns over."""
 
 
 class Load:
-    """A scheduler, and the requests that keep it as busy as it is meant to be."""
+    """A scheduler, and the requests that keep it busy."""
 
     def __init__(self, scheduler: Scheduler, requests: Iterator[Request]) -> None:
         self.scheduler = scheduler
         self._requests = requests
 
     def refill(self) -> None:
-        """Submits until enough requests wait, or none is left."""
+        """Submits requests until enough wait, or none is left."""
         while len(self.scheduler.waiting) < _QUEUE:
             request = next(self._requests, None)
             if request is None:
@@ -35,7 +35,7 @@ class Load:
 
 
 def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = None) -> Load:
-    """All sequences decode for this many steps, with so many log probabilities each; none comes or goes, none waits."""
+    """All sequences decode for `num_steps` steps, each with `logprobs` log probabilities; none comes, goes or waits."""
     blocks_each = -(-(_STEADY_PROMPT + num_steps) // _BLOCK_SIZE) + 1
     config = SchedulerConfig(
         num_blocks=num_sequences * blocks_each,
@@ -55,7 +55,7 @@ def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = No
 
 
 def turning_load(num_sequences: int, num_requests: int) -> Load:
-    """Chats come and go; there is always one that waits for a row, and blocks are enough for most of them."""
+    """Chats come and go; at least one waits for a row, and the blocks are enough for most of them."""
     load = take(sharegpt(_LONGEST, vocab_size=1000), num_requests, seed=0)
     config = SchedulerConfig(
         num_blocks=num_sequences * _MEAN_TOKENS // _BLOCK_SIZE,
@@ -69,7 +69,7 @@ def turning_load(num_sequences: int, num_requests: int) -> Load:
 
 
 def constant_tokens(plan: StepPlan) -> StepResult:
-    """A result that ends nothing."""
+    """A result that ends no request."""
     return StepResult(plan.step_id, np.full(len(plan.samples), 7))
 
 

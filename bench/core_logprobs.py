@@ -1,4 +1,4 @@
-"""Steps of the scheduler with log probabilities of outputs, the messages of worker and gateway included."""
+"""Steps of the scheduler with log probabilities of outputs, with the messages from the worker and to the gateway."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.worker_messages import step_answer
 
 NUMBERS_OF_TOP = (None, 0, 5, 20)
-"""How many of the most likely tokens are reported besides the chosen one; None reports no log probability."""
+"""Numbers of most likely tokens to report in addition to the chosen one; None reports no log probability."""
 
 _VOCAB_SIZE = 32_000
 _WARM_UP = 8

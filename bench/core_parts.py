@@ -1,4 +1,4 @@
-"""The parts of a step, as the core has them."""
+"""The parts of a step of the core that `bench.parts` measures."""
 
 from bench.parts import Part
 from scheduler_svc.core.admission import TokenShares

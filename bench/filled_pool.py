@@ -1,4 +1,4 @@
-"""A KV pool with something in it."""
+"""A KV pool filled with random keys and values."""
 
 import torch
 
@@ -10,7 +10,7 @@ def fill_pool(layers: tuple[torch.Tensor, ...], head_dim: int) -> None:
     """Writes keys and values of a normal distribution to all blocks, as in service.
 
     Args:
-        layers: [2, num_blocks, num_kv_heads, block_size, D] each, or what stands for D in a pool of another dtype.
+        layers: [2, num_blocks, num_kv_heads, block_size, D] each, or a packed form of D in a pool of another dtype.
     """
     for layer in layers:
         _, num_blocks, num_heads, block_size, _ = layer.shape

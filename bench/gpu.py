@@ -1,9 +1,9 @@
 """Checks the Triton kernels against float64, and measures kernels, decode steps and serving on the GPU of this machine.
 
 Needs torch, Triton and the working tree, not the installed package: `python -m bench.gpu` from the repository's root.
-Decode steps need what a worker needs, serving what all services and transformers need; what cannot be imported costs
-its own group and no other. No group is begun after `--seconds`. After an error that leaves the device useless to this
-process another one goes on; `--resume` goes on where a run was stopped.
+Decode steps need what a worker needs, serving needs all services and transformers. A failed import costs only its own
+group. No group begins after `--seconds`. After an error that leaves the device unusable for this process, another
+process continues; `--resume` continues an interrupted run.
 """
 
 import argparse
@@ -33,15 +33,15 @@ SECONDS = 420.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check only, interpreted")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: checks only, interpreted")
     parser.add_argument("--check-only", action="store_true", help="measure nothing")
     parser.add_argument("--skip-checks", action="store_true", help="measure only")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="groups to measure, by the start of their names")
-    parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="model that is served")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no group is begun")
-    parser.add_argument("--seed", type=int, help="of the random inputs; the clock's, or that of --resume")
-    parser.add_argument("--out", type=Path, help=f"the JSON file to write; {RESULTS}, or with --only none")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a JSON file: its groups are not begun again")
+    parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="served model")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time after which no group begins")
+    parser.add_argument("--seed", type=int, help="of random inputs; default: from the clock, or from --resume")
+    parser.add_argument("--out", type=Path, help=f"JSON file to write; default: {RESULTS}, or none with --only")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON file whose groups are not run again")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _begin(arguments: argparse.Namespace) -> Findings:
-    """Nothing, or what --resume names, which goes on with the seed that it began with."""
+    """Empty findings, or the findings of --resume with their seed."""
     if arguments.resume is None:
         return Findings(time.time_ns() % 2**32 if arguments.seed is None else arguments.seed)
     findings = Findings.read(arguments.resume)
@@ -82,7 +82,7 @@ def _begin(arguments: argparse.Namespace) -> Findings:
 
 
 def _path_of_results(arguments: argparse.Namespace) -> Path | None:
-    """Some groups alone are not put in the place of a whole run, unless the file is named."""
+    """The file to write. A run of some groups does not replace a whole run's results, unless the file is named."""
     if arguments.check_only:
         return None
     return RESULTS if arguments.out is None and arguments.only is None else arguments.out
@@ -120,13 +120,13 @@ def _check_groups(device: str, seed: int) -> "Groups[Check]":
     from bench.gpu_checks import check_groups
 
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    # The interpreter computes with numpy, which multiplies no bfloat16, and cuts it off where a GPU rounds.
+    # The interpreter computes with numpy, which cannot multiply bfloat16, and truncates where a GPU rounds.
     usable = dtypes if device == "cuda" else dtypes[:2]
     return itertools.chain(check_groups(device, usable), [("worker", _runner_checks(device, seed))])
 
 
 def _runner_checks(device: str, seed: int) -> "Iterator[Check]":
-    # Only here and below: the other groups need torch and Triton alone.
+    # Imported only here and below, since the other groups need only torch and Triton.
     from bench.gpu_runner_checks import runner_checks
 
     yield from runner_checks(device, seed)
@@ -141,7 +141,7 @@ def _figure_groups(shape: str) -> "Groups[Figure]":
 
 
 def _groups_beside(memory: float, shape: str) -> "Groups[Figure]":
-    """What matters most comes first."""
+    """The most important groups come first."""
     from bench.gpu_figures import kernel_groups, tiling_groups
 
     yield from kernel_groups(memory)
@@ -164,12 +164,12 @@ def _serving(shape: str) -> "Iterator[Figure]":
 
 
 def _chosen(groups: "Groups[Item]", only: list[str] | None) -> "Groups[Item]":
-    """The groups whose names start with one of `only`; all where it is None."""
+    """The groups whose names start with one of `only`; all if it is None."""
     return (each for each in groups if only is None or each[0].startswith(tuple(only)))
 
 
 def _check_names(only: list[str], shape: str) -> None:
-    """Ends the process where nothing would be measured for one of `only`."""
+    """Ends the process if no group would be measured for one of `only`."""
     names = ["memory", *(name for name, _ in _groups_beside(math.nan, shape))]
     if unknown := [each for each in only if not any(name.startswith(each) for name in names)]:
         sys.exit(f"bench.gpu: --only: no group begins with {', '.join(unknown)}; there are {', '.join(names)}")
@@ -186,18 +186,18 @@ def _device_works() -> bool:
 
 
 def _run_another(findings: Findings, deadline: float) -> int:
-    """The exit status of a process that is called as this one was and does what is left."""
+    """Runs this command again for the groups that are left; returns its exit status."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         path = Path(folder) / "findings.json"
         findings.write(path, {})
         left = max(deadline - time.monotonic(), 0.0)
-        # Of a flag that is given twice the last one counts.
+        # If a flag is given twice, the last one counts.
         flags = ["--resume", str(path), "--seconds", str(left)]
         return subprocess.run([sys.executable, *sys.orig_argv[1:], *flags], check=False).returncode
 
 
 def _report(findings: Findings) -> None:
-    """Ends the process with an error where anything is wrong or missing."""
+    """Ends the process with an error if anything is wrong or missing."""
     checks = findings.checks
     wrong = [f"{check.name}, {check.dtype}" for check in checks if not check.passed]
     broken = [*findings.broken, *(f"{name} (no time left)" for name in findings.late)]

@@ -1,4 +1,4 @@
-"""Every Triton kernel against the same in float64, on fresh random inputs."""
+"""Compares every Triton kernel with the same computation in float64, on new random inputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kernels.cuda import coded, fp8
 from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from kernels.reference import ScoreRule
 
-# Relative errors (of a token's norm) that are rounding and nothing else.
+# Relative errors (of a token's norm) up to these are rounding.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 MIXED = ((1, 1), (3, 3), (1, 17), (40, 71), (1, 300))
 LARGE = ((1, 5000), (512, 2048), (1, 1), (1, 1333), (77, 77), (1, 4096), (2, 900))
@@ -32,7 +32,7 @@ class Check:
 
 
 def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, Iterator[Check]]]:
-    """Groups of checks by name; each is done when it is iterated over."""
+    """Groups of checks by name; a group runs when it is iterated over."""
     for dtype in dtypes:
         yield f"attention, {dtype}", _attention_checks(device, dtype)
         yield f"pointwise, {dtype}", _pointwise_checks(device, dtype)
@@ -86,7 +86,7 @@ def _pointwise_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
         cuda.layer_norm(x, weight, bias, 1e-5),
         reference.layer_norm(wide_x, wide_weight, wide_bias, 1e-5),
     )
-    # What is normed is the sum as it is stored; it may be written over the residual.
+    # The norm is taken of the sum as it is stored, and may be written over the residual.
     stored, total = (x + residual).double(), wide_x + residual.double()
     normed, stream = cuda.add_rms_norm(x, residual.clone(), weight, 1e-5)
     yield compare("add_rms_norm", normed, reference.rms_norm(stored, wide_weight, 1e-5))
@@ -129,7 +129,7 @@ def _cache_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def _coded_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
-    """Products with one token and with many, whose inputs one program sums, or several."""
+    """Products with one token and with many, whose inputs are summed by one program or by several."""
     for name, weight in make_weights(200, 1280, device):
         packed = coded.pack_coded(weight, False, Quantization.NONE, dtype)
         codes, _, scale = coded.read(weight)
@@ -146,7 +146,7 @@ def _coded_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def make_weights(out_features: int, in_features: int, device: str) -> Iterator[tuple[str, CodedWeight]]:
-    """One of each kind of codes and scales, any bytes of which are a weight; inputs in multiples of 256."""
+    """One weight for each kind of codes and scales, from random bytes; `in_features` is a multiple of 256."""
     for coding in (Coding.Q4_K, Coding.Q5_K, Coding.Q6_K, Coding.Q8_0, Coding.Q4_0, Coding.IQ4_XS):
         per_group, num_bytes = coding.group
         rows = torch.randint(0, 256, (out_features, in_features // per_group, num_bytes), dtype=torch.uint8)
@@ -163,7 +163,7 @@ def make_weights(out_features: int, in_features: int, device: str) -> Iterator[t
 
 
 def _compare_moves(name: str, pools: list[torch.Tensor], move: Callable[[Any, list[torch.Tensor]], None]) -> Check:
-    """Copies of the pools after the kernel and after the reference must be the same bits."""
+    """Checks that copies of the pools have the same bits after the kernel and after the reference."""
     own = [_copy(each) for each in pools]
     expected = [_copy(each) for each in pools]
     move(cuda, own)
@@ -179,8 +179,8 @@ def _copy(pool: torch.Tensor) -> torch.Tensor:
 
 
 def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
-    """The largest relative error of a token; [T, ...]. Each counts by its own norm, since a row of a long context is
-    small beside the others."""
+    """The largest relative error of a token; [T, ...]. Each error is relative to its own token's norm, since a row of a
+    long context is smaller than the others."""
     wrong = torch.linalg.vector_norm((actual.double() - expected).flatten(1), dim=1)
     errors = wrong / torch.linalg.vector_norm(expected.flatten(1), dim=1)
     return Check(name, str(actual.dtype).removeprefix("torch."), errors.max().item(), LIMITS[actual.dtype])
@@ -192,5 +192,5 @@ def _by_slot(pool: torch.Tensor) -> torch.Tensor:
 
 
 def _leave_nan_in_free_memory(like: torch.Tensor) -> None:
-    """The next output of this size begins as NaN, so that an element that nobody wrote is seen."""
+    """Fills the memory of the next output of this size with NaN, so that an element that was not written shows."""
     torch.full_like(like, torch.nan)

@@ -1,4 +1,4 @@
-"""How fast the Triton kernels are, each beside a ceiling that the same run measured."""
+"""Speed of the Triton kernels, each compared with a ceiling that the same run measured."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -31,7 +31,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`rate` and `ceiling` in GB/s or TFLOP/s; `target` is the share of the ceiling that is asked for, where one is."""
+    """`rate` and `ceiling` in GB/s or TFLOP/s; `target` is the required share of the ceiling, if there is one."""
 
     name: str
     unit: str
@@ -56,7 +56,7 @@ def kernel_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
 
 
 def tiling_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
-    """The same of attention kernels that are cut in other ways."""
+    """Same as `kernel_groups`, for attention kernels with other tilings."""
     yield "tilings of decode", _decode_tilings(memory)
     yield "tilings of prefill", _prefill_tilings()
 
@@ -79,7 +79,7 @@ def _decodes(memory: float) -> Iterator[Figure]:
 
 
 def _decode_tilings(memory: float) -> Iterator[Figure]:
-    """Other ways to cut the kernel, where the chosen one is to be compared with them."""
+    """Other tilings of the kernel, for problems that compare them with the chosen one."""
     problem = make_problem([(1, 4096)] * 64, HEADS, DTYPE, "cuda")
     chosen = decode_tiling(HEADS.size, DTYPE)
     others = (
@@ -89,7 +89,7 @@ def _decode_tilings(memory: float) -> Iterator[Figure]:
         replace(chosen, longest_split=8192),
         replace(chosen, longest_split=1024),
     )
-    # Each once, whichever is chosen.
+    # Each tiling once, whichever is chosen.
     for tiling in dict.fromkeys((chosen, *others)):
         output = torch.empty_like(problem.query)
         batch = PagedBatch(*problem.tensors)
@@ -107,7 +107,7 @@ def _prefills() -> Iterator[Figure]:
 
 
 def _prefill_tilings() -> Iterator[Figure]:
-    """Other ways to cut the kernel, where the chosen one is to be compared with them."""
+    """Other tilings of the kernel, for problems that compare them with the chosen one."""
     problem = make_problem([(8192, 8192)], HEADS, DTYPE, "cuda")
     tera, chosen = _tera_operations(1, 8192), prefill_tiling(HEADS.size, DTYPE)
     ceiling = tera / graph_seconds(_dense(1, 8192))
@@ -126,18 +126,18 @@ def _prefill_tilings() -> Iterator[Figure]:
 
 
 def _changes(tiling: DecodeTiling | PrefillTiling, chosen: DecodeTiling | PrefillTiling) -> str:
-    """What differs from the chosen tiling."""
+    """The fields that differ from the chosen tiling."""
     differing = [each.name for each in fields(tiling) if getattr(tiling, each.name) != getattr(chosen, each.name)]
     return ", ".join(f"{name} {getattr(tiling, name)}" for name in differing) or "as chosen"
 
 
 def _tera_operations(batch: int, length: int) -> float:
-    """Two products of two operations an element, of which the causal half is asked for."""
+    """Two products, each with two operations an element; only the causal half of them is requested."""
     return 2 * batch * length**2 * HEADS.query * HEADS.size / 1e12
 
 
 def _dense(batch: int, length: int) -> Callable[[], torch.Tensor]:
-    """torch's own attention over keys and values that lie side by side."""
+    """torch's own attention over contiguous keys and values."""
     query = torch.randn(batch, HEADS.query, length, HEADS.size, dtype=DTYPE, device="cuda")
     key, value = torch.randn(2, batch, HEADS.kv, length, HEADS.size, dtype=DTYPE, device="cuda")
     return lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -158,7 +158,7 @@ def _swaps() -> Iterator[Figure]:
     host = [torch.zeros(2, count, HEADS.kv, 16, HEADS.size, dtype=DTYPE, pin_memory=True) for _ in range(32)]
     pairs = torch.stack((torch.randperm(1024)[:count], torch.randperm(count)), dim=1)
     moved, name = _bytes_of_blocks(gpu, count), f"{count} blocks of 32 layers (ceiling: pinned copy)"
-    # As many bytes side by side.
+    # The same number of contiguous bytes.
     flat_gpu = torch.zeros(1 << 29, dtype=torch.uint8, device="cuda")
     flat_host = torch.zeros(1 << 29, dtype=torch.uint8, pin_memory=True)
     ceiling = flat_gpu.numel() / seconds(flat_host.copy_, flat_gpu, non_blocking=True) / GIGA
@@ -184,7 +184,7 @@ def _pointwise(memory: float) -> Iterator[Figure]:
 
 
 def _coded(memory: float) -> Iterator[Figure]:
-    """Beside the same product in bfloat16 where there are many tokens, and beside its bytes where there are few."""
+    """Compares with the same product in bfloat16 for many tokens, and with the time to read its bytes for few."""
     out_features, in_features = 14336, 4096
     plain = torch.randn(out_features, in_features, dtype=DTYPE, device="cuda")
     for name, weight in [("bfloat16", None), *make_weights(out_features, in_features, "cuda")]:

@@ -1,4 +1,4 @@
-"""What a run of `bench.gpu` has found so far, and its file, from which another run goes on."""
+"""Findings of a run of `bench.gpu` so far, and their file, from which another run continues."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Grows as groups of checks and figures give theirs.
+    """Checks and figures so far; grows as each group reports.
 
     Attributes:
-        seed: that the random inputs of all of them are drawn with.
-        begun: names of groups, which are not begun again.
-        broken: those of them that did not come to their ends.
+        seed: seed of all random inputs.
+        begun: names of groups that do not begin again.
+        broken: names of begun groups that did not finish.
         late: groups for which there was no time.
     """
 
@@ -31,8 +31,8 @@ class Findings:
 
     @classmethod
     def read(cls, path: Path) -> "Findings":
-        """Those of a file that `write` wrote; what was late may be begun now."""
-        # Only here: they import Triton, which must have been told before whether to interpret.
+        """Reads a file that `write` wrote; groups that were late may now begin."""
+        # Imported here, since both import Triton, which must know before whether to interpret.
         from bench.gpu_checks import Check
         from bench.gpu_figures import Figure
 
@@ -46,7 +46,7 @@ class Findings:
         )
 
     def begin(self, group: str) -> None:
-        """From now on it is broken, until it ends."""
+        """Marks a group as broken until it ends."""
         self.begun.append(group)
         self.broken.append(group)
 
@@ -54,7 +54,7 @@ class Findings:
         self.broken.remove(group)
 
     def write(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Writes the file whole, or leaves the one that is there."""
+        """Replaces the file as a whole, or leaves the old one."""
         result = {
             **header,
             "seed": self.seed,
@@ -71,5 +71,5 @@ class Findings:
 
 
 def _only(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, without what was computed from them."""
+    """The fields of a dataclass, without values that were computed from them."""
     return {each.name: values[each.name] for each in fields(kind)}

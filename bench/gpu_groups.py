@@ -1,4 +1,4 @@
-"""Groups of checks and of figures, one after the other, whatever becomes of each."""
+"""Runs groups of checks and of figures, one after the other, even if one fails."""
 
 import time
 import traceback
@@ -13,16 +13,16 @@ Groups = Iterable[tuple[str, Iterator[Item]]]
 
 
 class DeviceLostError(Exception):
-    """Nothing that this process does on the device works any more."""
+    """The device does no more work for this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Goes through groups.
+    """Runs groups.
 
     Attributes:
         save: called whenever `findings` has grown.
-        works: whether the device takes more work of this process; asked after an error.
+        works: whether the device still works for this process; called after an error.
     """
 
     findings: Findings
@@ -30,13 +30,13 @@ class Collector:
     works: Callable[[], bool]
 
     def collect(self, groups: Groups[Item], take: Callable[[Item], None], deadline: float) -> None:
-        """Takes all items of groups that were not begun before. An error does not take the other groups along.
+        """Takes all items of groups that were not begun before. An error ends only its own group.
 
         Args:
-            deadline: of `time.monotonic`; groups that come after it are late.
+            deadline: of `time.monotonic`; groups that would begin after it are late.
 
         Raises:
-            DeviceLostError: the device does not work any more. Groups behind the one that broke were not begun.
+            DeviceLostError: the device does not work any more. Groups after the broken one were not begun.
         """
         findings = self.findings
         for name, group in self._listed(groups):
@@ -53,7 +53,7 @@ class Collector:
                 raise DeviceLostError(name)
 
     def _take_all(self, group: Iterator[Item], take: Callable[[Item], None]) -> bool:
-        """False where an error, which is printed, cut the group short."""
+        """Returns False if an error, which is printed, cut the group short."""
         try:
             for item in group:
                 take(item)

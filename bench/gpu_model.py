@@ -1,4 +1,4 @@
-"""LLaMA shapes with random weights, made on the device: nothing is downloaded, and a processor fills nothing in."""
+"""LLaMA shapes with random weights, made on the device: nothing is downloaded or filled in by a processor."""
 
 import json
 import math
@@ -48,7 +48,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """config.json of a name of SHAPES."""
+    """config.json of a shape in SHAPES."""
     return _COMMON | SHAPES[shape]
 
 
@@ -61,7 +61,7 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
 
 
 def step_bytes(model: LlamaForCausalLM) -> int:
-    """Bytes of weights that a step reads: all but the embedding, of which it reads a line a token."""
+    """Bytes of weights that a step reads, without the embedding, since a step reads only one row of it a token."""
     specs = [spec for layer in _layers(model) for spec in layer.tensors()]
     return sum(math.prod(spec.shape) for spec in specs if "embed_tokens" not in spec.name) * DTYPE.itemsize
 
@@ -73,7 +73,7 @@ def write_model(config: Mapping[str, Any], directory: Path, device: torch.device
     save_file(
         {spec.name: _random(spec, device).cpu() for spec in specs},
         directory / "model.safetensors",
-        # Without it transformers takes the file for another framework's.
+        # Without this entry transformers takes the file for another framework's.
         metadata={"format": "pt"},
     )
     (directory / "config.json").write_text(json.dumps(dict(config)))
@@ -86,7 +86,7 @@ def _layers(model: LlamaForCausalLM) -> list[Loadable]:
 
 
 def _random(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Weights that keep activations of about the size that they had; norms of 1."""
+    """Weights that keep the size of activations about equal; norms of 1."""
     if len(spec.shape) == 1:
         return torch.ones(spec.shape, dtype=DTYPE, device=device)
     return torch.randn(spec.shape, dtype=DTYPE, device=device) * spec.shape[1] ** -0.5

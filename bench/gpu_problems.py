@@ -1,4 +1,4 @@
-"""Random inputs of paged attention, and what it should give."""
+"""Random inputs of paged attention, and their expected results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class AttentionProblem:
 
     @property
     def context_bytes(self) -> int:
-        """Keys and values of all contexts."""
+        """Bytes of keys and values of all contexts."""
         _, _, num_kv_heads, _, head_dim = self.kv_cache.shape
         return 2 * sum(total for _, total in self.rows) * num_kv_heads * head_dim * self.kv_cache.dtype.itemsize
 
@@ -50,7 +50,7 @@ def make_problem(
     block_size: int = 16,
     poisoned: bool = False,
 ) -> AttentionProblem:
-    """Contexts in blocks that lie scattered over the pool; where `poisoned`, the slots outside them are NaN."""
+    """Contexts in blocks that are scattered over the pool; if `poisoned`, the slots outside them are NaN."""
     longest = max(total for _, total in rows)
     columns = -(-longest // block_size)
     num_blocks = len(rows) * columns

@@ -1,4 +1,4 @@
-"""A model runner that is given steps without a scheduler, two in flight."""
+"""A model runner that gets steps without a scheduler, two in flight."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class Rig:
-    """Steps in, outputs out.
+    """Takes steps and returns their outputs.
 
     Args:
-        recorder: with one, decodes are replayed.
+        recorder: if given, decodes are replayed.
         sampling: of all rows.
     """
 
@@ -76,8 +76,8 @@ class Rig:
         """Queues a step in which all rows sample.
 
         Args:
-            assign: tokens and block table of each row that is new.
-            written: blocks that the batch writes, where any of them was swapped out.
+            assign: tokens and block table of each new row.
+            written: blocks that the batch writes, if any of them was swapped out.
         """
         self._num_steps += 1
         pairs = np.zeros((0, 2), np.int32)
@@ -98,7 +98,7 @@ class Rig:
             self._outputs.append(self._running.popleft().wait())
 
     def drain(self) -> list[StepOutput]:
-        """Waits for all steps; the outputs since the last time."""
+        """Waits for all steps; returns the outputs since the last call."""
         while self._running:
             self._outputs.append(self._running.popleft().wait())
         outputs, self._outputs = self._outputs, []

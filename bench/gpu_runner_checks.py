@@ -1,5 +1,5 @@
-"""That a worker's decode graphs and swaps give the tokens, and their log probabilities, that plain steps give, on the
-device itself. All memory that nothing was written to is NaN."""
+"""Checks on the device that a worker's decode graphs and swaps give the same tokens and log probabilities as plain
+steps. All memory that was not written is NaN."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from worker_svc.step import StepOutput
 
 Answer = tuple[int, float]
 NUM_ROWS = 13
-# Of log probabilities: rounding and nothing else.
+# Maximum difference of log probabilities, which rounding explains.
 LIMIT = 1e-4
 _SAMPLING = replace(GREEDY, logprobs=0)
 _SMALL = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
@@ -27,7 +27,7 @@ _FEW = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max
 
 
 class Again:
-    """A recorder where there is no GPU: the work is done again."""
+    """A recorder for machines without a GPU: a replay does the work again."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -35,7 +35,7 @@ class Again:
 
 
 def runner_checks(device: str, seed: int) -> Iterator[Check]:
-    """In float32, where batches of other sizes give the same tokens."""
+    """Checks in float32, in which batches of other sizes give the same tokens."""
     on_gpu = device == "cuda"
     place = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     config = config_of("llama-1b") | _SMALL | _HEADS | ({} if on_gpu else _FEW)
@@ -67,7 +67,7 @@ def check_graphs(model: CausalLM, recorder: GraphRecorder, rng: np.random.Genera
 
 
 def check_swaps(model: CausalLM, rng: np.random.Generator, blocks_a_row: int, rounds: int) -> Check:
-    """A row leaves and comes back elsewhere, time after time, while its blocks are overwritten at once."""
+    """A row is swapped out and in again and again, while other rows overwrite its blocks at once."""
     length = (blocks_a_row - 2) * BLOCK_SIZE
     prompts = [rng.integers(3, 2000, length).tolist() for _ in range(3)]
     found = [_run_swaps(model, prompts, blocks_a_row, rounds, swapped=swapped) for swapped in (False, True)]
@@ -77,7 +77,7 @@ def check_swaps(model: CausalLM, rng: np.random.Generator, blocks_a_row: int, ro
 def _run_swaps(
     model: CausalLM, prompts: Sequence[list[int]], blocks: int, rounds: int, *, swapped: bool
 ) -> list[Answer]:
-    """The answers of row 0, which is swapped or stays, and of row 1, which decodes all the while."""
+    """The answers of row 0, which is swapped or stays, and of row 1, which decodes meanwhile."""
     rig = _make_rig(model, 3, 3 * blocks, num_host_blocks=blocks)
     steady, first, second = (list(range(part * blocks, (part + 1) * blocks)) for part in range(3))
     host = range(blocks)
@@ -100,7 +100,7 @@ def _run_swaps(
 
 
 def _last_answers(rig: Rig) -> list[Answer]:
-    """Of rows 0 and 1, once all steps are done."""
+    """The answers of rows 0 and 1, once all steps are done."""
     last = {row: answer for output in rig.drain() for row, answer in _answers(output).items()}
     return [last[0], last[1]]
 
@@ -113,7 +113,7 @@ def _make_rig(model: CausalLM, num_rows: int, num_blocks: int, **options: Any) -
 
 
 def _answers(output: StepOutput) -> dict[int, Answer]:
-    """By row; those whose logits were not finite have no log probability."""
+    """Answers by row; a row whose logits were not finite has no log probability."""
     logprobs: dict[int, float] = {}
     if output.logprobs is not None:
         with_logprobs = output.rows[output.logprobs.samples].tolist()
@@ -123,7 +123,7 @@ def _answers(output: StepOutput) -> dict[int, Answer]:
 
 
 def _compare(name: str, expected: Sequence[Answer], actual: Sequence[Answer]) -> Check:
-    """The largest difference of log probabilities; infinite where tokens differ, NaN where one is."""
+    """The largest difference of log probabilities; infinite if tokens differ, NaN if one is NaN."""
     differences = [
         abs(one[1] - other[1]) if one[0] == other[0] else math.inf for one, other in zip(expected, actual, strict=True)
     ]

@@ -1,5 +1,5 @@
-"""What clients get from all services on the GPU, how busy the device is meanwhile, and what transformers' continuous
-batching gives for the same requests to the same model."""
+"""Speed of all services on the GPU as clients see it, the share of time in which the device is busy, and the speed of
+transformers' continuous batching with the same requests and model."""
 
 import asyncio
 import json
@@ -33,12 +33,12 @@ _PEER_TIMEOUT_S = 150
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Of what may fail, each by itself."""
+    """Calls that may each fail without ending the run."""
 
     failures: list[Exception] = field(default_factory=list)
 
     def make(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T | None:
-        """What the work gives; None where it fails."""
+        """The result of `work`; None if it fails."""
         try:
             return work(*arguments, **options)
         except Exception as failure:
@@ -46,7 +46,7 @@ class Attempts:
             return None
 
     def check(self) -> None:
-        """Raises all failures there were as one ExceptionGroup."""
+        """Raises all failures as one ExceptionGroup."""
         if self.failures:
             raise ExceptionGroup(f"{len(self.failures)} failed", self.failures)
 
@@ -69,7 +69,7 @@ class Served:
 
 
 def serving_figures(shape: str) -> Iterator[Figure]:
-    """Quire without and with CUDA graphs, beside transformers."""
+    """Quire without and with CUDA graphs, compared with transformers."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         directory = Path(folder)
         write_model(config_of(shape), directory, torch.device("cuda"))
@@ -103,7 +103,7 @@ def make_requests(
 
 
 def serve_once(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
-    """`serve` to its end. TimeoutError where that does not come: what dies at its start is started again for ever."""
+    """Runs `serve` to its end. TimeoutError if it does not end: a service that dies at its start is restarted."""
 
     async def bounded() -> Served:
         async with asyncio.timeout(_SERVING_TIMEOUT_S):
@@ -113,7 +113,7 @@ def serve_once(settings: ServeSettings, work: list[LoadRequest], trace: Path) ->
 
 
 async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
-    """All services on this machine, and one round after a short one that warms them up."""
+    """Runs all services on this machine, and one round of requests after a short warm-up round."""
     blocks = sum(-(-(len(item.prompt) + (item.output_len or 0) + 1) // _BLOCK_SIZE) for item in work)
     values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
     changes = {
@@ -128,7 +128,7 @@ async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -
     }
     async with LocalServer(ServeSettings(**(values | changes))) as server:
         await server.wait_ready()
-        # Prompts as long as those that are measured: long contexts are attended to by another kernel.
+        # Prompts as long as the measured ones, since another kernel attends to long contexts.
         longest = max(len(item.prompt) for item in work)
         warm_up = make_requests(seed=2, count=len(work), lengths=(min(8, longest), longest), output_tokens=16)
         await send_at_once(server.grpc_address, warm_up)
@@ -137,7 +137,7 @@ async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -
 
 
 def peer_tokens_per_s(directory: Path, work: list[LoadRequest], device: str = "cuda") -> float:
-    """What transformers gives, in a process of its own, whose memory is free afterwards."""
+    """Throughput of transformers, which runs in its own process, so that its memory is free afterwards."""
     requests = directory / "requests.json"
     prompts = [item.token_ids.tolist() for item in work]
     requests.write_text(json.dumps({"prompts": prompts, "tokens": work[0].output_len}))

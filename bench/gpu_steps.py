@@ -1,4 +1,4 @@
-"""One decode step of the model runner: everything that a worker does but the messages."""
+"""One decode step of the model runner: everything that a worker does, except the messages."""
 
 import statistics
 import time
@@ -24,13 +24,13 @@ class StepTimes:
     """Seconds of one step, medians or means over many."""
 
     whole: float
-    """From step to step, two in flight, as the host sees it."""
+    """From step to step with two in flight, as the host measures it."""
     model: float
-    """The model alone, as the device sees it."""
+    """The model without the host's work, as the device measures it."""
 
 
 def step_figures(memory: float, *, with_graphs: bool, shape: str = "llama-8b") -> Iterator[Figure]:
-    """Beside the time that the device takes to read weights and contexts once, at `memory` GB/s."""
+    """Decode steps, compared with the time to read weights and contexts once at `memory` GB/s."""
     device = torch.device("cuda", torch.cuda.current_device())
     model = make_model(config_of(shape), device)
     for num_rows in (1, 64):
@@ -47,7 +47,7 @@ class DecodeRun:
     """Rows of one length, in a pool of random keys and values, that decode greedily.
 
     Args:
-        recorder: with one, decodes are replayed.
+        recorder: if given, decodes are replayed.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_rows: int, context: int, recorder: GraphRecorder | None) -> None:
@@ -57,16 +57,16 @@ class DecodeRun:
             layer.normal_()
         token_bytes = self._rig.pool.geometry.block_bytes // BLOCK_SIZE
         self.step_bytes = step_bytes(model) + num_rows * context * token_bytes
-        """Of weights, and of keys and values, that a step reads."""
+        """Bytes of weights, keys and values that a step reads."""
         self._rows = range(num_rows)
         self._context = context
         rng = np.random.default_rng(0)
         tables = rng.permutation(num_rows * blocks).reshape(num_rows, blocks).tolist()
-        # As if all of their contexts had been computed.
+        # Rows begin as if all of their contexts had been computed.
         self._assign = {row: (rng.integers(3, 1000, context).tolist(), tables[row]) for row in self._rows}
 
     def measure(self, num_steps: int) -> StepTimes:
-        """Of steps after a few that warm up, at most `NUM_STEPS`. RuntimeError when logits are not finite."""
+        """Times of at most `NUM_STEPS` steps after a few warm-up steps. RuntimeError if logits are not finite."""
         self._run(_WARM_UP)
         self._rig.drain()
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How GPU work is timed: by events, with cold caches, the median of many runs."""
+"""Times GPU work: by events, with cold caches, as the median of many runs."""
 
 import statistics
 from collections.abc import Callable
@@ -7,27 +7,27 @@ from typing import Any
 
 import torch
 
-# More than the L2 of any GPU: written before each run, so that the run's inputs come from memory.
+# More bytes than the L2 of any GPU: written before each run, so that the run's inputs come from memory.
 FLUSH_BYTES = 256 << 20
-# Writing it this often takes a millisecond, longer than Python takes to queue an operation: the GPU waits for no host.
+# Repeated writes take a millisecond, longer than Python takes to queue an operation, so the GPU never waits for it.
 FLUSHES = 16
-# How long one figure may take.
+# Maximum time of one figure.
 BUDGET_S = 0.5
 
 
 def graph_seconds(function: Callable[..., object], *arguments: Any, **options: Any) -> float:
-    """The median time of one call as the replay of a CUDA graph, as a step of decodes runs."""
+    """The median time of one call as a replay of a CUDA graph, as in decode steps."""
     work = partial(function, *arguments, **options)
     _warm_up(work)
     recorded = torch.cuda.CUDAGraph()
-    # Where a recording fails, `torch.cuda.graph` leaves its own stream the current one.
+    # If a recording fails, `torch.cuda.graph` leaves its own stream the current one.
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(recorded):
         work()
     return _median(recorded.replay)
 
 
 def seconds(function: Callable[..., object], *arguments: Any, **options: Any) -> float:
-    """The median time of one plain call: for what copies from the host, which no graph can hold."""
+    """The median time of one plain call, for copies from the host, which no graph can hold."""
     work = partial(function, *arguments, **options)
     _warm_up(work)
     return _median(work)

@@ -17,7 +17,7 @@ def main(directory: str, requests: str, device: str) -> None:
     asked = json.loads(Path(requests).read_text())
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
-    # transformers decorates its own `to`, which type checkers then do not know.
+    # transformers decorates its own `to`, which hides its type from type checkers.
     torch.nn.Module.to(model.eval(), torch.device(device))
     config = GenerationConfig(max_new_tokens=asked["tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
     rates = []
@@ -27,7 +27,7 @@ def main(directory: str, requests: str, device: str) -> None:
         seconds = time.perf_counter() - started
         rates.append(sum(len(output.generated_tokens) for output in outputs.values()) / seconds)
     print(rates[-1], flush=True)
-    # Its manager's thread may go on, and the interpreter would wait for it.
+    # The thread of its manager may go on, and the interpreter would wait for it.
     os._exit(0)
 
 

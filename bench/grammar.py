@@ -1,7 +1,7 @@
-"""Constraints of generated text: two libraries side by side, and what constrained rows cost a worker's steps.
+"""Constraints of generated text: compares two libraries, and measures what constrained rows cost a worker's steps.
 
-`--tokenizer` may name several; without it a vocabulary of 128,000 tokens is trained first, which takes minutes
-(`--keep` writes it for the next time). The other library is measured where it is installed: `pip install xgrammar`.
+`--tokenizer` takes several files. Without it a vocabulary of 128,000 tokens is trained first, which takes minutes
+(`--keep` writes it for the next time). The other library is measured if it is installed: `pip install xgrammar`.
 """
 
 import argparse
@@ -37,13 +37,13 @@ _ANSWERS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
-    parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
-    parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
+    parser.add_argument("--keep", type=Path, help="file to write the trained vocabulary to")
+    parser.add_argument("--steps", type=int, default=0, help="number of worker steps to measure instead")
     parser.add_argument("--first-request", type=int, default=0, help="rounds of fresh servers to measure instead")
-    parser.add_argument("--model", type=Path, help="model directory of these servers")
+    parser.add_argument("--model", type=Path, help="model directory of the fresh servers")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="of the constrained rows")
-    parser.add_argument("--layers", type=int, default=12, help="of the model that is stepped, 768 wide")
+    parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="schema of constrained rows")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the worker's model, which is 768 wide")
     parser.add_argument("--runs", type=int, default=3, help="texts of each schema")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
             files = [arguments.keep or Path(made) / "tokenizer.json"]
             train(_LARGE).save(str(files[0]))
         if arguments.steps:
-            # Brings torch.
+            # Imports torch.
             from bench.grammar_steps import measure_steps
 
             measure_steps(files[0], arguments)
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def train(size: int) -> tokenizers.Tokenizer:
-    """A byte-level vocabulary of this Python's own sources and packages."""
+    """Trains a byte-level vocabulary on this Python's own sources and packages."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,12 +95,12 @@ def train(size: int) -> tokenizers.Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One library over one vocabulary. Times in microseconds."""
+    """One library with one vocabulary. Times in microseconds."""
 
     library: str
     refused: list[str]
     rejected: list[str]
-    """Schemas of whose texts a token was refused."""
+    """Schemas with a valid text whose tokens were not all accepted."""
     compile_us: list[float]
     mask_us: list[float]
     consume_us: list[float]
@@ -128,7 +128,7 @@ def _quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[Measured]:
-    """Each library makes the masks of the same tokens: texts of the schemas, as the tokenizer spells them."""
+    """Each library makes the masks for the same tokens: texts of the schemas, as the tokenizer spells them."""
     vocabulary = Vocabulary.of_tokenizer(content, None, [_EOS])
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     texts = {name: [tokenizer.encode(text, add_special_tokens=False).ids for text in drawn[name]] for name in drawn}
@@ -140,7 +140,7 @@ def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[M
 
 
 Session = tuple[Callable[[], None], Callable[[int], bool]]
-"""Makes the next mask, and goes on by a token, which may be refused."""
+"""Makes the next mask, and advances by a token, which may be refused."""
 
 
 def _measure_library(
@@ -171,7 +171,7 @@ def _measure_library(
 
 
 def draw_texts(count: int) -> dict[str, list[str]]:
-    """Texts that are valid under each schema, drawn at random by the embedded model's tokens, as compact JSON."""
+    """Texts that are valid under each schema, drawn at random from the embedded model's tokens, as compact JSON."""
     vocabulary = Vocabulary.of_model(ModelDirectory.open(resolve_model(None)), None)
     maker, rng = MaskMaker(vocabulary, 1), np.random.default_rng(0)
     texts: dict[str, list[str]] = {}
@@ -183,7 +183,7 @@ def draw_texts(count: int) -> dict[str, list[str]]:
 
 
 def _draw(template: Template, maker: MaskMaker, rng: np.random.Generator) -> str | None:
-    """One text; None if it is too long, or has a number beyond those of double precision."""
+    """A random text; None if it is too long, or has a number beyond the range of double precision."""
     vocabulary = template.vocabulary
     matcher, drawn = template.matcher(tuple(vocabulary.eos)), list[int]()
     for _ in range(_MAX_TOKENS):
@@ -242,4 +242,4 @@ def _xgrammar(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]]:
 
 
 def _ignore(_: object) -> None:
-    """Makes an expression a call without a result."""
+    """Makes a call without a result of an expression."""

@@ -1,6 +1,6 @@
-"""What the first constrained request of a fresh server waits for, in addition to what the second one does.
+"""Measures how much longer the first constrained request of a fresh server waits than the second one.
 
-Each round starts two servers on a folder of its own for tables of vocabularies: the first finds none, the second
+Each round starts two servers with a new folder for tables of vocabularies: the first server finds no tables, the second
 finds the tables of the first. Every request has a schema of its own.
 """
 
@@ -57,7 +57,7 @@ async def _times(model: Path, schemas: Iterator[str]) -> dict[str, float]:
         await server.wait_ready()
         times["ready"] = time.perf_counter() - started
         async with AsyncClient(server.grpc_address) as client:
-            # Connects, and has no constraint.
+            # The first request connects, and has no constraint.
             await client.generate("Once", GenerationOptions(max_tokens=4))
             for name in _REQUESTS:
                 begun = time.perf_counter()

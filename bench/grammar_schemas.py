@@ -1,4 +1,4 @@
-"""JSON schemas of the shapes that requests have: extraction, tools, settings, trees, unions, long lists of names."""
+"""JSON schemas of usual shapes: extraction, tools, settings, trees, unions, long lists of names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _DATE = {"type": "string", "format": "date"}
 
 
 def closed(properties: Mapping[str, Any], optional: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    """An object of these properties alone, all but the optional ones required."""
+    """An object with only these properties; all but the optional ones are required."""
     required = [name for name in properties if name not in optional]
     return {
         "type": "object",
@@ -229,6 +229,6 @@ def _large() -> Iterator[tuple[str, Schema]]:
 
 
 def all_schemas() -> dict[str, Schema]:
-    """All of them, by name."""
+    """All schemas by name."""
     groups = (_scalars, _objects, _arrays, _unions, _references, _tools, _large)
     return {name: schema for group in groups for name, schema in group()}

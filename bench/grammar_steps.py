@@ -1,5 +1,5 @@
-"""What constrained rows cost the steps of a worker: rows with and without a constraint decode in turn, so that a
-machine that drifts does not count."""
+"""The cost of constrained rows for a worker's steps: rows with and without a constraint decode in turn, so that drift
+of the machine affects both alike."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ _SCHEMAS = {
     "plain": list_of(closed({"name": _STRING, "age": {"type": "integer"}, "tags": list_of(_STRING)}), 1000),
     "bounded": list_of(all_schemas()["person"], 1000),
 }
-"""They go on for longer than any measurement: texts of any length, and short texts, whose masks take longest."""
+"""Schemas whose texts outlast any measurement: texts of any length, and short texts, whose masks take longest."""
 
 
 def measure_steps(tokenizer: Path, arguments: argparse.Namespace) -> None:
@@ -74,7 +74,7 @@ def _write_model(directory: Path, tokenizer: Path, num_layers: int) -> int:
 
 
 class _Rig:
-    """A worker's runner, without services around it, and two sets of rows."""
+    """A worker's runner without services, and two sets of rows."""
 
     def __init__(self, path: Path, num_rows: int, num_steps: int, schema: str) -> None:
         directory = ModelDirectory.open(path)
@@ -102,7 +102,7 @@ class _Rig:
         self._num_launched = 0
 
     def run(self, num_steps: int) -> dict[str, list[float]]:
-        """Milliseconds of each step, of free and of constrained rows."""
+        """Milliseconds of each step, for free and for constrained rows."""
         sets = {"free rows": range(self._num_rows), "constrained rows": range(self._num_rows, 2 * self._num_rows)}
         for rows in sets.values():
             self._step(rows, 0, _PROMPT, self._assigned(rows))

@@ -1,10 +1,10 @@
-"""Ordinary streams beside hostile callers: whether the callers of bench/hostile_callers.py hurt anybody.
+"""Runs ordinary streams during an attack, and checks that the callers of bench/hostile_callers.py do not affect them.
 
-Starts a server on quire-tiny in float32. Half of the ordinary streams come over gRPC, half over HTTP, each again and
-again with a prompt and a seed of its own, and each answer must be the one that the same request got before the attack.
-`/health` is asked ten times a second, each time by a new connection, and the memory of the gateway is read once a
-second. Exits with 1 if a stream failed or changed, if `/health` was not answered or took half a second or longer at the
-99th percentile, or if the gateway was restarted or held more memory than it may.
+Starts a server on quire-tiny in float32. Half of the ordinary streams use gRPC, half HTTP. Each sends one request again
+and again, with a prompt and a seed of its own, and each answer must equal the answer before the attack. `/health` is
+requested ten times a second, each time by a new connection, and the memory of the gateway is read once a second. Exits
+with 1 if a stream failed or changed, if `/health` was not answered or took half a second or longer at the 99th
+percentile, or if the gateway was restarted or exceeded its memory limit.
 """
 
 import argparse
@@ -31,12 +31,12 @@ _MAX_TOKENS = 120
 _STREAM_TIMEOUT_S = 300.0
 _HEALTH_EVERY_S, _MEMORY_EVERY_S, _HEALTH_TIMEOUT_S = 0.1, 1.0, 30.0
 _BACK_OFF_S = 0.5
-"""After an answer that the server is full, which is no failure: nothing was accepted."""
+"""Pause after the server reports that it is full, which is no failure: nothing was accepted."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was seen during the attack."""
+    """Observations during the attack."""
 
     num_streams: int = 0
     num_refused: int = 0
@@ -47,19 +47,19 @@ class Findings:
 
 
 class RefusedError(Exception):
-    """The server is full and says so before it accepts the request."""
+    """The server is full and reports it before it accepts the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrdinaryCaller:
-    """One who streams the same request again and again, over gRPC or over HTTP."""
+    """A caller that streams the same request again and again, over gRPC or over HTTP."""
 
     number: int
     grpc: AsyncClient
     http: httpx.AsyncClient
 
     async def stream(self) -> str:
-        """The text of the answer. Raises RefusedError; whatever else it raises is a failure."""
+        """The text of the answer. Raises RefusedError; any other error is a failure."""
         prompt, temperature = _PROMPTS[self.number % len(_PROMPTS)], 0.7 * (self.number // 4 % 2)
         if self.number % 2:
             return await self._over_http(prompt, temperature)
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-health-s", type=float, default=0.5, help="bound on /health at the 99th percentile")
     parser.add_argument("--max-gateway-mib", type=float, default=250, help="bound on the gateway's resident memory")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", help="of hostile callers; all if absent")
+    parser.add_argument("--kinds", nargs="+", help="kinds of hostile callers; all if absent")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 async def _run(arguments: argparse.Namespace) -> tuple[Findings, dict[str, dict[str, int]], int]:
-    # As docs/security.md advises where callers are not trusted.
+    # Settings that docs/security.md advises for untrusted callers.
     settings = ServeSettings(grpc_port=0, http_port=0, dtype="float32", max_streams_per_connection=256)
     async with LocalServer(settings) as server:
         await server.wait_ready()
@@ -216,7 +216,7 @@ async def _stream_until(ends_at: float, caller: OrdinaryCaller, expected: str, f
 
 
 async def _watch_health(address: TcpAddress, findings: Findings) -> None:
-    """Asks by a new connection each time, as load balancers do."""
+    """Requests /health by a new connection each time, as load balancers do."""
     request = f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()
     while True:
         started = time.monotonic()
@@ -243,6 +243,6 @@ async def _watch_memory(server: LocalServer, findings: Findings) -> None:
 
 
 def _resident_mib(pid: int) -> float:
-    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError where there is none."""
+    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError if there is none."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024

@@ -1,7 +1,7 @@
-"""Callers that a public server meets sooner or later: each of `KINDS` takes what one caller can take.
+"""Callers that attack a public server: each function of `KINDS` takes all resources that one caller can take.
 
-They run in a process of their own, `python -m bench.hostile_callers`, so that what they cost themselves is not counted
-against the server. The last line on stdout is a JSON object: for each kind, how often each answer came.
+They run in a process of their own, `python -m bench.hostile_callers`, so that their own cost is not counted against the
+server. The last line on stdout is a JSON object: for each kind, how often each answer came.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.errors import QuireError
 
 _HELD_S = 20.0
-"""A connection on which a caller does nothing is held for so long, or until the server closes it."""
+"""Seconds for which a caller holds a connection without traffic, unless the server closes it."""
 _LONG_S = 120.0
-"""No answer within this time counts as none."""
+"""Seconds after which a missing answer counts as none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Target:
 
 
 async def _exchange(target: Target, request: bytes, *, held_s: float = _LONG_S, reads: bool = True) -> str:
-    """Sends bytes on a new connection and returns the status of the answer, or what happened in its place."""
+    """Sends bytes on a new connection and returns the status of the answer, or what happened instead."""
     try:
         reader, writer = await asyncio.open_connection(target.http.host, target.http.port)
     except OSError:
@@ -49,7 +49,7 @@ async def _exchange(target: Target, request: bytes, *, held_s: float = _LONG_S, 
             return "left unread"
         async with asyncio.timeout(held_s):
             line = await reader.readline()
-            # What follows may be large and is not kept.
+            # The rest may be large and is dropped.
             while await reader.read(1 << 16):
                 pass
         return line.decode("latin-1").strip().partition(" ")[2] or "closed"
@@ -101,7 +101,7 @@ async def half_a_body(target: Target, rng: random.Random) -> str:
 
 
 async def half_a_post(target: Target, rng: random.Random) -> str:
-    """Four megabytes announced, one sent."""
+    """A body with four megabytes announced and one sent."""
     return await _exchange(target, _post("/v1/completions", b" " * (1 << 20), length=4 << 20), held_s=_HELD_S)
 
 
@@ -117,18 +117,18 @@ async def many_logprobs(target: Target, rng: random.Random) -> str:
 
 
 async def some_logprobs(target: Target, rng: random.Random) -> str:
-    """What may be accepted of the like: 16 samples of 100 tokens with 20 log probabilities each."""
+    """A large request that may be accepted: 16 samples of 100 tokens with 20 log probabilities each."""
     call = {"prompt": "Once upon a time", "n": 16, "max_tokens": 100, "logprobs": 20, "temperature": 1.0}
     return await _send(target, "/v1/completions", call)
 
 
 async def many_ids(target: Target, rng: random.Random) -> str:
-    """A million token ids to be made text."""
+    """A million token ids to detokenize."""
     return await _send(target, "/detokenize", {"tokens": [rng.randrange(256)] * 1_000_000})
 
 
 async def long_text(target: Target, rng: random.Random) -> str:
-    """Three megabytes of text to be tokenized."""
+    """Three megabytes of text to tokenize."""
     path = rng.choice(["/tokenize", "/v1/completions"])
     return await _send(target, path, {"prompt": "lorem ipsum " * 250_000})
 
@@ -155,13 +155,13 @@ async def nonsense(target: Target, rng: random.Random) -> str:
 
 
 async def unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream that nobody reads."""
+    """A stream that its caller does not read."""
     body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}).encode()
     return await _exchange(target, _post("/v1/completions", body), held_s=_HELD_S, reads=False)
 
 
 async def left_stream(target: Target, rng: random.Random) -> str:
-    """A stream whose caller leaves with the first line."""
+    """A stream whose caller leaves after the first line."""
     body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True, "n": 4}).encode()
     try:
         reader, writer = await asyncio.open_connection(target.http.host, target.http.port)
@@ -184,7 +184,7 @@ async def come_and_go(target: Target, rng: random.Random) -> str:
 
 
 async def exploding_constraint(target: Target, rng: random.Random) -> str:
-    """A schema, an expression or a grammar that is small and takes long to compile, another one each time."""
+    """A small schema, expression or grammar that takes long to compile; a new one each time."""
     number = rng.randrange(1 << 30)
     names = {f"name_{number}_{index}": {"type": "string"} for index in range(6000)}
     constraint = rng.choice(
@@ -235,20 +235,20 @@ async def many_numbers(target: Target, rng: random.Random) -> str:
 
 
 async def many_arguments(target: Target, rng: random.Random) -> str:
-    """As many arguments for the chat template as are allowed, and many more."""
+    """The maximum number of arguments for the chat template, and many more."""
     call = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     arguments = {"enable_thinking": [1] * rng.choice((4_000, 1_000_000))}
     return await _send(target, "/v1/chat/completions", call | {"chat_template_kwargs": arguments})
 
 
 async def many_choices(target: Target, rng: random.Random) -> str:
-    """As many choices as a constraint may have."""
+    """The maximum number of choices of a constraint."""
     choices = [f"{rng.randrange(1000)} {number}" for number in range(99_000)]
     return await _send(target, "/v1/completions", {"prompt": "Once", "guided_choice": choices})
 
 
 async def wide_unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream of 128 samples that nobody reads."""
+    """A stream of 128 samples that its caller does not read."""
     call = {"prompt": "Once", "n": 128, "max_tokens": 900, "stream": True, "ignore_eos": True}
     return await _exchange(target, _post("/v1/completions", json.dumps(call).encode()), held_s=_HELD_S, reads=False)
 
@@ -286,7 +286,7 @@ async def _call(target: Target, method: str, data: bytes) -> str:
     return "answered"
 
 
-# HTTP/2 by bytes: types of frames, and what a connection begins with.
+# HTTP/2 as bytes: types of frames, and the beginning of a connection.
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 8, 9
 _END_STREAM, _END_HEADERS = 1, 4
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -298,7 +298,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _headers(stream: int, path: bytes, others: Mapping[bytes, bytes] | None = None) -> bytes:
-    """The headers of a call, whose names and values are below 16 kB together: literals without Huffman's code."""
+    """The headers of a call, whose names and values are below 16 kB in all: literals without Huffman coding."""
     fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost"}
     fields |= {b"content-type": b"application/grpc", b"te": b"trailers", **(others or {})}
     return _frame(
@@ -319,7 +319,7 @@ def _text(data: bytes) -> bytes:
 
 
 async def _speak(target: Target, pieces: Iterable[bytes], *, held_s: float) -> str:
-    """Sends pieces on a new connection of HTTP/2, as long as the server takes them, and reads what comes."""
+    """Sends pieces on a new HTTP/2 connection while the server accepts them, and reads the answers."""
     host, _, port = target.grpc.rpartition(":")
     try:
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -350,7 +350,7 @@ async def _speak(target: Target, pieces: Iterable[bytes], *, held_s: float) -> s
 
 
 async def many_watches(target: Target, rng: random.Random) -> str:
-    """Watches of health with 15 kB of metadata each, as many as a connection may have, held: no key is needed."""
+    """Open watches of health, up to a connection's maximum, with 15 kB of metadata each; no key is needed."""
     metadata = {b"x-a": rng.randbytes(7500).hex().encode()}
     pieces = (
         _headers(stream, _WATCH, metadata) + _frame(_DATA, _END_STREAM, stream, bytes(5))
@@ -360,7 +360,7 @@ async def many_watches(target: Target, rng: random.Random) -> str:
 
 
 async def flood_of_frames(target: Target, rng: random.Random) -> str:
-    """Frames of one kind, as fast as the server takes them: settings, empty data, windows, calls that are reset."""
+    """Frames of one kind, as fast as the server accepts them: settings, empty data, windows, calls that are reset."""
     frames = {
         "settings": itertools.repeat(_frame(_SETTINGS, 0, 0) * 1000),
         "data": itertools.chain([_headers(1, _WATCH)], itertools.repeat(_frame(_DATA, 0, 1) * 1000)),
@@ -413,8 +413,8 @@ KINDS: tuple[Kind, ...] = (
 async def attack(
     target: Target, num_callers: int, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS
 ) -> dict[str, Counter[str]]:
-    """Lets so many callers go through all kinds, one after the other, for a time. What they are in the middle of at the
-    end is cut off. Returns how often each kind got each answer."""
+    """Runs `num_callers` callers for `seconds`. Each goes through all kinds in turn; calls in progress at the end are
+    cut off. Returns how often each kind got each answer."""
     answers: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in kinds}
 
     async def call(number: int) -> None:

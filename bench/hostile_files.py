@@ -1,8 +1,8 @@
-"""Damaged and malicious model files: whether each of many mutations is either loaded or refused by one clear line.
+"""Damaged and malicious model files: each of many mutations must be loaded, or refused by one clear line.
 
 A mutation is a function of its number. It is read as a gateway and a worker read a model, and run for a few tokens, in
-a process whose address space is limited. A traceback, a message of several lines, an end by a signal, more memory or
-time than the limits are failures; the command exits with 1 then, and says how to repeat them.
+a process with limited address space. Failures are a traceback, a message of several lines, an end by a signal, and
+memory or time above the limits; the command then exits with 1, and prints how to repeat them.
 """
 
 import argparse
@@ -80,12 +80,12 @@ _LONGEST_LINE = 2000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutation.
+    """The result of one mutation.
 
     Attributes:
         kind: "loaded", "refused", or what is wrong.
         text: The message.
-        cpu_s: CPU time; with that of making the file, which is little.
+        cpu_s: CPU time, which includes the little that making the file takes.
     """
 
     number: int
@@ -101,10 +101,10 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mutations", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first one; a failure says its number")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation, as in a failure")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--memory", type=int, default=1024, help="MiB of address space beyond that of an idle process")
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which a mutation counts as one that hangs")
+    parser.add_argument("--memory", type=int, default=1024, help="MiB of address space beyond an idle process")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time after which a mutation hangs")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def run(numbers: Sequence[int], num_processes: int, memory: int, seconds: float) -> list[Outcome]:
     """The outcomes of these mutations."""
-    # Threads would wait for each other where several processes share a processor.
+    # Threads would wait for each other if several processes share a processor.
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as made:
         sources = Path(made) / "sources"
@@ -141,9 +141,9 @@ def run(numbers: Sequence[int], num_processes: int, memory: int, seconds: float)
 
 
 def _run_piece(numbers: Sequence[int], sources: Path, memory: int, seconds: float) -> list[Outcome]:
-    """In one process after another, where one ends."""
+    """Runs the mutations in one process, and in a new one whenever it ends."""
     context, found, left = multiprocessing.get_context("forkserver"), [], list(numbers)
-    # What loading imports is imported once.
+    # Modules that loading imports are imported once.
     context.set_forkserver_preload([__name__])
     while left:
         ours, theirs = context.Pipe()
@@ -152,7 +152,7 @@ def _run_piece(numbers: Sequence[int], sources: Path, memory: int, seconds: floa
         theirs.close()
         try:
             while left:
-                # The first one waits for imports, too.
+                # The first answer also waits for imports.
                 if not ours.poll(seconds + (300 if len(left) == len(numbers) else 60)):
                     found.append(Outcome(left.pop(0), "", "hangs", f"no answer within {seconds} s", seconds))
                     break
@@ -175,9 +175,9 @@ def _run_piece(numbers: Sequence[int], sources: Path, memory: int, seconds: floa
 def _serve(answers: Connection, sources: Path, memory: int, numbers: Sequence[int]) -> None:
     torch.set_num_threads(1)
     for source in sorted(sources.iterdir()):
-        # What is imported late is, before memory is counted.
+        # Modules that are imported late are imported before memory is counted.
         _load(source)
-    # Collections after each mutation look at what it left, not at all that was imported: that took most of the time.
+    # Collections after each mutation then visit only its objects, not all imported ones, which took most of the time.
     gc.collect()
     gc.freeze()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -209,7 +209,7 @@ def _outcome(number: int, sources: Path, directory: Path) -> Outcome:
 
 
 def _load(path: Path) -> None:
-    """As a gateway and a worker do; then a few tokens, whatever comes out."""
+    """Loads as a gateway and a worker do, and runs a few tokens, whatever they are."""
     described = ModelDirectory.open(path)
     tokenizer = Tokenizer.open(described, FairExecutor(1))
     tokenizer.decode([0, 1, 2], include_special_tokens=True)
@@ -221,7 +221,7 @@ def _load(path: Path) -> None:
 
 
 def make_sources(directory: Path) -> None:
-    """Small models of several families, in files of several types."""
+    """Writes small models of several families, in files of several types."""
     directory.mkdir()
     made = directory.parent / "made"
     ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
@@ -257,7 +257,7 @@ def make_sources(directory: Path) -> None:
 
 
 def _tokenizer(*, in_pieces: bool) -> bytes:
-    """Of one of the two kinds that files have."""
+    """A tokenizer of one of the two kinds that model files have."""
     space = "\u2581" if in_pieces else "\u0120"
     letters = pre_tokenizers.ByteLevel.alphabet()
     alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), space] if in_pieces else sorted(letters)
@@ -280,7 +280,7 @@ def _tokenizer(*, in_pieces: bool) -> bytes:
 
 
 def mutated(source: Path, directory: Path, generator: random.Random) -> Path:
-    """A copy with one to three mutations."""
+    """A copy of `source` with one to three mutations."""
     if source.is_dir():
         copy = directory / "model"
         shutil.copytree(source, copy)
@@ -298,7 +298,7 @@ def mutated(source: Path, directory: Path, generator: random.Random) -> Path:
 
 
 def _mutate_bytes(content: bytearray, generator: random.Random) -> bytearray:
-    """What a disk or a broken copy does."""
+    """Damage as by a disk or a broken copy."""
     size = len(content)
     at = generator.randrange(max(size, 1)) if generator.random() < 0.5 else generator.randrange(max(min(size, 4000), 1))
     match generator.randrange(6):
@@ -322,7 +322,7 @@ def _mutate_bytes(content: bytearray, generator: random.Random) -> bytearray:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A number of a header: where it is, and its struct code."""
+    """A number in a header: its position and its struct code."""
 
     at: int
     code: str
@@ -330,7 +330,7 @@ class _Field:
 
 @dataclass(slots=True)
 class _Walk:
-    """The places of a GGUF header: numbers that say lengths, counts, types, dimensions and offsets; values by
+    """Positions in a GGUF header: numbers that are lengths, counts, types, dimensions and offsets; values by
     (beginning, end), with their types before them; the descriptions of tensors."""
 
     numbers: list[_Field]
@@ -340,7 +340,7 @@ class _Walk:
 
 
 def _walk(content: bytearray) -> _Walk:
-    """Raises struct.error or IndexError where an earlier mutation has broken it."""
+    """Raises struct.error or IndexError if an earlier mutation has broken the header."""
     walk, at = _Walk([], [], [], 0), 4
 
     def number(code: str) -> Any:
@@ -388,7 +388,7 @@ def _walk(content: bytearray) -> _Walk:
 
 
 def _mutate_gguf(content: bytearray, generator: random.Random) -> bytearray | None:
-    """What someone does who knows the format; None where the header is broken already."""
+    """Damage with knowledge of the format; None if the header is already broken."""
     try:
         walk = _walk(content)
     except (struct.error, KeyError, MemoryError, OverflowError):
@@ -417,11 +417,11 @@ def _mutate_gguf(content: bytearray, generator: random.Random) -> bytearray | No
         case 3 | 4:
             return spliced(began, end, _any_value(generator))
         case 5:
-            # Two tensors with the same place, shape or name.
+            # Gives two tensors the same position, shape or name.
             other = generator.choice(walk.tensors)
             return spliced(first, last, bytes(content[slice(*other)]))
         case 6:
-            # Without the key the length before the value is another value's.
+            # Without the key, the length before the value belongs to another value.
             return spliced(began, end, b"")
         case 7:
             struct.pack_into(
@@ -429,7 +429,7 @@ def _mutate_gguf(content: bytearray, generator: random.Random) -> bytearray | No
             )
             return content
         case _:
-            # Scales that are no numbers, in the tensors.
+            # NaN scales in the tensors.
             at = len(content) - len(data)
             for _ in range(generator.choice((1, 100, 10_000))):
                 place = at + generator.randrange(max(len(data) // 2, 1)) * 2
@@ -438,7 +438,7 @@ def _mutate_gguf(content: bytearray, generator: random.Random) -> bytearray | No
 
 
 def _any_value(generator: random.Random) -> bytes:
-    """A type and a value of it."""
+    """A random type and a value of it."""
     match generator.randrange(6):
         case 0:
             text = generator.choice(

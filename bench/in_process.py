@@ -20,7 +20,7 @@ from worker_svc.startup import build_worker
 
 
 class InProcessEngine:
-    """Core and model runner, called in turn, in the thread that makes it: as a worker's, its threads are bound."""
+    """Core and model runner, called in turn by the thread that creates them: its threads are bound like a worker's."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         worker = build_worker(settings, DeviceLoop())
@@ -41,7 +41,7 @@ class InProcessEngine:
         make_blocks: Callable[[SchedulerConfig], BlockManager] = BlockManager.of,
         look: Callable[[Scheduler, StepPlan], None] = lambda scheduler, plan: None,
     ) -> float:
-        """Generates all of it greedily; returns seconds. `look` sees each step after it was computed."""
+        """Generates all outputs greedily; returns seconds. `look` gets each step after it was computed."""
         scheduler = Scheduler(self.config, make_blocks)
         started = time.perf_counter()
         for index, item in enumerate(work):

@@ -1,7 +1,7 @@
 """Products of the sizes of a 160-million-parameter LLaMA: our kernel, oneDNN with packed weights, plain torch.
 
-Every call runs over weights of 256 MB altogether where few tokens are multiplied, so that they come from memory as in a
-step; with many tokens over a part of them.
+With few tokens every call runs over weights of 256 MB in all, so that they come from memory as in a step; with many
+tokens it runs over a part of them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One product of a layer, by its size."""
+    """One product of a layer, by its sizes."""
 
     name: str
     out_features: int
@@ -34,7 +34,7 @@ LAYERS = (
 
 
 def make_products(kernels: CpuKernels, layer: Layer, tokens: int) -> tuple[int, dict[str, Callable[[], object]]]:
-    """How many products a call makes, and the contestants' calls; the kernels come first."""
+    """The number of products of a call, and the contestants' calls; the kernels come first."""
     of_one = layer.out_features * layer.in_features * 2
     count = max(1, _BYTES // of_one * 64 // max(tokens, 64) // (1 if tokens <= 64 else 4))
     weights = [torch.randn(layer.out_features, layer.in_features).bfloat16() for _ in range(count)]

@@ -1,8 +1,8 @@
-"""The CPU kernels: attention of decodes beside what memory gives, prefill beside torch on contiguous tensors, and the
-small operations beside plain torch.
+"""Speed of the CPU kernels: decode attention compared with memory bandwidth, prefill compared with torch on contiguous
+tensors, and the small operations compared with plain torch.
 
-What is compared runs in turn, again and again, so that a machine that drifts does not count. The memory's speed is that
-of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size altogether,
+The contestants run in turn, again and again, so that drift of the machine affects all alike. The memory bandwidth is
+that of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size in all,
 so that caches help neither more than the other.
 """
 
@@ -46,7 +46,7 @@ MODELS = (Heads(12, 12, 64), Heads(32, 8, 128))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="default: all of them")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="default: all parts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="rows that decode together")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of each row")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of a prefill")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--isa", help="an instruction set; default: the best of this processor")
+    parser.add_argument("--isa", help="instruction set; default: the best of this processor")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -94,7 +94,7 @@ def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Ser
 
 
 def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, runs: int) -> list[Series]:
-    """Gigabytes of keys and values a second, and of numbers that are summed up."""
+    """Gigabytes a second of keys and values, and of a plain sum."""
     bytes_of_call = batch * context * heads.kv * heads.size * 4
     calls = [_make_decode(heads, batch, context) for _ in range(max(1, _MEGABYTES * 2**20 // bytes_of_call))]
     numbers = torch.ones(_MEGABYTES * 2**18)
@@ -133,7 +133,7 @@ def _prefills(kernels: Implementation, arguments: argparse.Namespace) -> list[Se
 
 
 def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argparse.Namespace) -> list[Series]:
-    """Milliseconds for a prompt. torch has its keys in one piece, and one for each query head."""
+    """Milliseconds for a prompt. torch has contiguous keys, and a copy for each query head."""
     blocks = -(-tokens // _BLOCK_SIZE)
     cache = torch.randn(2, blocks, heads.kv, _BLOCK_SIZE, heads.size).bfloat16()
     query = torch.randn(tokens, heads.query, heads.size).bfloat16()
@@ -158,7 +158,7 @@ def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argp
 
 
 def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[Series]:
-    """Milliseconds of one product, and gigabytes a second of numbers that are summed up."""
+    """Milliseconds of one product, and gigabytes a second of a plain sum."""
     count, contestants = make_products(kernels, layer, tokens)
     numbers = torch.ones(_MEGABYTES * 2**18)
     seconds = measure({**contestants, "sum": numbers.sum}, runs)
@@ -184,7 +184,7 @@ def _pointwise(kernels: Implementation, runs: int) -> list[Series]:
 
 
 def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
-    """On the sizes of a model with 32/8 heads of 128 and 11,008 hidden units of its feed-forward layers."""
+    """Operations of a model with 32/8 heads of 128 and 11,008 hidden units in its feed-forward layers."""
     heads, hidden = MODELS[1], 4096
     x, residual = torch.randn(2, tokens, hidden).bfloat16().unbind()
     weight, gate_up = torch.ones(hidden).bfloat16(), torch.randn(tokens, 2 * 11_008).bfloat16()
@@ -192,7 +192,7 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
     query, key, value = qkv.split_with_sizes([heads.query, heads.kv, heads.kv], 1)
     cache = torch.zeros(2, tokens // _BLOCK_SIZE + 1, heads.kv, _BLOCK_SIZE, heads.size, dtype=torch.bfloat16)
     positions, table = torch.arange(tokens), torch.zeros(tokens, heads.size)
-    table[:, : heads.size // 2] = 1.0  # A turn by nothing: the query is rotated in place, run after run.
+    table[:, : heads.size // 2] = 1.0  # A rotation by zero: the query is rotated in place, run after run.
     return {
         "rms_norm": lambda ops: ops.rms_norm(x, weight, 1e-5),
         "add_rms_norm": lambda ops: ops.add_rms_norm(x, residual, weight, 1e-5),
@@ -204,22 +204,22 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
 
 
 def _report(name: str, contestants: Contestants, runs: int) -> list[Series]:
-    """Milliseconds of each contestant, the first one the kernels."""
+    """Milliseconds of each contestant; the kernels come first."""
     return _in_milliseconds(name, measure(contestants, runs))
 
 
 def _in_milliseconds(name: str, seconds: dict[str, list[float]]) -> list[Series]:
     series = [
-        Series(name if who == "kernels" else f"{name}, {who}", "ms", tuple(each * 1e3 for each in times))
-        for who, times in seconds.items()
+        Series(name if way == "kernels" else f"{name}, {way}", "ms", tuple(each * 1e3 for each in times))
+        for way, times in seconds.items()
     ]
-    others = "   ".join(f"{who} {each.median:9.3f}" for who, each in zip(seconds, series, strict=True))
+    others = "   ".join(f"{way} {each.median:9.3f}" for way, each in zip(seconds, series, strict=True))
     print(f"{name:<46} ms: {others}", flush=True)
     return series
 
 
 def measure(contestants: Contestants, runs: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turns. Short ones are repeated, so that the clock can tell them apart."""
+    """Seconds of each call, in turns. Short calls are repeated, so that the clock's resolution suffices."""
     repeats = {}
     for name, call in contestants.items():
         call()

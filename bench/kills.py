@@ -1,11 +1,11 @@
-"""Streams of every kind while processes are killed and stopped, links are cut, and requests move, for as long as one
-likes.
+"""Streams of every kind while processes are killed and stopped, links are cut, and requests move, for as long as the
+user wants.
 
 `quire serve` serves a model; with several replicas two gateways stand before them. Each caller sends the same request
-again and again: `bench/kills_traffic.py` has the kinds, over gRPC and by OpenAI's client. Every few seconds one of the
-faults happens, or two. Each answer must be the one that the same request got before the first fault, log probabilities
-to the bit, each token must come once and in order, and at the end no block may be in use, no process or file be left
-over. Exits with 1 where that did not hold. A call that is not durable may fail with a gateway or a link, and no other.
+again and again: `bench/kills_traffic.py` has the kinds, over gRPC and by OpenAI's client. Every few seconds a fault
+happens, or two. Each answer must equal the answer of the same request before the first fault, log probabilities
+included, bit for bit. Each token must come once and in order, and at the end no block may be in use, no process or file
+be left over. Exits with 1 if that does not hold. Only a call that is not durable may fail with a gateway or a link.
 """
 
 import argparse
@@ -55,7 +55,7 @@ _PAUSE_S = 0.1
 
 
 _NOTHING = "nothing"
-"""The kind of a fault whose process did not run, or did not come to the failpoint."""
+"""The kind of a fault whose process did not run, or did not reach the failpoint."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Findings:
     last: dict[int, float] = field(default_factory=dict[int, float])
 
     def note_token(self, caller: Caller) -> None:
-        """Something of a stream of this caller came."""
+        """Records that a part of this caller's stream came."""
         now = time.monotonic()
         gap = now - max(self.last.get(caller.number, 0.0), caller.began)
         self.last[caller.number] = now
@@ -101,11 +101,11 @@ class Findings:
 
 Fault = Callable[[Cluster, random.Random], Awaitable[None]]
 _EXCUSES = ("gateway", "front", "serve", "helper", "clients", "everything", "roll")
-"""Faults with which a call that is not durable may fail have one of these in their names."""
+"""A call that is not durable may fail with a fault whose name has one of these words."""
 
 
 def _signals(number: signal.Signals, *kinds: str, within_s: float = 0.0) -> Fault:
-    """To one process of each of these kinds, or to all of a kind that ends with *."""
+    """Signals one process of each of these kinds, or all processes of a kind that ends with *."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
         for kind in rng.sample(kinds, len(kinds)):
@@ -134,7 +134,7 @@ def _stop(*kinds: str) -> Fault:
 
 
 async def _succeed(cluster: Cluster, rng: random.Random) -> None:
-    """A scheduler that is stopped gets a successor, and then goes on beside it until it is killed."""
+    """Stops a scheduler, whose successor starts; the stopped one then goes on next to it until it is killed."""
     replica = rng.choice(cluster.replicas)
     old = replica.replace()
     with contextlib.suppress(ProcessLookupError):
@@ -155,7 +155,7 @@ async def _succeed(cluster: Cluster, rng: random.Random) -> None:
 
 
 def _kill_at(name: str, provoke: Fault | None = None) -> Fault:
-    """The process that passes this failpoint is killed there; `provoke` leads to it."""
+    """Kills the process that passes this failpoint; `provoke` leads to it."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
         _order(cluster, name, f"kill {rng.randint(1, 30 if provoke is None else 2)}")
@@ -172,7 +172,7 @@ def _kill_at(name: str, provoke: Fault | None = None) -> Fault:
 
 
 async def _wait_at_failpoints(cluster: Cluster, rng: random.Random) -> None:
-    """Each pass of some failpoints takes a while."""
+    """Delays each pass of some failpoints."""
     chosen = rng.sample(failpoint.NAMES, 3)
     for name in chosen:
         _order(cluster, name, f"delay {rng.uniform(0.001, 0.2):.3f}")
@@ -207,7 +207,7 @@ def _cut(to: str) -> Fault:
 
 
 def _hold(to: str) -> Fault:
-    """Half-open: bytes vanish into the link, and at its end the connections may be reset."""
+    """A half-open link: bytes vanish in it, and at its end the connections may be reset."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
         link = rng.choice(cluster.links[to])
@@ -231,7 +231,7 @@ def _delay(to: str) -> Fault:
 
 
 def _drain(*, then: Fault | None = None, all_at_once: bool = False) -> Fault:
-    """Replicas are drained, and take requests again when their schedulers have started anew; `then` happens soon after
+    """Replicas are drained, and take requests again when their schedulers have restarted; `then` happens soon after
     the drain begins."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
@@ -261,8 +261,8 @@ async def _call_drain(address: str, timeout_s: float) -> None:
 
 
 async def _roll(cluster: Cluster, rng: random.Random) -> None:
-    """Each replica's services and a gateway, one after the other, as an upgrade ends them; the next replica once this
-    one serves."""
+    """Ends each replica's services and a gateway, one after the other, as an upgrade does; goes on to the next replica
+    once this one serves."""
     for number, _ in enumerate(cluster.replicas):
         for name in ("front", "gateway", "scheduler", "worker"):
             if pid := cluster.pids().get(f"{name}-{number}"):
@@ -288,7 +288,7 @@ async def _sleep(cluster: Cluster, rng: random.Random) -> None:
 
 
 def _load_adapter(directory: Path) -> Fault:
-    """An adapter comes, is used and goes."""
+    """Loads an adapter, uses it and unloads it."""
     numbers = itertools.count()
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
@@ -305,7 +305,7 @@ def _load_adapter(directory: Path) -> Fault:
 
 
 def _fill(disk: Path) -> Fault:
-    """The file system of the blocks is full for a while. It should be a small one of its own."""
+    """Fills the blocks' file system, which should be small and separate, for a while."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
         filler = disk / "filler"
@@ -329,7 +329,7 @@ def _files_of_blocks(disk: Path) -> list[Path]:
 
 
 def _damage(disk: Path) -> Fault:
-    """Bits of files of blocks flip."""
+    """Flips bits in files of blocks."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
         for path in _files_of_blocks(disk):
@@ -345,7 +345,7 @@ def _damage(disk: Path) -> Fault:
 
 
 def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fault]:
-    """Those that can happen with these flags, by name."""
+    """Faults that can happen with these flags, by name."""
     kill, term = signal.SIGKILL, signal.SIGTERM
     several, apart = arguments.replicas > 1, arguments.apart
     front = "front" if several or apart else "gateway"
@@ -362,7 +362,7 @@ def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fa
         "kill all gateways": _signals(kill, f"{front}*"),
         "kill all workers": _signals(kill, "worker*"),
         "kill everything": _signals(kill, *(f"{each}*" for each in services)),
-        # A `quire serve` ends its services in their order; those that start alone end in any order.
+        # A `quire serve` ends its services in their order; services without it end in any order.
         "end everything": _signals(term, f"{front}*", *(("scheduler*", "worker*") if apart else ("serve*",))),
         "sleep": _sleep,
         "roll": _roll,
@@ -408,20 +408,20 @@ def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--model", help="model directory or file; none is the embedded model")
+    parser.add_argument("--model", help="model directory or file; default: the embedded model")
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--roles", nargs="+", help="of the replicas; both if absent")
+    parser.add_argument("--roles", nargs="+", help="roles of the replicas; both if absent")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--apart", action="store_true", help="services that start alone, with links between them")
+    parser.add_argument("--apart", action="store_true", help="start services without quire serve, with links between")
     parser.add_argument("--adapters", action="store_true", help="serve two adapters, and load and unload a third")
     parser.add_argument(
-        "--kv-disk", type=Path, help="directory, best on a small file system of its own, which is filled"
+        "--kv-disk", type=Path, help="directory, preferably on a small separate file system, which is filled"
     )
-    parser.add_argument("--blocks", type=int, default=512, help="of each pool")
+    parser.add_argument("--blocks", type=int, default=512, help="blocks of each pool")
     parser.add_argument("--streams", type=int, default=24, help="callers at once")
-    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="of the callers; all that apply if absent")
-    parser.add_argument("--interval", type=float, default=2.0, help="seconds of service between two faults, at most")
-    parser.add_argument("--at-once", type=int, default=1, help="faults at once, of which the others know nothing")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="kinds of callers; all that apply if absent")
+    parser.add_argument("--interval", type=float, default=2.0, help="maximum seconds of service between two faults")
+    parser.add_argument("--at-once", type=int, default=1, help="number of independent faults at once")
     parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
     parser.add_argument("--bound", type=float, default=120.0, help="seconds of service after which a stream hangs")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -430,7 +430,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve", nargs="+", default=[], help="further flags of quire serve, or of workers, without the dashes"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="write what the processes print")
+    parser.add_argument("--log", type=Path, help="write the output of the processes")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -534,7 +534,7 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings
 
 
 def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], list[str], Path | None]:
-    """Of each `quire serve`, of gateways, and the directory of the adapter that comes and goes."""
+    """Flags of each `quire serve`, flags of gateways, and the directory of the adapter that is loaded and unloaded."""
     of_all = [f"--model={arguments.model}"] if arguments.model else []
     serve = [
         *of_all,
@@ -563,7 +563,7 @@ def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], l
 
 
 def _write_adapter(directory: Path, model: str | None, seed: int) -> Path:
-    """An adapter of the projections of queries, of random numbers, that says something else than the model."""
+    """Writes an adapter of the query projections, with random numbers that change the model's output."""
     source = resolve_model(model)
     assert not is_gguf(source), "adapters are written for directories of models"
     config: dict[str, Any] = ModelDirectory.open(source).config
@@ -590,7 +590,7 @@ async def _caller(
 ) -> Caller:
     kinds = arguments.kinds or [each for each in KINDS if arguments.adapters or not each.startswith("adapter")]
     addresses = [link.address for link in cluster.grpc]
-    # On a busy machine all processes take longer to start than the 30 s for which clients and gateways wait by default.
+    # On a busy machine all processes may start later than the 30 s for which clients and gateways wait by default.
     client = await stack.enter_async_context(
         AsyncClient(
             addresses[number % len(addresses) :] + addresses[: number % len(addresses)],
@@ -605,7 +605,7 @@ async def _caller(
 
 
 async def _undisturbed(caller: Caller) -> Output:
-    """What it says, twice the same."""
+    """The caller's output without a fault. RuntimeError if two calls differ."""
     first, second = await caller.call(), await caller.call()
     if first != second:
         raise RuntimeError(f"{caller.kind} says something else the second time without a fault: {first} {second}")
@@ -613,7 +613,7 @@ async def _undisturbed(caller: Caller) -> Output:
 
 
 async def _watch(findings: Findings) -> None:
-    """Counts the seconds of service, and notes when this machine stood still, as virtual ones do now and then: all
+    """Counts the seconds of service, and records standstills of this machine, which virtual ones have now and then: all
     timeouts are over then."""
     while True:
         began = time.monotonic()
@@ -664,7 +664,7 @@ async def _let_faults_happen(
 
 
 async def _wait_served(cluster: Cluster) -> None:
-    """Through each gateway."""
+    """Waits until a request succeeds through each gateway."""
     for link in cluster.grpc:
         while True:
             try:
@@ -681,7 +681,7 @@ async def _call_until(ends_at: float, caller: Caller, expected: Output, findings
         try:
             output = await _within(caller.call(), findings, bound_s)
         except (AnswerError, QuireError, openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
-            # By then it is known whether the machine stood still.
+            # By then a standstill of the machine is known.
             await asyncio.sleep(2)
             _judge(error, caller, began, findings)
             continue
@@ -692,7 +692,7 @@ async def _call_until(ends_at: float, caller: Caller, expected: Output, findings
 
 
 async def _within(call: Coroutine[Any, Any, Output], findings: Findings, bound_s: float) -> Output:
-    """Raises TimeoutError once requests could have succeeded for so long."""
+    """Raises TimeoutError once requests could have succeeded for `--bound` seconds."""
     task, began_s = asyncio.create_task(call), findings.served_s
     try:
         while not (await asyncio.wait([task], timeout=1.0))[0]:
@@ -723,7 +723,7 @@ def _judge(error: Exception, caller: Caller, began: float, findings: Findings) -
 
 
 _FRAGILE = (frozenset(KINDS) - DURABLE_KINDS) | {"background", "batch", "pinned"}
-"""Kinds that make a call which may fail with its gateway: it is not durable, or what it makes is not known before."""
+"""Kinds with a call that may fail with its gateway: it is not durable, or creates something with an unknown id."""
 
 
 def _story(findings: Findings, began: float) -> str:
@@ -747,7 +747,7 @@ def _held(cluster: Cluster) -> dict[str, Held]:
 
 
 async def _blocks_in_use(address: str) -> int:
-    """What is in use once requests that were left behind have had their time."""
+    """Blocks that are in use once abandoned requests have had time to end."""
     async with open_channel(address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         in_use = 0

@@ -1,5 +1,5 @@
-"""The processes of `python -m bench kills`: replicas by `quire serve`, or by services that each start alone, as
-containers do; gateways before several of them; links that are cut, held and delayed; and what all of them hold."""
+"""The processes of `python -m bench kills`: replicas by `quire serve`, or by services that start separately, as
+containers do; gateways before several replicas; links that are cut, held and delayed; and the resources they hold."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ _RANK = re.compile(r"--tensor-parallel-rank[=\0]([1-9]\d*)")
 _SCHEDULER_SOCKET = re.compile(r"--listen[=\0](unix:[^\0]+scheduler[-\d]*\.sock)")
 _GATEWAY_SOCKET = re.compile(r"/gateway-([1-9])\.sock")
 _GROWTH_MIB, _GROWTH = 32.0, 32
-"""How much more a process may hold than before the first fault: megabytes, and files or threads."""
+"""Limits of growth since before the first fault: megabytes of memory, and files or threads."""
 
 
 class Link:
-    """A port or a unix socket before another one, whose connections can be reset, held and delayed."""
+    """A port or a unix socket in front of another one, whose connections can be reset, held and delayed."""
 
     def __init__(self, target: Callable[[], str]) -> None:
         self._target = target
@@ -58,7 +58,7 @@ class Link:
         self._open.clear()
 
     def hold(self) -> None:
-        """No byte passes from now on, and nobody hears of it."""
+        """No byte passes from now on, and neither side is notified."""
         self._passes.clear()
 
     def let_pass(self) -> None:
@@ -94,7 +94,7 @@ async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWr
 
 
 class Kept:
-    """A command that is started again whenever it ends, as systemd does. START in it becomes the start's number."""
+    """A command that restarts whenever it ends, as under systemd. START in it becomes the start's number."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -122,7 +122,7 @@ class Kept:
             await task
 
     def replace(self) -> asyncio.subprocess.Process:
-        """Starts the command beside its process, which is the caller's from now on. LookupError where none runs."""
+        """Starts the command next to its process, which the caller now owns. LookupError if it does not run."""
         if self._process is None or self._waiting is None:
             raise LookupError(f"{self.name} does not run")
         self._waiting.cancel()
@@ -152,10 +152,10 @@ class Cluster:
     """All processes and the links between them.
 
     Attributes:
-        directory: Of everything, temporary files of the processes included.
-        replicas: Each a `quire serve`, or a scheduler where services start alone.
-        workers: Those that start alone.
-        gateways: Those of all replicas; none where the only replica's are used.
+        directory: Directory of all files, which include temporary files of the processes.
+        replicas: Each a `quire serve`, or a scheduler if services start separately.
+        workers: Workers that start separately.
+        gateways: Gateways of all replicas; empty if the only replica's own gateways are used.
         grpc, http: Links before the gateways.
         links: All links by what they lead to: "clients" those before the gateways, "scheduler", "worker" from its
             scheduler, and "transfer" from workers of other replicas.
@@ -190,8 +190,8 @@ class Cluster:
     async def started(
         cls, directory: Path, serve: Sequence[str], gateway: Sequence[str], roles: Sequence[str], *, apart: int = 0
     ) -> AsyncIterator["Cluster"]:
-        """`serve` are flags of each replica, of which each has a role, `gateway` those of gateways; services start
-        alone where `apart` is the number of ranks."""
+        """`serve` are the flags of each replica, `gateway` the flags of gateways; `roles` has one role per replica.
+        Services start separately if `apart`, their number of ranks, is not 0."""
         environ = os.environ | {"TMPDIR": str(directory / "tmp"), failpoint.VARIABLE: str(directory / "failpoints")}
         (directory / "tmp").mkdir(mode=0o700)
         (directory / "failpoints").mkdir()
@@ -226,7 +226,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What has been started so far, and ends with the stack."""
+    """Processes that have been started so far; they end with the stack."""
 
     directory: Path
     environ: Mapping[str, str]
@@ -250,7 +250,7 @@ class _Start:
         return await self.stack.enter_async_context(link.listening(path))
 
     async def services(self, number: int, num_ranks: int, scheduler: Sequence[str], worker: Sequence[str]) -> None:
-        """The scheduler of a replica and its workers, with links between them and before their blocks."""
+        """Starts the scheduler of a replica and its workers, with links between them and before their blocks."""
         rendezvous = f"--tensor-parallel-address=127.0.0.1:{_free_port()}"
         addresses: list[str] = []
         for rank in range(num_ranks):
@@ -262,7 +262,7 @@ class _Start:
             if num_ranks > 1:
                 flags += [f"--tensor-parallel-rank={rank}", rendezvous, "--num-threads=1"]
             self.workers.append(await self.kept(name, "worker_svc", *flags, *worker))
-        # Each start has a socket of its own, so that a successor listens beside a scheduler that is stopped.
+        # Each start has its own socket, so that a successor can listen while the stopped scheduler still does.
         listen = f"--listen=unix:{self.directory}/{number}-scheduler-START.sock"
         flags = [listen, f"--workers={','.join(addresses)}", *scheduler]
         self.replicas.append(await self.kept(f"scheduler-{number}", "scheduler_svc", *flags))
@@ -273,7 +273,7 @@ def _ports(ports: tuple[int, int]) -> list[str]:
 
 
 def scheduler_address(replica: Kept) -> str:
-    """Of the scheduler that runs now. LookupError where none does."""
+    """The address of the scheduler that runs now. LookupError if none runs."""
     own = {} if replica.pid is None else {replica.name: replica.pid}
     for name, pid in (own | _services(replica)).items():
         if name.startswith("scheduler") and (found := _SCHEDULER_SOCKET.search(_command_of(pid))):
@@ -282,7 +282,7 @@ def scheduler_address(replica: Kept) -> str:
 
 
 def _services(replica: Kept) -> dict[str, int]:
-    """Those that a `quire serve` runs."""
+    """Process ids of a `quire serve`'s services by name."""
     found: dict[str, int] = {}
     number = replica.name.partition("-")[2]
     for pid in _children(replica.pid) if replica.pid is not None else ():
@@ -295,7 +295,7 @@ def _services(replica: Kept) -> dict[str, int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Of all threads of a process; none where it is gone."""
+    """Child processes of all threads of a process; empty if it is gone."""
     children: list[int] = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -317,7 +317,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one process holds."""
+    """Resources that one process holds."""
 
     resident_mib: float
     files: int
@@ -325,7 +325,7 @@ class Held:
     zombies: int
 
     def too_much(self, before: "Held") -> bool:
-        """Whether this is more than a process of the same work needs, of which `before` is one."""
+        """Whether this is more than a process with the work of `before` needs."""
         return (
             self.zombies > 0
             or self.resident_mib > 1.25 * before.resident_mib + _GROWTH_MIB
@@ -335,7 +335,7 @@ class Held:
 
 
 def held_by(pid: int) -> Held | None:
-    """None where it is gone."""
+    """The resources of a process; None if it is gone."""
     try:
         status = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
@@ -355,12 +355,12 @@ def _stat_of(pid: int) -> str:
 
 
 def shared_memory() -> set[str]:
-    """The names in the file system of shared memory, which other programs have, too."""
+    """The names in the file system of shared memory, also names of other programs."""
     return {each.name for each in Path("/dev/shm").iterdir()}
 
 
 def left_behind(directory: Path) -> list[str]:
-    """Processes whose temporary directory is ours, and what is left in it."""
+    """Processes whose temporary directory is ours, and files left in it."""
     marker = f"TMPDIR={directory / 'tmp'}\0".encode()
     found: list[str] = []
     for each in Path("/proc").glob("[0-9]*"):
@@ -371,7 +371,7 @@ def left_behind(directory: Path) -> list[str]:
 
 
 def until_none_left(directory: Path, timeout_s: float = 10.0) -> list[str]:
-    """What is left behind after this time at most."""
+    """Waits until nothing is left behind; returns what is left behind after `timeout_s`."""
     ends_at = time.monotonic() + timeout_s
     while (left := left_behind(directory)) and time.monotonic() < ends_at:
         time.sleep(0.2)

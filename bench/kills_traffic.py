@@ -1,5 +1,5 @@
 """The callers of `python -m bench kills`: each sends one request again and again, by the Python client over gRPC or by
-OpenAI's client, and gives what came in a form that can be compared."""
+OpenAI's client, and returns the answer in a form that can be compared."""
 
 import asyncio
 import json
@@ -28,12 +28,12 @@ _FREE = GenerationOptions(temperature=1.0, max_tokens=_NUM_TOKENS, ignore_eos=Tr
 _JSON = Constraint(json_schema=_SCHEMA)
 
 Output = Any
-"""What can be compared of an answer."""
+"""The part of an answer that can be compared."""
 Call = Callable[["Caller"], Awaitable[Output]]
 
 
 class AnswerError(Exception):
-    """A stream that breaks a promise; the first word of the message says how: lost or doubled."""
+    """A stream breaks a promise; the first word of the message says how: lost or doubled."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class Caller:
-    """One who sends the same request again and again.
+    """A caller that sends the same request again and again.
 
     Attributes:
         number: Makes its prompt and its seed.
@@ -89,8 +89,8 @@ async def _pinned(caller: Caller) -> Output:
 
 
 async def _turns(caller: Caller) -> Output:
-    """What the model is said to have answered is the same each time: blocks that requests generate are rounded as
-    decodes (docs/architecture.md), so that the next turn would not be the same with and without them."""
+    """Each turn has fixed texts as the model's earlier answers: blocks that requests generate are rounded as decodes
+    (docs/architecture.md), so that the next turn would not be the same with and without them."""
     messages, answers = [ChatMessage("system", _STORY * 3)], []
     for turn in range(3):
         messages.append(ChatMessage("user", f"{caller.prompt}, turn {turn}"))
@@ -222,7 +222,7 @@ async def _batch(caller: Caller) -> Output:
 
 
 async def _ask_again(ask: Callable[[str], Awaitable[Any]], asked_for: str) -> Any:
-    """A question may be lost with its gateway; the work that it asks for may not."""
+    """A call may be lost with its gateway, but the work that it starts may not."""
     while True:
         try:
             return await ask(asked_for)
@@ -265,4 +265,4 @@ KINDS: Mapping[str, Call] = {
     "adapter b": _generate(replace(_FREE, n=2), model="b"),
 }
 DURABLE_KINDS = frozenset(KINDS) - {"OpenAI chat", "OpenAI completion", "OpenAI whole"}
-"""Those whose answers survive their gateway."""
+"""Kinds whose answers survive their gateway."""

@@ -1,4 +1,4 @@
-"""How much memory this process has."""
+"""Measures this process's memory."""
 
 import gc
 import resource
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, after what is garbage has been collected."""
+    """Memory of this process that is in RAM, after garbage collection."""
     gc.collect()
     resident_pages = Path("/proc/self/statm").read_text().split()[1]
     return int(resident_pages) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, for speed alone: nothing is downloaded."""
+"""Models of real shapes with random weights, for measurements of speed only: nothing is downloaded."""
 
 import shutil
 from pathlib import Path

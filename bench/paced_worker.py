@@ -1,7 +1,7 @@
-"""A worker whose model takes a fixed time: everything else of it is as in service.
+"""A worker whose model takes a fixed time; all other parts are as in service.
 
 Called as `python -m bench.paced_worker PACE MILLISECONDS FLAGS`, with the flags of `quire worker`. PACE is `device` or
-`host`: where steps wait for one another, as `Pace` says.
+`host`, a value of `Pace`.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ _PROGRAM = "paced worker"
 
 
 class Pace(Enum):
-    """Who keeps the time."""
+    """The side that keeps the time."""
 
     DEVICE = "device"
-    """A device with a queue, as a GPU: it goes from one step to the next by itself, and a thread waits for each end."""
+    """A device with a queue, such as a GPU: it starts the next step by itself, and a thread waits for each end."""
     HOST = "host"
-    """The thread that launches steps: the next one begins when it has woken up and told the result, as on the CPU."""
+    """The thread that launches steps: a step begins once that thread wakes up and reports the result, as on the CPU."""
 
 
 class PacedStep:
-    """A step that is over when its time has come."""
+    """A step that ends at a given time."""
 
     def __init__(
         self, step: Step, queue_us: int, started: float, ends: float, seals: SealInventory, number: int
@@ -80,7 +80,7 @@ class PacedStep:
 
 
 def _wake_on_time() -> None:
-    """Lets sleeps of this process end when they should: Linux adds up to 50 us, which no device does."""
+    """Makes sleeps of this process end on time: Linux adds up to 50 us, which no device does."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 

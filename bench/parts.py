@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by part of the scheduler's core, measured from outside of it."""
+"""Time of a step by part of the scheduler's core, measured from outside."""
 
 import time
 from collections import defaultdict
@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A function or method of the core, `owner.attribute`, whose time counts for the part of this name."""
+    """A function or method of the core, `owner.attribute`, whose time counts for the named part."""
 
     name: str
     owner: Any
@@ -20,7 +20,7 @@ class Part:
 
 @dataclass(slots=True)
 class PartTimes:
-    """Seconds spent in each part since the start, without those that other parts spent inside it."""
+    """Seconds spent in each part since the start, without the seconds of parts that run inside it."""
 
     clock: Callable[[], float] = time.perf_counter
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -29,7 +29,7 @@ class PartTimes:
 
     @contextmanager
     def measure(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Measures these parts while the context is open. AttributeError where one does not exist."""
+        """Measures these parts while the context is open. AttributeError if one does not exist."""
         with ExitStack() as stack:
             for part in parts:
                 timed = self.timed(part.name, getattr(part.owner, part.attribute))
@@ -37,7 +37,7 @@ class PartTimes:
             yield
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time counted."""
+        """Wraps the function so that its time is counted."""
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)

@@ -1,4 +1,4 @@
-"""The arithmetic that the processor does at most: products whose operands stay in registers."""
+"""Peak arithmetic of the processor: products whose operands stay in registers."""
 
 import ctypes
 import subprocess
@@ -21,7 +21,7 @@ _SECONDS, _TRIES = 0.005, 4
 
 
 class Peak:
-    """Products of bfloat16 or int8, of float32 where the instruction set has neither, on all threads at once."""
+    """Products of bfloat16 or int8, or of float32 if the instruction set has neither, on all threads at once."""
 
     def __init__(self, directory: Path, num_threads: int, *, is_int8: bool = False) -> None:
         """Compiles them into `directory` with the machine's C compiler, for the instruction set of the kernels."""
@@ -37,12 +37,12 @@ class Peak:
             self._rounds *= 2
 
     def gigaflops(self) -> float:
-        """A second, the best of some measurements of a few milliseconds."""
+        """Gigaflops a second, the best of some measurements of a few milliseconds."""
         flops: int = self._run(0)
         return flops * self._rounds * self._num_threads / min(self._seconds() for _ in range(_TRIES)) / 1e9
 
     def _seconds(self) -> float:
-        """Of the slowest thread."""
+        """Seconds of the slowest thread."""
 
         def time_one(_: int) -> float:
             began = time.perf_counter()

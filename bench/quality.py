@@ -1,8 +1,8 @@
-"""What int8 costs and what it brings: perplexity on quire-tiny's held-out text, and tokens a second of a larger model.
+"""Cost and gain of int8: perplexity on quire-tiny's held-out text, and tokens a second of a larger model.
 
 Perplexity is by teacher forcing: each text, its end included, is one prefill whose attention reads every key and value
-from the pool, so that what a pool of int8 rounds away counts. Speed is that of decode steps of the whole model without
-sampling, of the variants in turn, so that a machine that drifts does not count; ratios are taken run by run.
+from the pool, so that the rounding of an int8 pool counts. Speed is the rate of decode steps of the whole model without
+sampling. Variants run in turn, so that drift of the machine affects all alike; ratios are taken run by run.
 """
 
 import argparse
@@ -27,9 +27,9 @@ _END = "</s>"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
-    parser.add_argument("--runs", type=int, default=7, help="of the speeds; 0 measures no speeds")
+    parser.add_argument("--runs", type=int, default=7, help="runs of each speed; 0 measures no speeds")
     parser.add_argument("--steps", type=int, default=4, help="decode steps of one run")
-    parser.add_argument("--model", type=Path, help="whose speed is measured; default: a LLaMA of 160M, random weights")
+    parser.add_argument("--model", type=Path, help="model for speeds; default: a LLaMA of 160M, random weights")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def perplexity(variant: Variant, file: Path | None = None) -> float:
-    """Of the texts beside the embedded model, each by itself; of that model, or of what was written from it."""
+    """Perplexity of the held-out texts, each by itself, with the embedded model or a file that was written from it."""
     directory = resolve_model(None)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     texts = [

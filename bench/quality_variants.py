@@ -1,4 +1,4 @@
-"""Variants of a model that `bench.quality` compares: dtypes and what is rounded to int8, over a paged pool."""
+"""Variants of a model that `bench.quality` compares: dtypes, and parts that are rounded to int8, over a paged pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the flags say."""
+    """Flags of one variant."""
 
     name: str
     dtype: torch.dtype
@@ -54,13 +54,13 @@ class PagedModel:
         self.bytes_of_token = geometry.block_bytes / _BLOCK_SIZE
         self._pool = allocate_pool(geometry, torch.device("cpu"), dtype)
         fill_pool(self._pool.gpu, self._model.head_dim)
-        # The runner's own way to the hidden states; whole texts are longer than its steps and go by the model.
+        # The runner's own way to the hidden states; whole texts are longer than its steps, so the model computes them.
         self._limits = WorkerLimits(num_rows, num_rows, max_steps_in_flight=1, max_logprobs=0)
         self._forward = make_forward(self._model, self._pool, num_tokens, self._limits)
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[Sequence[int]], computed: int) -> torch.Tensor:
-        """Computes the next tokens of rows 0, 1, ..., of which `computed` are in the pool; logits [T, vocab_size]."""
+        """Computes the next tokens of rows 0, 1, ... after `computed` tokens in the pool; logits [T, vocab_size]."""
         lengths = torch.tensor([len(each) for each in token_ids])
         positions = torch.cat([torch.arange(len(each)) + computed for each in token_ids])
         tables = torch.arange(len(token_ids) * self._blocks_per_row).view(len(token_ids), -1)

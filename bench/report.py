@@ -1,4 +1,4 @@
-"""How results are printed and kept."""
+"""Prints and writes results."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.version import VERSION
 
 _LOAD_AT_START = os.getloadavg()[0]
-"""What else ran on the machine when the measurement began: the load average of the minute before."""
+"""Other load on the machine when the measurement began: the load average of the minute before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Series:
 
 
 def median_ratio(a: Series, b: Series) -> float:
-    """The median over runs of a / b, run by run, so that a machine that drifts does not count."""
+    """The median over runs of a / b, run by run, so that drift of the machine affects both alike."""
     return statistics.median(x / y for x, y in zip(a.values, b.values, strict=True))
 
 
@@ -64,14 +64,14 @@ def write_results(path: Path, title: str, series: Sequence[Series], **facts: obj
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with `-dirty` where files differ from it; None outside a checkout."""
+    """The commit of this checkout, with `-dirty` if files differ from it; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     found = subprocess.run(git, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None
 
 
 def _instruction_set() -> str | None:
-    """The one that the CPU kernels take; None where they were not built."""
+    """The instruction set that the CPU kernels use; None if they were not built."""
     # Imports torch, which most measurements must not have in memory while they run.
     from kernels.cpu.library import LibraryUnavailableError, available_isas
 
@@ -82,7 +82,7 @@ def _instruction_set() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of what the figures depend on: this project, and those of its dependencies that the run has loaded."""
+    """Versions that the figures depend on: this project's, and its dependencies' if the run has loaded them."""
     loaded = {name: str(sys.modules[name].__version__) for name in ("numpy", "torch") if name in sys.modules}
     return {"quire": VERSION, **loaded}
 

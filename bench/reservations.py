@@ -1,7 +1,7 @@
-"""PagedAttention and the three reservations of Orca on a real worker with one pool, beside the same in the simulator.
+"""PagedAttention and the three reservations of Orca on a real worker with one pool, and the same in the simulator.
 
 The scheduler's core and a worker's model runner run in one process. All requests come at once, so memory decides how
-many run together; tokens a second are what that is worth. Lengths, pool and the longest sequence stand in the
+many run together; tokens a second measure the value of that. Lengths, pool and the longest sequence have the
 proportions of OPT-13B in the paper's figure 12. The simulator predicts the same runs by a cost model that is fitted to
 their steps.
 """
@@ -40,9 +40,9 @@ _BLOCK_SIZE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=SHAPES, help="a model of this shape with random weights; none: quire-tiny")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of a model with random weights; default: quire-tiny")
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--longest", type=int, default=512, help="tokens of a sequence at most")
+    parser.add_argument("--longest", type=int, default=512, help="maximum tokens of a sequence")
     parser.add_argument("--runs", type=int, default=1, help="interleaved runs of each system")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -131,7 +131,7 @@ def measure(engine: InProcessEngine, load: Sequence[LoadRequest], make_blocks: M
 
 
 def predict(config: SchedulerConfig, costs: Measured, load: Sequence[LoadRequest], system: str) -> tuple[float, float]:
-    """Tokens a second, and requests that run, of the simulator."""
+    """Tokens a second, and running requests, in the simulator."""
     look = paged_memory if system == QUIRE else contiguous_memory
     arrivals = LoadArrivals(load, num_tenants=len(load))
     simulation = simulate(arrivals, config, costs, make_blocks=SYSTEMS[system], look=look)

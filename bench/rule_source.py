@@ -1,4 +1,4 @@
-"""Drives the scheduler's core without a worker: a rule answers its steps, with arrays alone, which is fast enough for
+"""Drives the scheduler's core without a worker: a rule answers its steps, only with arrays, which is fast enough for
 millions of requests."""
 
 import time
@@ -18,14 +18,14 @@ VOCAB_SIZE = 53
 """A prime, so that candidates that lie a fixed distance apart are distinct."""
 
 Source = Callable[[StepPlan], StepResult]
-"""What a worker would answer to a step."""
+"""Computes the answer of a worker to a step."""
 
 
 class RuleSource:
     """Token ids follow from the step and the row, and run through the vocabulary evenly.
 
     Rows that report candidates or log probabilities are remembered from their assignment on, and through forks, as a
-    worker does. Of every `fail_every`-th step's rows one fails; 0 lets none fail.
+    worker does. In every `fail_every`-th step one row fails; 0 lets none fail.
     """
 
     def __init__(self, max_num_rows: int, fail_every: int = 0) -> None:
@@ -64,7 +64,7 @@ class RuleSource:
 
 
 class Drive:
-    """A scheduler, and the results that it has not been given yet. `clock` says the time in seconds."""
+    """A scheduler, and the results that it has not got yet. `clock` is the time in seconds."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Drive:
         self._results: deque[StepResult] = deque()
 
     def plan(self) -> StepPlan | None:
-        """Plans one more step, or returns None where enough are in flight or there is nothing to compute."""
+        """Plans one more step; returns None if enough steps are in flight or there is nothing to compute."""
         if len(self._results) >= self._max_in_flight:
             return None
         plan = self.scheduler.schedule(self._clock())
@@ -89,13 +89,13 @@ class Drive:
         return plan
 
     def deliver(self) -> Mapping[ClientId, ClientEvents]:
-        """Applies the oldest result. RuntimeError where none is left: the scheduler has nothing to do, or is stuck."""
+        """Applies the oldest result. RuntimeError if none is left: the scheduler has nothing to do, or is stuck."""
         if not self._results:
             raise RuntimeError("no step is in flight")
         return self.scheduler.apply(self._results.popleft(), self._clock())
 
     def lose_worker(self) -> None:
-        """Loses everything in flight, as when a worker dies."""
+        """Loses all steps in flight, as when a worker dies."""
         self._results.clear()
         self.scheduler.void_in_flight(self._clock())
 
@@ -111,7 +111,7 @@ def key_of(index: int) -> RequestKey:
 
 
 def _logprobs(token_ids: np.ndarray) -> LogprobColumns:
-    """Of the tokens alone: a token's log probability follows from its id."""
+    """Log probabilities that depend only on the tokens."""
     ones, none = np.ones(len(token_ids), np.int32), np.zeros(0, np.int32)
     return LogprobColumns(-0.01 * token_ids.astype(np.float32), ones, 0 * ones, none, none.astype(np.float32))
 

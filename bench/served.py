@@ -1,4 +1,4 @@
-"""What clients of all services see of requests that are sent at once, by the driver of `quire bench`."""
+"""Measures all services as clients see them, with requests that are sent at once by the driver of `quire bench`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +11,12 @@ _TIMEOUT_S = 900
 
 
 def chat_like(num_requests: int, scale: float, longest: int, seed: int, vocab_size: int = 1000) -> list[LoadRequest]:
-    """Requests with lengths like ShareGPT's, so many times as long; another seed gives other tokens and lengths."""
+    """Requests with ShareGPT's lengths times `scale`; another seed gives other tokens and lengths."""
     return take(sharegpt(longest, vocab_size, scale), num_requests, seed)
 
 
 async def send_at_once(address: str, requests: Sequence[LoadRequest]) -> Report:
-    """Streams all requests over gRPC, greedily. RuntimeError where a request fails or a token is missing."""
+    """Streams all requests over gRPC, greedily. RuntimeError if a request fails or a token is missing."""
     server = GrpcServer(address, model=None, api_key=None, tls=None, sampling={"temperature": 0.0}, ignore_eos=True)
     pacing = Pacing(max_concurrency=None, is_closed=False, duration_s=None, timeout_s=_TIMEOUT_S)
     driver = Driver(server, pacing, lambda *_: None)

@@ -1,8 +1,8 @@
-"""Several servers under the same loads: `quire bench` against each in turn, load by load and round by round, each time
+"""Runs `quire bench` against several servers under the same loads, in turn, load by load and round by round, each time
 with new prompts.
 
-The servers run already, with the same model and limits. Ratios are to the first one, round by round; of several loads,
-the one with the lowest ratio comes first.
+The servers run already, with the same model and limits. Ratios are to the first server, round by round; of several
+loads, the load with the lowest ratio comes first.
 """
 
 import argparse
@@ -26,12 +26,12 @@ class NamedLoad:
 
     @classmethod
     def parse(cls, text: str) -> "NamedLoad":
-        """NAME=FLAGS, or FLAGS alone."""
+        """Parses NAME=FLAGS, or FLAGS without a name."""
         name, separator, flags = text.partition("=")
         return cls(name, flags) if separator and not name.startswith("-") else cls("", text)
 
     def of(self, server: str) -> str:
-        """What its figures of a server are called."""
+        """The name of this load's figures of a server."""
         return f"{server}, {self.name}" if self.name else server
 
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first load; each next one adds 1, so that no prompt comes twice"
+        "--seed", type=int, default=0, help="seed of the first load; later ones count up, so that all prompts differ"
     )
     parser.add_argument(
         "--reports",
@@ -120,7 +120,7 @@ def _round(result: LoadResult) -> dict[str, object]:
 
 
 def _known(statistics: Statistics | None) -> Statistics:
-    """All requests completed, so there is something to take a mean of."""
+    """The statistics of a run in which all requests completed, so that there is a mean."""
     assert statistics is not None
     return statistics
 

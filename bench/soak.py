@@ -1,7 +1,7 @@
-"""A million requests of every kind through the scheduler's core: what it leaks, in blocks and in memory.
+"""A million requests of every kind through the scheduler's core: finds leaks of blocks and of memory.
 
-A rule stands for the model. Blocks run out, prefixes are pinned, requests are aborted and preempted, rows fail and the
-worker is lost now and then. The invariants are checked at every line of the report. Exits with 1 where at the end a
+A rule stands in for the model. Blocks run out, prefixes are pinned, requests are aborted and preempted, rows fail and
+the worker is lost now and then. The invariants are checked at every line of the report. Exits with 1 if at the end a
 block is neither free nor cached, or memory grew by more than the bound.
 """
 
@@ -16,18 +16,18 @@ from bench.soak_run import Mark, SoakRun
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 
 _WARM_UP = 0.1
-"""Share of the requests before memory is expected to stay."""
+"""Share of the requests before memory should stay constant."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--blocks", type=int, default=400, help="of the pool; few, so that groups are preempted")
-    parser.add_argument("--host-blocks", type=int, default=100, help="of the pool for swapped groups")
+    parser.add_argument("--blocks", type=int, default=400, help="blocks of the pool; few, so that groups are preempted")
+    parser.add_argument("--host-blocks", type=int, default=100, help="blocks for swapped groups")
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--policy", choices=[each.value for each in PolicyKind], default="fcfs")
     parser.add_argument("--preemption-mode", choices=[each.value for each in PreemptionMode], default="auto")
-    parser.add_argument("--max-growth-mib", type=float, default=4.0, help="most growth of memory after the first 10%%")
+    parser.add_argument("--max-growth-mib", type=float, default=4.0, help="maximum growth of memory after 10%%")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def growth_mib(marks: list[Mark]) -> float:
-    """By how much memory grew from the end of the warm-up to the end."""
+    """Growth of memory from the end of the warm-up to the end."""
     warm = next(mark for mark in marks if mark.num_requests >= _WARM_UP * marks[-1].num_requests)
     return marks[-1].resident_mib - warm.resident_mib
 

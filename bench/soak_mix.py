@@ -1,4 +1,4 @@
-"""The requests of a long run: every kind that there is, with short lengths, in an order that a seed decides."""
+"""The requests of a long run: every kind, with short lengths, in an order that the seed decides."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -15,14 +15,14 @@ SHARES: Mapping[str, float] = {
     "best_of": 0.04,
     "beams": 0.03,
 }
-"""Of all requests, by kind."""
+"""Shares of all requests by kind."""
 _NUM_TENANTS = 5
 _ONE_TIME_TENANTS = 0.01
 _NUM_PREFIXES, _PREFIX_LEN = 64, 24
 
 
 def prefixes(seed: int) -> list[list[int]]:
-    """Beginnings that many prompts share."""
+    """Prefixes that many prompts share."""
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(_PREFIX_LEN)] for _ in range(_NUM_PREFIXES)]
 
@@ -57,5 +57,5 @@ def _request(index: int, kind: str, shared: list[list[int]], rng: random.Random)
 
 
 def tenant(index: int) -> str:
-    """One of those who come again and again."""
+    """A tenant that comes again and again."""
     return f"tenant {index % _NUM_TENANTS}"

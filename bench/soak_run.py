@@ -1,4 +1,4 @@
-"""One long run of the scheduler's core, with all that can happen to it from outside."""
+"""One long run of the scheduler's core, with all disturbances from outside."""
 
 import random
 import time
@@ -18,16 +18,16 @@ from scheduler_svc.core.scheduler import Scheduler
 
 _NUM_MARKS = 20
 _ABORT, _ABORT_SEQUENCE, _PREEMPT, _PIN, _UNPIN = 0.03, 0.01, 0.005, 0.002, 0.001
-"""How often each of these happens, per request that is submitted."""
+"""Probability of each disturbance, per submitted request."""
 _FAIL_EVERY, _LOSE_WORKER_EVERY = 997, 20_011
-"""Steps from one to the next."""
+"""Steps between two of each."""
 _LONGEST_PIN = 500
-"""In steps, which are this run's clock."""
+"""Maximum duration of a pin in steps, which are this run's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a run stands: what happened since its start, and the memory of the process."""
+    """Progress of a run: counts since its start, and the memory of the process."""
 
     HEADER: ClassVar[str] = (
         f"{'requests':>9} {'time':>10} {'steps':>9} {'preemptions':>11} {'swap outs':>9} {'pins':>6} {'resident':>13}"
@@ -49,7 +49,7 @@ class Mark:
 
 
 class SoakRun:
-    """Everything random comes from the seed, and time is counted in steps, so a run that fails fails again."""
+    """All random choices come from the seed, and time is counted in steps, so a failure can be repeated."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class SoakRun:
         self._num_pins = 0
 
     def marks(self) -> Iterator[Mark]:
-        """Submits all requests and lets them end; gives a mark each time another part of them is submitted, and one at
-        the end. The invariants hold at each, or InvariantViolationError is raised."""
+        """Submits all requests and lets them end. Yields a mark after each part of them is submitted, and one at the
+        end. Checks the invariants at each mark; raises InvariantViolationError."""
         started = time.perf_counter()
         every = max(self._num_requests // _NUM_MARKS, 1)
         for number, request in enumerate(requests(self._num_requests, self._seed), start=1):
@@ -86,7 +86,7 @@ class SoakRun:
         yield self._mark(self._num_requests, started)
 
     def faults(self) -> list[str]:
-        """What is still held although all requests have ended and no pin is left."""
+        """Resources that are still held although all requests have ended and no pin is left."""
         scheduler = self.scheduler
         held = {
             "blocks": scheduler.batch.blocks.pool.num_used,
@@ -101,7 +101,7 @@ class SoakRun:
         return float(self.scheduler.num_steps)
 
     def _submit(self, request: Request) -> None:
-        """Steps until the queue takes the request."""
+        """Runs steps until the queue takes the request."""
         while True:
             try:
                 self.scheduler.submit(request, self._now())
@@ -112,7 +112,7 @@ class SoakRun:
                 return
 
     def _step(self) -> bool:
-        """Plans a step, or applies a result where none can be planned. Returns whether anything was left to do."""
+        """Plans a step, or applies a result if none can be planned. Returns whether anything was left to do."""
         if self._drive.plan() is not None:
             if self.scheduler.num_steps % _LOSE_WORKER_EVERY == 0:
                 self._drive.lose_worker()
@@ -123,7 +123,7 @@ class SoakRun:
         return True
 
     def _disturb(self) -> None:
-        """What may happen to requests and prefixes, now and then."""
+        """Aborts requests and changes prefixes at random, now and then."""
         request = self._rng.choice(self._recent)
         if self._happens(_ABORT):
             self.scheduler.abort(request.key)

@@ -1,6 +1,6 @@
-"""Where the time of a forward pass goes on the CPU: each kind of operation by itself, of all layers, beside its floor.
-That is the time that a plain sum in the same process needs to read as many bytes, or that as many products take whose
-operands stay in registers, whichever is longer.
+"""The time of each stage of a forward pass on the CPU: each kind of operation by itself, over all layers, with its
+floor. The floor is the longer of two times: a plain sum in the same process that reads the same number of bytes, and
+the same number of products with operands in registers.
 
 Parts and whole are recordings of the same model over the same tensors, run in turn; the least time of the runs counts.
 """
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=[each.value for each in Quantization], default="none")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--num-threads", type=int)
-    parser.add_argument("--model", type=Path, help="default: a LLaMA of 160M, random weights")
+    parser.add_argument("--model", type=Path, help="model; default: a LLaMA of 160M, random weights")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -81,8 +81,8 @@ def main(arguments: argparse.Namespace) -> None:
         for stage in stages:
             floor = floors_ms[stage.name]
             work = f"{stage.read_bytes / 1e6:7.1f} MB, {stage.flops / 1e9:7.2f} GFLOP"
-            beside = f"   {work}, at least {floor:6.2f} ms: {stage.best_ms / floor:.2f} of it" if floor else ""
-            print(f"{stage.name:<28} {stage.best_ms:7.2f} ms{beside}", flush=True)
+            share = f"   {work}, at least {floor:6.2f} ms: {stage.best_ms / floor:.2f} of it" if floor else ""
+            print(f"{stage.name:<28} {stage.best_ms:7.2f} ms{share}", flush=True)
         series += [stage.series(batch) for stage in stages]
     if arguments.out is not None:
         write_results(
@@ -102,8 +102,8 @@ class Stage:
     """One kind of operation of all layers.
 
     Attributes:
-        read_bytes: of weights, or of keys and values; 0 where neither is read.
-        flops: of its products; 0 where there are none.
+        read_bytes: bytes of weights, or of keys and values; 0 if neither is read.
+        flops: operations of its products; 0 if there are none.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the processor does at most, with the threads of the pass.
+    """Peak rates of the processor with the threads of the pass.
 
     Attributes:
         gigabytes: a second, by a plain sum.
@@ -132,19 +132,20 @@ class Machine:
     gigaflops: float
 
     def floor_ms(self, stage: Stage) -> float:
-        """Of one stage. A pass takes at least the sum over its stages, each of which waits for the one before."""
+        """The least time of one stage. A pass takes at least the sum over its stages, which run one after the other."""
         return max(stage.read_bytes / self.gigabytes, stage.flops / self.gigaflops) / 1e6
 
 
 def floors(batch: int, stages: Sequence[Stage], machine: Machine) -> dict[str, Any]:
-    """What the floors of a batch are computed from."""
+    """Inputs from which the floors of a batch are computed."""
     work = {stage.name: {"read_bytes": stage.read_bytes, "flops": stage.flops} for stage in stages}
     return {"batch": batch, "gigabytes_per_s": machine.gigabytes, "gigaflops_per_s": machine.gigaflops, "work": work}
 
 
 class Passes:
-    """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie, or up to a block
-    less: as in service one in so many has just filled a block. The last `num_new` tokens of each are computed.
+    """A model's layers, recorded over a pool that holds `num_rows` sequences of `context` tokens, or up to a block
+    less, so that the number of sequences that have just filled a block is as in service. The last `num_new` tokens of
+    each are computed.
     """
 
     def __init__(
@@ -167,19 +168,19 @@ class Passes:
 
     @classmethod
     def of_prompt(cls, model: NativeCausalLM, num_tokens: int, dtype: torch.dtype) -> "Passes":
-        """All tokens of one sequence at once."""
+        """Computes all tokens of one sequence at once."""
         return cls(model, 1, num_tokens, dtype, num_new=num_tokens)
 
     def run(self, part: Recording, num_rows: int) -> None:
-        """A part of the recording, for the first rows."""
+        """Runs a part of the recording, for the first rows."""
         part.run(num_rows * self.num_new, num_rows)
 
     def kv_bytes(self, num_rows: int) -> int:
-        """What attention of the first rows reads."""
+        """Bytes that attention of the first rows reads."""
         return int(self._lengths[:num_rows].sum()) * self._block_bytes // _BLOCK_SIZE
 
     def attention_flops(self, num_rows: int, num_heads: int, head_dim: int) -> int:
-        """Of one layer: products of queries with keys, and of weights with values."""
+        """Operations of one layer: products of queries with keys, and of weights with values."""
         seen = self._lengths[:num_rows, None] - torch.arange(self.num_new)
         return 4 * num_heads * head_dim * int(seen.sum())
 
@@ -198,7 +199,7 @@ class Passes:
 
 
 def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[list[Stage], Machine]:
-    """The stages, the whole first, and what the processor does at most: the best of the same runs."""
+    """The stages, the whole pass first, and the peak rates of the processor: the best of the same runs."""
     parts = {"all layers": passes.recording}
     read_bytes, flops = Counter[str](), Counter[str]()
     for call in passes.recording.calls:
@@ -243,4 +244,4 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _ignore(_: torch.Tensor) -> None:
-    """What a recording returns is read by nobody here."""
+    """Drops the result of a recording."""

@@ -1,4 +1,4 @@
-"""How much of the time the device worked, read off the file that `--trace-steps` writes."""
+"""The share of time in which the device worked, from a file that `--trace-steps` writes."""
 
 import json
 from collections import defaultdict
@@ -16,7 +16,7 @@ class _TracedStep:
 
 
 def busy_share(path: Path, num_tokens: int) -> float:
-    """The share of the time in which the device was in a step, in the longest run of steps of so many tokens each.
+    """The share of time in which the device was in a step, in the longest run of steps with `num_tokens` tokens each.
 
     Raises:
         ValueError: the trace has no two such steps in a row.
@@ -48,6 +48,6 @@ def _read(path: Path) -> dict[int, _TracedStep]:
             step.num_tokens = event["args"]["num_tokens"]
         elif event["name"] in _DEVICE_STAGES:
             step.busy_us += event["dur"]
-            # The worker's stages are drawn so that the last ends when the result was received.
+            # The worker's stages are placed so that the last one ends when the result was received.
             step.received_us = event["ts"] + event["dur"]
     return steps

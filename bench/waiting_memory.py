@@ -1,4 +1,4 @@
-"""What a request costs while it waits, by the file that allocates it."""
+"""Memory that a request takes while it waits, by the file that allocates it."""
 
 import random
 import tracemalloc
@@ -21,8 +21,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 class WaitingMemory:
     """Bytes of one of `count` waiting requests.
 
-    `by_file` says where they are allocated, most first; files of `bench` stand for what the service makes of a message:
-    the prompt with its token ids, the request and its names.
+    `by_file` has the files that allocate them, largest first; files of `bench` stand for the service's objects of a
+    message: the prompt with its token ids, the request and its names.
     """
 
     count: int
@@ -32,7 +32,7 @@ class WaitingMemory:
 
 
 def measure_waiting(count: int) -> WaitingMemory:
-    """Submits `count` requests to a scheduler that plans nothing."""
+    """Submits `count` requests to a scheduler that never plans a step."""
     scheduler = Scheduler(_config(count))
     rng = random.Random(0)
     prompts = [array("i", (rng.randrange(_VOCAB_SIZE) for _ in range(_PROMPT_LEN))) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What every test gets. Helpers live in tests/support; fixtures live beside the tests that use them."""
+"""Fixtures and hooks for every test. Helpers live in tests/support; fixtures live next to the tests that use them."""
 
 import gc
 import logging
@@ -25,19 +25,19 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As a worker has it. Where a test has two threads, one spins while the other has no processor: a third of the processor
-# time of the tests of CPU kernels.
+# Same as in a worker. In a test with two threads, one would spin while the other has no processor: a third of the
+# processor time of the tests of CPU kernels.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# gRPC's own log tells of every peer that goes away, in the middle of pytest's output.
+# gRPC's own log would report every lost peer in the middle of pytest's output.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# Nothing in the tests may reach for a model or a tokenizer over the network.
+# No test may fetch a model or a tokenizer over the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The certificates of the world's authorities take 30 ms for each HTTP client, and the tests trust none of them.
+# Loading the system's certificate authorities takes 30 ms for each HTTP client, and the tests trust none of them.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
 
-# The gate has no random seed: whoever runs it gets the same examples.
+# The gate has no random seed: every run gets the same examples.
 settings.register_profile("gate", derandomize=True, database=None, deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("QUIRE_TEST_PROFILE", "gate"))
@@ -45,7 +45,7 @@ settings.load_profile(os.environ.get("QUIRE_TEST_PROFILE", "gate"))
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected lives to the end: the garbage collector need not look at it, then or later."""
+    """Imported and collected objects live to the end, so the garbage collector need not visit them, then or later."""
     gc.disable()
     try:
         return (yield)
@@ -79,19 +79,19 @@ _IN_PARTS = (
 
 
 class _InParts(LoadFileScheduling):
-    """File by file, but for files of few long tests, one of which would keep a process longer than all others."""
+    """Distributes file by file, but splits files of few long tests, which would keep one process busy at the end."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if any(name in nodeid for name in _IN_PARTS) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How processes share the tests."""
+    """Chooses how processes share the tests."""
     return _InParts(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out files in which the tier that runs has no test."""
+    """Leaves out files without tests of the selected tier."""
     if collection_path.match("test_*.py") and not may_select(config.option.markexpr, collection_path):
         return True
     return None

@@ -1,9 +1,9 @@
 """OpenVINO GenAI's continuous batching on the CPU, behind the part of OpenAI's API that `quire bench` calls.
 
 Called as `python openvino_genai_server.py MODEL PORT [DRAFTS NGRAM]` by an interpreter that has openvino_genai, with a
-model that `optimum-cli export openvino` wrote. With the last two it looks up in prompts what followed so many tokens,
-and verifies so many in a step. Prints one line when it is ready. It takes completions of token ids, streamed; a
-chunk has no text, for turning tokens into text is not what is compared.
+model that `optimum-cli export openvino` wrote. With DRAFTS and NGRAM it looks up the last NGRAM tokens in the prompt,
+and verifies DRAFTS tokens that followed them in a step. Prints one line when it is ready. It takes completions of token
+ids, streamed; a chunk has no text, since detokenization is not compared.
 """
 
 import json
@@ -21,7 +21,7 @@ MODEL_NAME = "openvino"
 
 
 class Engine:
-    """The pipeline, stepped by a thread of its own while there is anything to do."""
+    """The pipeline, stepped by its own thread while there is work."""
 
     def __init__(self, model, lookup=None):
         scheduler = genai.SchedulerConfig()
@@ -38,7 +38,7 @@ class Engine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def generate(self, token_ids, num_output_tokens, temperature, top_p):
-        """Gives the number of new tokens as they come."""
+        """Yields the numbers of new tokens as they come."""
         outbox = queue.Queue()
         self._inbox.put((token_ids, num_output_tokens, temperature, top_p, outbox))
         left = num_output_tokens
@@ -50,7 +50,7 @@ class Engine:
     def _run(self):
         live = []
         while True:
-            # Waits only where nothing runs.
+            # Waits only if nothing runs.
             while not live or not self._inbox.empty():
                 live.append(self._add(*self._inbox.get()))
             self._pipeline.step()

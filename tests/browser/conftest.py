@@ -1,5 +1,5 @@
-"""A server of the embedded model, and pages of a headless Chromium. `make test-ui` says which Chromium; where nobody
-does, nothing here is collected: the browser is no part of the tiers."""
+"""A server of the embedded model, and pages of a headless Chromium. `make test-ui` sets the path of Chromium; without
+it no test here is collected, since the browser is no part of the tiers."""
 
 import importlib
 import os
@@ -27,10 +27,10 @@ async def served() -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def chromium() -> AsyncIterator[Any]:
-    # Installed by `make test-ui` alone.
+    # Only `make test-ui` installs it.
     driver: Any = importlib.import_module("playwright.async_api")
     async with driver.async_playwright() as playwright:
-        # Without its sandbox, since tests run as root in containers. It opens no page but ours.
+        # Without its sandbox, since tests run as root in containers. It only opens our page.
         arguments = ["--no-sandbox", "--disable-gpu", "--no-zygote", "--font-render-hinting=none"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser
@@ -39,7 +39,7 @@ async def chromium() -> AsyncIterator[Any]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(served: Served, chromium: Any) -> AsyncIterator[OpenPage]:
-    """Opens a view of the page. At the end of the test no script may have failed, and nothing may have been refused."""
+    """Opens a view of the page. At the end of the test no script may have failed, and no request been refused."""
     problems: list[str] = []
     contexts: list[Any] = []
 

@@ -1,5 +1,5 @@
-"""The page in headless Chromium: its views with a live server, by mouse, by keyboard and on a phone. The pictures of
-README.md and docs/ui.md are made here."""
+"""The page in headless Chromium: its views with a live server, by mouse, by keyboard and on a phone. These tests make
+the pictures of README.md and docs/ui.md."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ PROMPT = "Once upon a time there was a fox who lived in a wood with many friends
 
 @contextlib.asynccontextmanager
 async def busy(served: Served, count: int = 24) -> AsyncIterator[None]:
-    """Samples, beams and plain completions run while the block does."""
+    """Runs samples, beams and plain completions during the block."""
     async with httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=120) as http:
 
         async def run(index: int) -> None:
@@ -52,7 +52,7 @@ async def take(page: Any, path: Path) -> None:
 
 
 async def film(page: Any, selector: str, path: Path, done: asyncio.Event) -> None:
-    """Takes pictures of a part of the page until `done`, and writes them as one that moves."""
+    """Takes pictures of a part of the page until `done`, and writes them as an animation."""
     frames: list[Image.Image] = []
     durations: list[int] = []
     while not done.is_set():
@@ -80,7 +80,7 @@ async def test_memory_shows_who_holds_each_block(open_page, served, image, schem
         await page.locator("#block-owners .token").first.wait_for()
         assert "of 16 hold tokens" in await page.locator("#block-facts").inner_text()
         await take(page, image(f"ui-memory-{scheme}"))
-        # What paging gains, and the block table of a sequence with its text: without a click.
+        # The gain by paging, and the block table of a sequence with its text: without a click.
         assert "Orca (Max)" in await page.locator("#gains").inner_text()
         await page.locator("#table-rows .token").nth(8).wait_for()
 
@@ -114,11 +114,11 @@ async def test_an_example_is_told_slowly_and_pauses_by_itself_with_its_marks(ope
     done.set()
     await filming
     assert moving.stat().st_size < MAX_MOVING_BYTES
-    # What was read while it ran at full speed is there when it is shown again.
+    # Texts that were read while it ran at full speed appear when it is shown again.
     assert await page.locator("#table-rows .token").count() > 8
     await page.locator("#pause[aria-pressed='true']").wait_for()
     await page.locator("#events summary", has_text="forks").first.wait_for()
-    # To a frame where a block was copied: the arrow stays, and so does the list.
+    # Goes to a frame where a block was copied: the arrow stays, and so does the list.
     copied = """() => {
         const view = globalThis.quirePage.views.memory, { frames } = view.replica.history;
         view.goTo(frames.findLastIndex(({ happened }) => happened.some(({ text }) => text.startsWith("copy"))));
@@ -128,7 +128,7 @@ async def test_an_example_is_told_slowly_and_pauses_by_itself_with_its_marks(ope
     text = await page.evaluate(copied)
     await page.locator("#events details[open] li", has_text=text).first.wait_for()
     assert await page.evaluate("() => globalThis.quirePage.views.memory.grids.gpu.marks.length") > 0
-    # The picture is kept for longer than frames are.
+    # The picture is kept for longer than the frames.
     await page.evaluate("() => globalThis.quirePage.views.memory.replica.history.forget(Infinity)")
     await page.locator("#events details[open] li", has_text=text).first.wait_for()
     await page.get_by_role("button", name="Go on").click()
@@ -153,7 +153,7 @@ async def test_a_chat_that_fails_says_so_and_can_be_asked_again(chromium, served
     await page.locator("#prompt").fill("Tell me a story.")
     await page.locator("#send").click()
     await page.locator(".note.problem", has_text=said).wait_for()
-    # The question is back where it was typed, and the conversation has nothing of it.
+    # The question is back in its input field, and the conversation does not contain it.
     assert await page.locator("#prompt").input_value() == "Tell me a story."
     assert await page.evaluate("() => globalThis.quirePage.views.chat.messages.length") == 0
     await page.unroute("**/v1/chat/completions")
@@ -179,7 +179,7 @@ async def test_load_shows_numbers_steps_and_why_requests_wait(open_page, served,
         await page.locator("#waiting tbody tr").nth(2).wait_for()
         await page.locator("#steps tbody td", has_text="ms").first.wait_for()
         await page.locator("#replicas .good", has_text="ready").wait_for()
-        # Rates are known after a second, times to the first token when a request has ended.
+        # Rates are known after a second, times to the first token once a request has ended.
         await page.locator("#numbers dd", has_text="% below").wait_for()
         reasons = await page.locator("#waiting tbody td:last-child").all_inner_texts()
         assert any(each.startswith("it is next") for each in reasons)
@@ -285,7 +285,7 @@ async def test_the_page_fits_a_phone(open_page, served, image):
         await page.locator("#sequences .sequence").nth(2).wait_for()
         await page.locator("#gpu-blocks").tap(position={"x": 60, "y": 40})
         await page.locator("#block-title", has_text="Block").wait_for()
-        # Another tap lets the sequence go, so that all are seen in their colours.
+        # Another tap deselects the sequence, so that all are seen in their colours.
         selected = "() => globalThis.quirePage.views.memory.selected"
         if await page.evaluate(selected) is not None:
             await page.locator("#gpu-blocks").tap(position={"x": 60, "y": 40})
@@ -325,7 +325,7 @@ async def test_on_a_phone_the_chat_fills_the_screen_and_follows_its_answer(open_
 
 
 async def test_a_picture_of_16384_blocks_takes_few_operations(open_page):
-    """256 sequences, drawn whole: that takes a few ms since each block is about one operation of the canvas."""
+    """256 sequences, drawn whole, which takes a few ms, since each block is about one operation of the canvas."""
     page = await open_page("memory")
     await page.wait_for_function("() => globalThis.quirePage.replica?.frame")
     operations = await page.evaluate(

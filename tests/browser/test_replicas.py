@@ -42,7 +42,7 @@ async def two() -> AsyncIterator[tuple[Served, Served]]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def page(chromium: Any) -> AsyncIterator[Any]:
-    """No script may fail. Requests may, while there is no gateway."""
+    """A page whose scripts may not fail. Requests may, while there is no gateway."""
     failures: list[str] = []
     context = await chromium.new_context(viewport={"width": 1280, "height": 800})
     page = await context.new_page()
@@ -72,7 +72,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
         row_of_one = row.filter(has_text=addresses[0])
         for number in range(4):
             await generate(gateway.http_url, PROMPT + f"Number {number}.")
-        # Each one has its own blocks.
+        # Each replica has its own blocks.
         await page.locator("#tab-memory").click()
         choice = page.locator("#replica")
         for each in two:
@@ -81,7 +81,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
             assert await page.locator("#block-title").inner_text() == "Point at a block"
             await page.locator("#gpu-blocks").hover(position={"x": 30, "y": 30})
             await page.locator("#block-title", has_text="Block").wait_for()
-        # The choice stays while the other one is away and comes back.
+        # The choice stays while the other replica is away and comes back.
         await page.locator("#tab-load").click()
         os.kill(one.server.process("worker").pid, signal.SIGSTOP)
         await kill(one, "scheduler")
@@ -90,7 +90,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
         await kill(one, "worker")
         await row_of_one.locator("td.good").wait_for()
         await generate(gateway.http_url, PROMPT)
-        # Of the replica that is looked at, the page says what is down, and marks it when it is back.
+        # The page says which part of the chosen replica is down, and marks it when it is back.
         await choice.select_option(addresses[0])
         await kill(one, "worker")
         await page.locator("#outage.bad", has_text="The worker is down").wait_for()
@@ -101,7 +101,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
         await page.locator("#marks .bad").first.wait_for(state="attached")
         await page.locator("#tab-load").click()
     await page.locator('#connection[data-state="lost"]').wait_for()
-    # The gateway is back, with the replica that the page shows gone.
+    # The gateway is back, but the replica that the page shows is gone.
     dns.servers.remove(other)
     async with running_gateway(**settings):
         await page.locator('#connection[data-state="connected"]').wait_for()
@@ -110,7 +110,7 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
         assert await row.count() == 1
         address = await page.evaluate("() => globalThis.quirePage.replica.address")
         assert address == one.server.scheduler_address
-        # One that appears is listed without a reload.
+        # A new replica is listed without a reload.
         dns.servers.append(other)
         await row.locator("td.good").nth(1).wait_for()
 

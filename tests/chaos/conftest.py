@@ -1,4 +1,4 @@
-"""One server for all tests that kill processes of the embedded model and need nothing else of it."""
+"""One server for all tests that kill processes of the embedded model and need no special settings."""
 
 from collections.abc import AsyncIterator
 
@@ -10,14 +10,14 @@ from tests.support.serving import Served, serving
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def survivor() -> AsyncIterator[Served]:
-    # float32: in bfloat16 a context that is computed again need not give the same logits.
+    # float32: in bfloat16 a recomputed context may give other logits.
     async with serving(num_gpu_blocks=512, dtype="float32", demo=True) as running:
         yield running
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def served(survivor: Served) -> Served:
-    """Serves again, whatever was killed before, and has nothing to do."""
+    """A server that serves again after any kill, and is idle."""
     await survivor.server.wait_ready()
     await wait_nothing_in_use(survivor.scheduler)
     return survivor

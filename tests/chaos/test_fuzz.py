@@ -39,7 +39,7 @@ _NUMBERS = (0.0, -0.0, 0.5, 1.0, -1.0, 2.0, 1e-30, 1e30, float("nan"), float("in
 _TEXTS = ("", "hello", "quire-tiny", "user", "\0", "é" * 40, "\U0001f40d\u202e", " " * 300, "{}", "a" * 5000)
 _DEEPEST = 4
 
-# What a caller may hear of a request that is nonsense. Not among them: UNKNOWN and INTERNAL, a defect of the server;
+# Status codes that a nonsense request may get. Not among them: UNKNOWN and INTERNAL, a defect of the server;
 # UNAVAILABLE, a crash; DEADLINE_EXCEEDED, a hang.
 _FAIR = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -55,7 +55,7 @@ _FAIR = {
     grpc.StatusCode.CANCELLED,
 }
 
-# A pin is ended by its time to live, or by another caller who made the same one, while it is being computed.
+# While it is computed, a pin may end by its time to live, or by another caller that made the same pin.
 _LOST_TO_A_NEIGHBOUR = {"PIN_LOST"}
 
 
@@ -66,7 +66,7 @@ class Fuzzer:
     rng: random.Random
 
     def message(self, kind: Descriptor, depth: int = 0) -> bytes:
-        """A message some of whose fields are set, most of them to values at the edge of something."""
+        """A message with random fields, most of them set to edge values."""
         data = b""
         for field in kind.fields:
             if self.rng.random() < 0.5:
@@ -104,14 +104,14 @@ class Fuzzer:
         elif field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             value = self.rng.choice(_TEXTS).encode()
         else:
-            # Mostly small, at times the largest or smallest of some type; enums have values that nobody named.
+            # Mostly small, at times the largest or smallest of some type; enums have values without a name.
             number = self.rng.choice([0, 1, 2, 3, 4, 7, 100, 999, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
             return varint(field.number << 3) + varint(self.rng.choice([number, number, -number, -number - 1]) % 2**64)
         return varint(field.number << 3 | 2) + varint(len(value)) + value
 
 
 def methods_of(address: str) -> Iterator[MethodDescriptor]:
-    """Every method of every service that a server's reflection tells of."""
+    """Every method of every service that a server's reflection reports."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = DescriptorPool(database)
@@ -125,7 +125,7 @@ def input_class(method: MethodDescriptor) -> type[Message]:
 
 
 def check_status(error: Any, what: str) -> None:
-    """Fails unless the error of a call is one that a nonsensical request may get, with the details that all of ours
+    """Fails unless the error of a call is one that a nonsense request may get, with the details that all of our errors
     carry."""
     code = error.code()
     status = rpc_status.from_call(error)
@@ -147,12 +147,12 @@ pytestmark = pytest.mark.extended
 SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("QUIRE_FUZZ_SEED", "0"))
 NUM_CALLERS = 6
-# A call that is not answered in this time hangs.
+# A call without an answer in this time hangs.
 TIMEOUT_S = 60.0
 
 
 async def fuzz(attempt: Callable[[Fuzzer], Awaitable[str]], wanted: set[str]) -> None:
-    """Several callers make attempts until the time is over and they were answered what is wanted."""
+    """Several callers make attempts until the time is over and all wanted answers have come."""
     print(f"QUIRE_FUZZ_SEED={SEED}")
     loop = asyncio.get_running_loop()
     end = loop.time() + SECONDS
@@ -169,9 +169,9 @@ async def fuzz(attempt: Callable[[Fuzzer], Awaitable[str]], wanted: set[str]) ->
 
 
 def call_with(channel: grpc.Channel, method: MethodDescriptor, data: list[bytes], *, patient: bool) -> str:
-    """One call with these messages; the name of its status, which is a fair one.
+    """Makes one call with these messages; returns the name of its status, which must be a fair one.
 
-    By the blocking API: grpc.aio hides the server's status when a message is written to a stream that has ended.
+    Uses the blocking API: grpc.aio hides the server's status if a message is written to a stream that has ended.
     """
     path = f"/{method.containing_service.full_name}/{method.name}"
     timeout_s = TIMEOUT_S if patient else 0.02
@@ -195,7 +195,7 @@ def call_with(channel: grpc.Channel, method: MethodDescriptor, data: list[bytes]
 
 
 def unpin(channel: grpc.Channel, method: MethodDescriptor, request: bytes, answer: bytes) -> None:
-    """Ends the pin that nonsense has made: it would hold its blocks as it should."""
+    """Removes a pin that a nonsense request has made, since it would hold its blocks."""
     service = method.containing_service
     pinned: Any = input_class(method).FromString(request)
     response: Any = GetMessageClass(method.output_type).FromString(answer)
@@ -208,7 +208,7 @@ def unpin(channel: grpc.Channel, method: MethodDescriptor, request: bytes, answe
 
 
 def seeds_of(method: MethodDescriptor, fuzzer: Fuzzer) -> bytes:
-    """A message for the method: nonsense, or a good one with something wrong."""
+    """A message for the method: nonsense, or a valid one with a fault."""
     message = fuzzer.message(method.input_type)
     names = method.input_type.fields_by_name
     if fuzzer.rng.random() < 0.5 and "text" in names and "stopping" in names:
@@ -218,7 +218,7 @@ def seeds_of(method: MethodDescriptor, fuzzer: Fuzzer) -> bytes:
 
 
 async def unanimous(served: Served, stop: asyncio.Event) -> int:
-    """An honest caller beside the nonsense: every one of its answers is the first one. Returns their number."""
+    """An honest caller during the nonsense: all of its answers equal the first one. Returns their number."""
     options = GenerationOptions(temperature=0.0, max_tokens=8, ignore_eos=True)
     texts = []
     while not stop.is_set() or not texts:
@@ -234,13 +234,13 @@ async def assert_untouched(served: Served) -> None:
 
 
 def endless(methods: list[MethodDescriptor]) -> set[str]:
-    """Methods that do not end by themselves however the call goes."""
+    """Methods that never end by themselves."""
     names = {"grpc.health.v1.Health.Watch", "quire.scheduler.v1.SchedulerService.Watch"}
     return {method.full_name for method in methods if method.full_name in names}
 
 
 async def fuzz_services(served: Served, address: str, *, without: tuple[str, ...] = ()) -> None:
-    """Fuzzes all methods of one server while an honest caller goes on."""
+    """Fuzzes all methods of one server while an honest caller continues."""
     methods = await asyncio.to_thread(lambda: list(methods_of(address)))
     impatient = endless(methods)
     methods = [method for method in methods if method.full_name not in without]
@@ -271,7 +271,7 @@ async def test_nonsense_at_the_gateway_s_methods(served: Served) -> None:
 
 
 async def test_nonsense_at_the_scheduler_s_methods(served: Served) -> None:
-    # A drain that is asked for is a drain.
+    # A drain would be carried out.
     without = ("quire.scheduler.v1.SchedulerService.Drain",)
     await fuzz_services(served, served.server.scheduler_address, without=without)
 

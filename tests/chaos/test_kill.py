@@ -1,6 +1,6 @@
-"""kill -9 of each process under load: clients see a pause, never a lost, repeated or changed token.
+"""kill -9 of each process under load: clients see a pause, but never a lost, repeated or changed token.
 
-With constraints, matchers are made anew of the tokens.
+With constraints, matchers are rebuilt from the tokens.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ PERSON = {
 }
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 200}
 CALLS = StructuralTags([StructuralTag("<call>", "</call>", json_schema=PERSON)], required=True, no_free_text=True)
-# Longer than any test reads, where nothing ends them early.
+# Longer than any test reads, unless they end early.
 CONSTRAINTS = (
     Constraint(json_schema=PEOPLE),
     Constraint(regex="([a-z]{3} [0-9]{2,4}, ){400}"),
@@ -35,7 +35,7 @@ ENDLESS = dict.fromkeys(ModelDirectory.open(resolve_model(None)).eos_token_ids, 
 
 
 def constrained_options(index: int) -> GenerationOptions:
-    """Greedy and seeded sampling, each constraint, one row in five without any."""
+    """Greedy and seeded sampling with each constraint; one row in five has none."""
     constraint = None if index % 5 == 4 else CONSTRAINTS[index % len(CONSTRAINTS)]
     return GenerationOptions(
         temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, constraint=constraint, logit_bias=ENDLESS
@@ -47,7 +47,7 @@ OPTIONS: dict[str, Callable[[int], GenerationOptions]] = {"stories": story_optio
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def undisturbed(request: pytest.FixtureRequest, survivor: Served) -> tuple[str, Outputs]:
-    """Which streams, and what they get where no process dies."""
+    """Streams, and their outputs if no process dies."""
     return request.param, await Streams(options_of=OPTIONS[request.param]).read(survivor.client)
 
 
@@ -66,7 +66,7 @@ async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], vic
     constraints = CONSTRAINTS if kind == "constrained" else ()
 
     async def disturbed() -> Outputs:
-        # A worker that was just started compiles them first: else streams without any may end before the others begin.
+        # A new worker compiles constraints first: otherwise streams without one may end before the others begin.
         await asyncio.gather(
             *(served.client.generate("", GenerationOptions(max_tokens=1, constraint=each)) for each in constraints)
         )
@@ -80,7 +80,7 @@ async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], vic
 
 
 async def test_a_stream_goes_on_when_the_page_kills_the_worker(served: Served) -> None:
-    """What the page's button "Kill the worker" does, with `--demo`."""
+    """The effect of the page's button "Kill the worker", with `--demo`."""
     num_asked = 300
     killed = served.server.process("worker").pid
     options = GenerationOptions(max_tokens=num_asked, temperature=0.0, ignore_eos=True)

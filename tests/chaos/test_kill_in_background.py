@@ -1,4 +1,4 @@
-"""kill -9 under responses that run in the background: they go on, and readers come back to the exact event."""
+"""kill -9 under responses that run in the background: they continue, and readers resume at the exact event."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ NUM_RESPONSES = 3
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """Two gateways that share a file; float32, so that what is computed again is the same."""
+    """Two gateways that share a file; float32, so that recomputed values are the same."""
     directory = tmp_path_factory.mktemp("store")
     async with serving(
         num_gpu_blocks=512,
@@ -32,7 +32,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 
 class Reader:
-    """Reads the events of a response, and comes back where its connection ends."""
+    """Reads the events of a response, and reconnects if its connection ends."""
 
     def __init__(self, client: AsyncOpenAI, response_id: str) -> None:
         self._client = client
@@ -46,7 +46,7 @@ class Reader:
                     await self._read_on()
                 except NotFoundError:
                     raise
-                except Exception:  # Whatever its library raises for a connection that is cut.
+                except Exception:  # Any error that the library raises for a broken connection.
                     await asyncio.sleep(0.1)
         return self.events
 

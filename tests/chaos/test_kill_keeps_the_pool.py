@@ -1,4 +1,4 @@
-"""kill -9 of a worker whose pool the supervisor holds: streams go on from all that was sealed there."""
+"""kill -9 of a worker whose pool the supervisor holds: streams continue from all blocks that were sealed there."""
 
 import json
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ def make_streams(**changes: Any) -> Streams:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A server that writes down its steps."""
+    """A server that writes its steps to a trace."""
 
     served: Served
     trace: Path
@@ -59,7 +59,7 @@ async def survivor(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 
 def num_computed_since_attach(trace: Path) -> int:
-    """How many tokens were computed since workers were attached last."""
+    """The number of tokens that were computed since the last attachment of workers."""
     events = [json.loads(line.rstrip(",")) for line in trace.read_text().splitlines() if line.endswith(",")]
     attached = max(place for place, event in enumerate(events) if event["name"] == "replica")
     return sum(event["args"]["num_tokens"] for event in events[attached:] if event["name"] == "plan")
@@ -92,5 +92,5 @@ async def test_text_is_that_of_an_undisturbed_run_and_little_is_computed_again(s
     assert outputs == undisturbed
     if survivor.counts_tokens:
         num_to_come = NUM_STREAMS * MAX_TOKENS - num_before
-        # Under two blocks a stream, of more than six: the last one is not full, and steps in flight seal nothing.
+        # Fewer than two of more than six blocks a stream: the last one is not full, and steps in flight seal nothing.
         assert num_computed_since_attach(survivor.trace) < num_to_come + NUM_STREAMS * 32

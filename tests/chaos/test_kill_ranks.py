@@ -1,4 +1,4 @@
-"""One of two ranks is killed or stopped: the other leaves too, they meet anew, and streams see a pause."""
+"""One of two ranks is killed or stopped: the other one leaves too, both have a new rendezvous, and streams pause."""
 
 from collections.abc import AsyncIterator
 
@@ -18,7 +18,7 @@ async def survivor() -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def undisturbed(survivor: Served) -> Outputs:
-    """What the streams get if no rank dies."""
+    """The outputs of the streams if no rank dies."""
     return await Streams(8).read(survivor.client)
 
 

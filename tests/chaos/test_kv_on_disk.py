@@ -1,5 +1,5 @@
-"""Prompts come back from disk while a server runs and when it starts again, after an ordered stop and after kill -9;
-damage is computed anew, and a disk that is full ends nothing but its own filling."""
+"""Prompts are read from disk while a server runs and after its restart, after an ordered stop and after kill -9.
+Damaged blocks are recomputed, and a full disk only stops further writes."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ OPTIONS = GenerationOptions(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
 async def generate(served: Served) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each prompt's output, and how many of the prompt's came from the cache."""
+    """The tokens of each prompt's output, and the number of the prompt's cached tokens."""
     results = [await served.client.generate(prompt, OPTIONS) for prompt in PROMPTS]
     return [list(each.sequences[0].token_ids) for each in results], [each.usage.cached_tokens for each in results]
 
@@ -58,7 +58,7 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
         await kill(served, "scheduler")
         await served.server.wait_ready()
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
-    # A bit of each slot of the first prompt is another: they are found, and nobody is told anything wrong.
+    # One bit in each slot of the first prompt is flipped: the worker finds that, and no caller gets wrong tokens.
     data = bytearray(file.read_bytes())
     for place in range(4096 + 300, len(data), 1000):
         data[place] ^= 1
@@ -77,13 +77,13 @@ async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path)
         assert cached == [0, 0, 0]
 
         async def come_back() -> bool:
-            # The last block of a prompt is written a moment after it was sealed, or its room is another one's by then.
+            # The last block of a prompt is written a moment after it was sealed, unless its slot is reused by then.
             outputs, cached = await generate(served)
             assert outputs == expected
             return min(cached) >= NUM_CACHED - 16
 
         await until(come_back)
-        # A bit of each block is another, and the disk takes nothing more.
+        # One bit of each block is flipped, and the disk takes no more data.
         size = file.stat().st_size
         limit_file_size(served, size)
         with file.open("r+b") as damaged:
@@ -113,7 +113,7 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
         of_more_ranks.write_bytes(b"")
         expected, cached = await generate(served)
         assert cached == [0, 0, 0]
-    # Warm after an ordered stop, and after a rank was killed.
+    # The cache is warm after an ordered stop, and after a rank was killed.
     async with serving(**settings) as served:
         assert not of_more_ranks.exists()
         await until_on_disk(served, NUM_CACHED // 16 * 3)
@@ -122,7 +122,7 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
         await served.server.wait_ready()
         await until_on_disk(served, NUM_CACHED // 16 * 3)
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
-    # A bit of one part of each block is another.
+    # One bit of one part of each block is flipped.
     data = bytearray(second.read_bytes())
     for place in range(4096 + 100, len(data), (len(data) - 4096) // (220 // 16 * 3)):
         data[place] ^= 1
@@ -130,7 +130,7 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
     async with serving(**settings) as served:
         await until_on_disk(served, NUM_CACHED // 16 * 3)
         assert await generate(served) == (expected, [0, 0, 0])
-    # It was written anew, and is gone.
+    # It was written again, and is gone.
     async with serving(**settings) as served:
         await until_on_disk(served, NUM_CACHED // 16 * 3)
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
@@ -143,14 +143,14 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.asyncio(loop_scope="session")
 async def test_prompts_go_to_the_replica_that_has_them_on_disk(tmp_path: Path) -> None:
-    """And no more in its pool, though another one is as near to them."""
+    """The blocks are no longer in its pool, and another replica is otherwise as suitable."""
     environs = {f"worker-{number}": {"QUIRE_KV_DISK": str(tmp_path / f"kv-{number}")} for number in range(2)}
     prompts = [[20 + (7 * index + 3 * place) % 400 for place in range(200)] for index in range(8)]
     short = GenerationOptions(temperature=0.0, max_tokens=1)
     async with two_replicas(tmp_path, "--num-gpu-blocks=128", environs=environs) as replicas:
 
         async def sent(name: str, *numbers: int, others: int = 0) -> list[int]:
-            """By a gateway of these replicas, which knows them all by the third prompt; what was cached of each."""
+            """Sends prompts by a gateway that knows all replicas by the third prompt; returns their cached tokens."""
             replicas.start_gateway(forked_programs(), port := free_port(), name, numbers, "cache")
             async with AsyncClient(f"127.0.0.1:{port}") as client:
 
@@ -169,14 +169,14 @@ async def test_prompts_go_to_the_replica_that_has_them_on_disk(tmp_path: Path) -
         async def are_on_disk() -> bool:
             return (await replicas.metrics(1))["quire_scheduler_disk_blocks"] >= len(prompts) * NUM_CACHED // 16
 
-        # Others take the pool when all are on disk.
+        # Other prompts fill the pool when all are on disk.
         await sent("gateway-1", 1, others=12)
         assert (await sent("gateway-2", 0, 1))[2:] == [NUM_CACHED] * (len(prompts) - 2)
         assert (await replicas.metrics(1))['quire_scheduler_moved_blocks_total{outcome="fetched",source="disk"}'] > 0
 
 
 async def until_on_disk(served: Served, at_least: int) -> None:
-    """The scheduler knows of so many blocks on disk."""
+    """Waits until the scheduler has `at_least` blocks on disk."""
     async with asyncio.timeout(30):
         async for frame in served.scheduler.Watch(scheduler_pb2.WatchRequest()):
             if frame.numbers.disk_blocks >= at_least:
@@ -184,7 +184,7 @@ async def until_on_disk(served: Served, at_least: int) -> None:
 
 
 def limit_file_size(served: Served, size: int) -> None:
-    """No file of the worker grows beyond that many bytes, as on a full disk."""
+    """No file of the worker grows beyond `size` bytes, as on a full disk."""
     group = served.server.process("worker").pid
     for process in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
         try:

@@ -1,5 +1,5 @@
-"""A replica is drained while streams run: they go on at the other one, which fetches their blocks, and say what they
-say undisturbed, whatever dies meanwhile."""
+"""A replica is drained while streams run: they continue at the other one, which fetches their blocks, and have the same
+output as undisturbed, whatever dies meanwhile."""
 
 import asyncio
 import signal
@@ -38,7 +38,7 @@ async def read(replicas: TwoReplicas, streams: list[Stream]) -> Outputs:
 
 
 async def advance(streams: list[Stream], num_tokens: int = 20) -> None:
-    """Waits until each has so many tokens, a block at least, of many more."""
+    """Waits until each stream has `num_tokens` tokens, which are at least a block and a small part of its output."""
     await until_true(lambda: all(len(each.token_ids) >= num_tokens for each in streams), timeout_s=100)
 
 
@@ -54,7 +54,7 @@ async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: Two
     await advance(streams)
     assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0
     assert not all(stream.has_ended for stream in streams), "nothing had to move"
-    # The other replica alone, which has all of it cached or not.
+    # Only the other replica, which has all of it cached or not.
     assert await reading == await read(replicas, make_streams())
     moved, fetched = await replicas.metrics(0), await replicas.metrics(1)
     assert moved['quire_scheduler_moved_requests_total{direction="out"}'] > 0
@@ -71,7 +71,7 @@ LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] 
 async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_dies(
     tmp_path: Path, killed: str | None
 ) -> None:
-    # In bfloat16: what is computed twice is rounded as it was.
+    # In bfloat16: values that are computed twice are rounded equally.
     flags = ("--multi-step-ms=0", "--dtype=bfloat16")
     async with two_replicas(tmp_path, *flags, roles=("prefill", "decode")) as replicas:
         streams = make_streams(LONG)
@@ -86,6 +86,6 @@ async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_di
             'quire_scheduler_moved_blocks_total{outcome="fetched",source="replica"}', 0
         )
         assert fetched > 0 or killed is not None
-        # One replica alone, where nothing moves.
+        # Only one replica, where no request moves.
         assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0
         assert outputs == await read(replicas, make_streams(LONG))

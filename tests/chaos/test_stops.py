@@ -1,4 +1,4 @@
-"""Signals that stop services in order, one alone or all, under load. What hangs is for the supervisor's tests."""
+"""Signals that stop services in order, one or all, under load. Tests of the supervisor cover services that hang."""
 
 import asyncio
 import os
@@ -34,10 +34,10 @@ async def test_ordered_stops_under_load_log_no_traceback(capfd: pytest.CaptureFi
             process = server.process(name)
             starts = process.starts
             os.kill(process.pid, number)
-            # The next one is stopped while this one begins to listen.
+            # The next service is stopped while this one begins to listen.
             await until_true(lambda process=process, starts=starts: process.starts > starts, timeout_s=60)
         await server.wait_ready()
-        # All of them, in the middle of requests.
+        # All services, in the middle of requests.
         await server.stop()
         for task in load:
             task.cancel()

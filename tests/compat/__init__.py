@@ -1,1 +1,1 @@
-"""What releases say to each other: the messages that each of them wrote, and those that the code of today writes."""
+"""Messages between releases: the recorded messages of each release, and the messages of today's code."""

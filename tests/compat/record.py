@@ -1,9 +1,9 @@
-"""Records what gateway, scheduler, worker and a client say to each other, by real processes and a script of all verbs.
+"""Records the messages between gateway, scheduler, worker and a client, with real processes and a script of all verbs.
 
 `python -m tests.compat.record` writes the folder of this release, tests/compat/VERSION: a step of a release, before its
-commit (CONTRIBUTING.md). The tests record what the code of today says in the same way.
+commit (CONTRIBUTING.md). The tests record the messages of today's code in the same way.
 
-Between every two of them stands a `Tap`, which passes messages on as bytes and keeps them.
+Between every two services is a `Tap`, which passes messages on as bytes and stores them.
 """
 
 import asyncio
@@ -68,11 +68,11 @@ _OPTIONS = [
 PROTOS = Path(__file__).parents[2] / "protos"
 _PROMPT = "Once upon a time, there was a little fox"
 _NUM_BLOCKS = 28
-"""So few that `_crowd` does not fit, and every other request does."""
+"""Too few blocks for `_crowd`, but enough for every other request."""
 
 
 class Tap:
-    """Stands between a client and a server of gRPC, and keeps what passes."""
+    """A proxy between a gRPC client and a server, which stores all messages."""
 
     def __init__(self, calls: list[Call], upstream: str) -> None:
         self._calls = calls
@@ -93,7 +93,7 @@ class Tap:
             await tap._channel.close()
 
     async def pass_on(self, method: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """One call of any kind: on the wire all are streams in both directions."""
+        """Passes on one call of any kind: on the wire all are streams in both directions."""
         recorded = Call(method)
         self._calls.append(recorded)
         metadata = tuple((key, value) for key, value in context.invocation_metadata() if not key.startswith("user-"))
@@ -132,13 +132,13 @@ class _AnyMethod(grpc.GenericRpcHandler):
         self._pass_on = pass_on
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
-        # A partial of a coroutine that yields is known as one.
+        # A partial of an async generator function counts as one.
         return grpc.stream_stream_rpc_method_handler(partial(self._pass_on, handler_call_details.method))
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Stubs of two gateways and of the scheduler, whose calls are kept, but for `scheduler`, which is for waiting."""
+    """Stubs of two gateways and of the scheduler, whose calls are recorded; calls of `scheduler` are not."""
 
     generation: generation_pb2_grpc.GenerationServiceStub
     other: generation_pb2_grpc.GenerationServiceStub
@@ -150,7 +150,7 @@ class Services:
 
 @dataclass(slots=True)
 class Recorded:
-    """What `record` gives: all calls, and the bytes of the scheduler's recording."""
+    """The result of `record`: all calls, and the bytes of the scheduler's recording."""
 
     calls: list[Call] = field(default_factory=list[Call])
     recording: bytes = b""
@@ -165,7 +165,7 @@ async def record() -> Recorded:
         tapped = [f"unix:{directory}/tap-{number}.sock" for number in range(4)]
         programs = forked_programs()
         async with contextlib.AsyncExitStack() as stack:
-            # Each is ready before the next one is told of it, so that nothing is refused and tried again.
+            # Each service is ready before the next one gets its address, so that no call is refused and retried.
             flags = f"--num-gpu-blocks {_NUM_BLOCKS} --swap-space 16MiB --dtype float32 --num-threads 1"
             stack.enter_context(_running(*programs.worker, "--listen", worker, *flags.split()))
             await _until_serving(worker)
@@ -177,7 +177,7 @@ async def record() -> Recorded:
             )
             await _until_serving(scheduler)
             await stack.enter_async_context(Tap.between(calls, tapped[1], scheduler))
-            # The second one wants to know what is cached, since it has several schedulers; one of them is never there.
+            # The second gateway requests updates of the cache, since it has two schedulers; one of them never comes.
             for number, others in enumerate(("", f",unix:{directory}/absent.sock")):
                 socket = f"{directory}/gateway-{number}.sock"
                 flags = f"--schedulers {tapped[1]}{others} --grpc-port 0 --http-port 0 --no-ui --local-socket {socket}"
@@ -207,7 +207,7 @@ async def record() -> Recorded:
     return recorded
 
 
-# The script: each step leaves nothing behind that the next one would notice.
+# The script: no step leaves state that affects the next one.
 
 
 async def _texts(services: Services) -> None:
@@ -325,7 +325,7 @@ async def _continued(services: Services) -> None:
 
 
 async def _ended(services: Services) -> None:
-    """By its client, and by its id."""
+    """A request that its client ends, and one that is ended by its id."""
     for name in ("left", "cancelled"):
         request = GenerateStreamRequest(
             text=_PROMPT, sampling=SamplingParameters(seed=19), request_id=name,
@@ -349,7 +349,7 @@ async def _refused(services: Services) -> None:
 
 
 async def _crowd(services: Services) -> None:
-    """More than the pool holds: some are swapped out and come back."""
+    """Requests that exceed the pool: some are swapped out and come back."""
     watching = services.watched.Watch(scheduler_pb2.WatchRequest(include_memory=True))
     await watching.read()
     requests = [
@@ -379,7 +379,7 @@ def _tokens(number: int) -> StoppingParameters:
 
 
 async def _read(call: Any, num_tokens: int | None = None) -> int:
-    """Reads to the end, whatever it is, or leaves the call once it has so many tokens; returns how many it has."""
+    """Reads to the end, or leaves the call once it has `num_tokens` tokens; returns how many it has."""
     read = 0
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for message in call:
@@ -400,7 +400,7 @@ async def _fails(call: Awaitable[Any]) -> None:
 
 @contextlib.contextmanager
 def _running(*command: str):
-    # A worker that can run the model several times in a step, or drafts, is told more, as no release before it was.
+    # A worker that can run the model several times in a step, or drafts, gets more fields than in any earlier release.
     environ = child_environ(os.environ) | {"QUIRE_MULTI_STEP_MS": "0", "QUIRE_SPECULATE": "off"}
     process = subprocess.Popen([*command, "--log-level", "warning"], env=environ, process_group=0)
     try:
@@ -430,7 +430,7 @@ async def _until_serving(address: str) -> None:
 
 
 def _without_heartbeats(call: Call) -> Call:
-    """All but the first one: how many there are says how busy the machine was."""
+    """The call with only its first heartbeat: their number depends on the load of the machine."""
     if call.method != "/quire.worker.v1.WorkerService/Run":
         return call
     kept = Call(call.method, status=call.status)
@@ -445,7 +445,7 @@ def _without_heartbeats(call: Call) -> Call:
 
 
 def main() -> int:
-    """Writes the folder; 1 in a version in development, whose messages nobody has to read."""
+    """Writes the folder; returns 1 for a version in development, whose messages no release has to read."""
     if ".dev" in VERSION:
         print(f"{VERSION} is no release; set its version first: python -m tools.set_version", file=sys.stderr)
         return 1

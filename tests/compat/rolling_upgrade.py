@@ -1,4 +1,4 @@
-"""Services of the newest release are replaced by those of today, one by one, and back, under streams: no token is lost.
+"""Replaces services of the newest release by today's, one by one, and back, under streams: no token is lost.
 
 The releases are real: the one before is checked out of this repository's history, and each service of a server is a
 process of its own code. `make test-long` names this file; the tiers collect test_*.py.
@@ -41,7 +41,7 @@ def options_of(index: int) -> GenerationOptions:
 
 
 async def replace(served: Served, directory: Path, name: str, release: Release) -> None:
-    """Stops a service, whose supervisor starts that of the other release."""
+    """Stops a service; its supervisor starts the other release's."""
     release.write(directory / name)
     process = served.server.process(name)
     starts = process.starts
@@ -67,7 +67,7 @@ async def test_services_of_two_releases_replace_each_other_one_by_one_and_no_tok
     async with serving(programs=programs, **settings) as served:
         undisturbed = await Streams(durable=True, options_of=options_of).read(served.client)
         found = (await served.client.generate("Once upon a time", SEARCH)).sequences
-        # Workers first: a newer gateway may send what an older worker does not know. The way back is the reverse.
+        # Workers first: a newer gateway may send fields that an older worker does not know. The way back is reversed.
         for release, names in ((today, [*MODULES]), (before, [*reversed(MODULES)])):
             for name in names:
 

@@ -1,4 +1,4 @@
-"""The code of today reads what each release wrote and means the same by it; a release reads what today's writes."""
+"""Today's code reads the messages of each release with the same meaning; a release reads the messages of today's."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -69,19 +69,19 @@ ADDED = frozenset(
         *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 42)),
     }
 )
-"""Fields, as TYPE.NUMBER, that the code of today writes to every release, since an older one may ignore them. All other
-new fields are written only to a side that says that it speaks a version which has them."""
+"""Fields, as TYPE.NUMBER, that today's code writes to every release, since an older one may ignore them. All other new
+fields are written only to a side that reports a protocol version with them."""
 
 PLANS_DIFFER = frozenset({"0.1.0"})
-"""Releases whose steps the scheduler of today plans in another way, on purpose: their recordings are read whole, and a
-replay says where the first step differs."""
+"""Releases whose steps today's scheduler plans in another way, on purpose: their recordings are read whole, and a
+replay reports the first different step."""
 
 Sequence = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Release:
-    """What one release wrote. Messages that `contracts` read are read without any code of today."""
+    """The recorded messages of one release. `contracts` reads messages without any code of today."""
 
     directory: Path
     contracts: Contracts
@@ -92,14 +92,14 @@ class Release:
 
     @property
     def submits(self) -> Iterator[tuple[Any, scheduler_pb2.Submit]]:
-        """Each submission as its release and as today's code reads it."""
+        """Each submission as read by its release and by today's code."""
         for data in (data for call in self.of(_CONNECT) for data in call.requests):
             if (then := self.contracts.request(_CONNECT, data)).HasField("submit"):
                 yield then.submit, scheduler_pb2.ConnectRequest.FromString(data).submit
 
     @property
     def answers(self) -> dict[str, list[Sequence]]:
-        """The tokens of the sequences of each request that was answered in one message, by its id."""
+        """By request id, the tokens of the sequences of each request that was answered in one message."""
         found: dict[str, list[Sequence]] = {}
         for call in (*self.of(f"{_GENERATION}Generate"), *self.of(f"{_GENERATION}Chat")):
             for data in call.responses:
@@ -109,7 +109,7 @@ class Release:
 
     @property
     def worker(self) -> tuple[worker_pb2.Attached, WorkerInfo]:
-        """What the worker said of itself, and the same as the worker of today has it."""
+        """The worker's description of itself, and the same as today's worker has it."""
         (call,) = self.of(_RUN)
         attached = worker_pb2.RunResponse.FromString(call.responses[0]).attached
         info = attached.info
@@ -128,7 +128,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 
 async def test_a_request_of_a_client_is_submitted_as_it_was(release: Release) -> None:
-    """From the bytes of the client to those for the scheduler: validation, chat template, tokenizer, defaults."""
+    """From the bytes of the client to the scheduler's: validation, chat template, tokenizer, defaults."""
     executor = FairExecutor(1)
     model = ServedModel.open(resolve_model(None), None, executor)
     welcome = welcome_from(scheduler_pb2.ConnectResponse.FromString(release.of(_CONNECT)[0].responses[0]).welcome)
@@ -163,13 +163,13 @@ async def test_a_request_of_a_client_is_submitted_as_it_was(release: Release) ->
         rows = [release.contracts.message("quire.common.v1.RowSampling", each.row_sampling) for each in (same, then)]
         rows[0].DiscardUnknownFields()
         if not rows[1].HasField("stopping"):
-            # Then workers were told of it only where it changes logits. Without min_tokens it changes none.
+            # Then workers got the field only if it changes logits. Without min_tokens it changes none.
             told = rows[0].stopping
             assert not told.min_tokens
             assert {*told.stop_token_ids} == {*then.stopping.stop_token_ids, *then.eos_token_ids}
             rows[0].ClearField("stopping")
         if is_chat and message.tools:
-            # Calls have another grammar than then. Its kind is one that workers of the release compile.
+            # Today's grammar for calls differs. Its kind is one that workers of the release compile.
             assert rows[0].sampling.constraint.WhichOneof("kind") in ("lark", "structural_tags", "json_schema")
             for row in rows:
                 row.sampling.constraint.Clear()
@@ -225,7 +225,7 @@ def test_events_are_the_tokens_that_clients_got(release: Release) -> None:
         batch = event_batch_from(scheduler_pb2.ConnectResponse.FromString(data).events)
         for run in batch.runs:
             output = outputs[names[run.handle], run.sequence_index]
-            # A request that was resumed is told from its beginning.
+            # A resumed request is read from its beginning.
             output[run.offset - num_held[names[run.handle]] :] = run.token_ids
         ended.update({names[end.handle]: end.usage.generated_tokens for end in batch.completed if end.usage})
         _check_logprobs(batch)
@@ -233,7 +233,7 @@ def test_events_are_the_tokens_that_clients_got(release: Release) -> None:
     assert len(answers) > 8
     for request_id, sequences in answers.items():
         got = [tuple(outputs[request_id, index]) for index in range(len(sequences))]
-        # A stop string ends an answer before the tokens that had come already.
+        # A stop string ends an answer before tokens that had already come.
         assert all(longer[: len(answer)] == answer for answer, longer in zip(sequences, got, strict=True)), request_id
         assert ended[request_id] >= max(map(len, sequences))
     updates = [
@@ -256,8 +256,8 @@ def _check_logprobs(batch: EventBatch) -> None:
 
 
 def test_steps_and_results_are_the_computation_that_they_were(release: Release) -> None:
-    """A pool whose blocks say what they hold follows the steps: each row reads what it wrote, through forks, copies and
-    swaps. With the tokens of the results the rows hold the sequences that clients got."""
+    """A pool whose blocks record their contents follows the steps: each row reads what it wrote, through forks, copies
+    and swaps. With the tokens of the results the rows hold the sequences that clients got."""
     (call,) = release.of(_RUN)
     attached, info = release.worker
     replica = replica_info(attached.info)
@@ -327,7 +327,7 @@ def test_both_sides_of_each_connection_fit_those_of_today(release: Release) -> N
             check_protocol(
                 "quire.scheduler.v1", SCHEDULER_PROTOCOL, versions, us="this one", them=release.directory.name
             )
-        # The model is the one of today, so its fingerprint is, too.
+        # The model is today's, and so is its fingerprint.
         assert ModelFingerprint.of(hello.model).tokenizer == ModelFingerprint.of(welcome.model).tokenizer != ""
 
 
@@ -357,8 +357,8 @@ async def calls_of_today() -> list[Call]:
 
 @pytest.mark.extended
 async def test_a_release_reads_what_the_services_of_today_write(release: Release, calls_of_today: list[Call]) -> None:
-    """Without their descriptors: no field, method or kind of message that it lacks, and answers to the same
-    requests, whose text is that of another quire-tiny."""
+    """Checks without their descriptors: no field, method or kind of message that the release lacks, and answers to the
+    same requests, whose text comes from another quire-tiny."""
     today = Release(release.directory, release.contracts, calls_of_today)
     kinds: list[set[tuple[str, ...]]] = []
     for calls in (release.calls, today.calls):
@@ -372,7 +372,7 @@ async def test_a_release_reads_what_the_services_of_today_write(release: Release
                 kinds[-1].add((call.method, "request" if is_request else "response", *chosen))
     assert kinds[1] == kinds[0]
     lengths = [{name: list(map(len, answer)) for name, answer in each.answers.items()} for each in (today, release)]
-    # These end at a text, which the two models say at different places.
+    # These requests end at a text, which the two models reach at different places.
     samples = [each.pop("samples") for each in lengths]
     assert len(samples[0]) == len(samples[1])
     assert lengths[0] == lengths[1]

@@ -1,10 +1,10 @@
-"""The messages of a release, and the contracts that they were written by.
+"""The messages of a release, and the contracts by which they were written.
 
 A folder for each release has
 
-    contracts.binpb.gz  the FileDescriptorSet of its protos; message classes are made of it when it is read
-    messages.gz         what its services wrote to each other and to a client, call by call, as bytes
-    recording.gz        what its scheduler wrote with `--record`
+    contracts.binpb.gz  the FileDescriptorSet of its protos; message classes are made from it when it is read
+    messages.gz         messages between its services and with a client, call by call, as bytes
+    recording.gz        the file that its scheduler wrote with `--record`
 """
 
 import gzip
@@ -24,7 +24,7 @@ CONTRACTS, MESSAGES, RECORDING = "contracts.binpb.gz", "messages.gz", "recording
 
 
 def releases() -> list[Path]:
-    """The folders of the releases whose messages are kept."""
+    """The folders of the releases whose messages are stored."""
     return sorted(path.parent for path in ROOT.glob(f"*/{CONTRACTS}"))
 
 
@@ -47,7 +47,7 @@ class Call:
 
 
 def write_calls(path: Path, calls: Iterable[Call]) -> None:
-    """A line of JSON for each call, and behind it the bytes of its messages. The same calls make the same file."""
+    """A line of JSON for each call, followed by the bytes of its messages. The same calls make the same file."""
     parts: list[bytes] = []
     for call in calls:
         sizes = [len(data) if is_request else -len(data) - 1 for is_request, data in call.messages]
@@ -57,7 +57,7 @@ def write_calls(path: Path, calls: Iterable[Call]) -> None:
 
 
 def read_calls(path: Path) -> Iterator[Call]:
-    """What `write_calls` wrote."""
+    """Reads a file that `write_calls` wrote."""
     content = decompressed(path)
     at = 0
     while at < len(content):
@@ -73,7 +73,7 @@ def read_calls(path: Path) -> Iterator[Call]:
 
 
 class Contracts:
-    """The message classes of a release, made of its descriptors: beside those of today, and independent of them."""
+    """The message classes of a release, made of its descriptors; independent of today's classes."""
 
     def __init__(self, descriptors: FileDescriptorSet) -> None:
         self._pool = descriptor_pool.DescriptorPool()
@@ -103,8 +103,8 @@ class Contracts:
 
 
 def unknown_fields(message: Message) -> Iterator[str]:
-    """What was on the wire and the message's type does not have, at any depth: fields as TYPE.NUMBER, values of enums
-    as ENUM=NUMBER."""
+    """Parts of the received bytes that the message's type does not have, at any depth: fields as TYPE.NUMBER, values of
+    enums as ENUM=NUMBER."""
     for unknown in UnknownFieldSet(message):
         yield f"{message.DESCRIPTOR.full_name}.{unknown.field_number}"
     for descriptor, value in message.ListFields():

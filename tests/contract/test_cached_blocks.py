@@ -1,4 +1,4 @@
-"""What a gateway knows of a prefix cache is what the scheduler's core has there: the names of blocks, and updates."""
+"""A gateway's view of a prefix cache equals the content in the scheduler's core: the names of blocks, and updates."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def test_both_sides_name_blocks_alike(token_ids, block_size, tenant):
 
 
 class Timer:
-    """Calls what is due when the test says so."""
+    """Runs due calls when the test says so."""
 
     def __init__(self) -> None:
         self._due: list[Callable[[], None]] = []
@@ -49,13 +49,13 @@ class Timer:
             call()
 
     def fire_all(self) -> None:
-        """Until nothing is due."""
+        """Runs calls until none is due."""
         while self._due:
             self.fire()
 
 
 class Gateway:
-    """A gateway's end of a stream that it reads when the test says so."""
+    """A gateway's end of a stream, read when the test says so."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -74,7 +74,7 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
         # The pool is read in several turns.
         patch.setattr(cache_digest, "_READ_AT_ONCE", 5)
         if is_sampled:
-            # About every fourth block of the pool is told.
+            # About every fourth block of the pool is reported.
             patch.setattr(cache_digest, "_MAX_TOLD", 8)
         has_host = data.draw(st.booleans(), label="host memory instead of a disk")
         host = {"num_host_blocks": 30, "caches_on_host": True} if has_host else {}
@@ -106,7 +106,7 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
                     gateways.append(Gateway())
                     digest.add(gateways[-1].outbox)
                 case "rebuild":
-                    # Another core, as when workers with another pool come.
+                    # Another core, as after workers with another pool.
                     driver = Driver(make_config(num_blocks=24, max_waiting_requests=100))
                     feed.follow(driver.scheduler)
                     feed.tell()
@@ -150,7 +150,7 @@ def test_a_large_pool_is_told_in_parts_each_of_which_is_small(monkeypatch):
     monkeypatch.setattr(feed, "names", lambda first, end: read.append(end - first) or names(first, end))
     digest, gateway = CacheDigest(feed, timer.call_later), Gateway()
     digest.add(gateway.outbox)
-    # What was read in the first turn is told at once.
+    # Blocks that were read in the first turn are reported at once.
     gateway.read()
     assert 0 < len(gateway.cached._blocks) <= 4
     timer.fire_all()

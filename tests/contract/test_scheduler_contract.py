@@ -1,4 +1,4 @@
-"""What gateways rely on of every scheduler, the fake one included: run over raw messages against all SCHEDULERS.
+"""Behaviour of every scheduler, also the fake one, that gateways rely on: raw messages against all SCHEDULERS.
 
 A scheduler enters as an async context manager that takes a directory for sockets and yields a stub. Its model is MODEL,
 a step takes about STEP_S, a sequence may have 1,000 tokens, and one sequence a request is enough.
@@ -55,9 +55,9 @@ SCHEDULERS: dict[str, Callable[[Path], AbstractAsyncContextManager[SchedulerServ
 async def stub(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[SchedulerServiceStub]:
-    # Frames for watchers come as often on a slow machine.
+    # Frames for watchers come at the same rate on a slow machine.
     monkeypatch.setattr(watchers, "_MAX_SHARE", 1.0)
-    # And sooner where nothing happens.
+    # And sooner if nothing happens.
     monkeypatch.setattr(watchers, "_MAX_SILENCE_S", 0.2)
     async with SCHEDULERS[request.param](tmp_path) as stub:
         yield stub
@@ -71,7 +71,7 @@ async def stream(stub: SchedulerServiceStub) -> AsyncIterator[GatewayStream]:
 
 
 async def end_of(call: grpc.aio.StreamStreamCall) -> QuireError:
-    """How the scheduler ends a stream."""
+    """The error with which the scheduler ends a stream."""
     try:
         async with asyncio.timeout(30):
             while await call.read() is not EOF:
@@ -82,7 +82,7 @@ async def end_of(call: grpc.aio.StreamStreamCall) -> QuireError:
 
 
 async def refusal_of(stub: SchedulerServiceStub, first: scheduler_pb2.ConnectRequest) -> QuireError:
-    """How the scheduler refuses a stream that begins with this message."""
+    """The scheduler's refusal of a stream that begins with this message."""
     try:
         async with asyncio.timeout(30):
             async for _ in stub.Connect([first]):
@@ -182,7 +182,7 @@ async def test_a_gateway_that_connects_again_goes_on_with_its_requests(stub: Sch
     first.close()
     second, _ = await GatewayStream.open(stub, grace_period_ms=60_000)
     await second.submit(make_submit(1, max_tokens=100, nonce=7, emitted=first.outputs[1], resubmitted=True))
-    # One that is unknown goes on after the tokens that its gateway has.
+    # An unknown request continues after the tokens that its gateway has.
     await second.submit(
         make_submit(
             2,
@@ -238,9 +238,9 @@ async def test_an_abort_is_answered_by_what_the_request_cost_and_no_token_follow
     while len(stream.outputs[1]) < 3:
         await stream.read()
     await stream.abort(1, wants_usage=True)
-    # Its only sequence.
+    # The request's only sequence.
     await stream.abort(3, sequence_index=0, wants_usage=True)
-    # What is unknown is answered without usage, and only where that is wanted; nothing follows of it.
+    # An unknown request is answered without usage, and only if the gateway wants usage; no other event follows.
     await stream.abort(8)
     await stream.abort(9, wants_usage=True)
     await stream.say(detach={"handle": 9})
@@ -325,14 +325,14 @@ async def test_a_prefix_is_pinned_in_whole_blocks_until_it_is_let_go_of(stub: Sc
     assert from_rpc_error(caught.value).reason == "PIN_NOT_FOUND"
 
 
-# Watching: of the real one; tests tell the fake one what it shows
+# Watching, only with the real scheduler; tests set the frames of the fake one
 
 WATCHED = pytest.mark.parametrize("stub", ["scheduler_svc"], indirect=True)
 
 
 @WATCHED
 async def test_the_first_frame_is_whole_and_others_come_though_nothing_happens(stub: SchedulerServiceStub) -> None:
-    """What frames add up to is shown in tests/unit/scheduler_svc/core/test_view.py."""
+    """tests/unit/scheduler_svc/core/test_view.py shows that the frames add up."""
     for include_memory in (False, True):
         call = stub.Watch(scheduler_pb2.WatchRequest(include_memory=include_memory))
         async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""What schedulers rely on of every worker, over raw messages. The worker without a model is the same service."""
+"""Behaviour of every worker that schedulers rely on, by raw messages. The fake worker is the same service."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -61,7 +61,7 @@ async def test_a_higher_epoch_ends_the_session_before_and_releases_its_rows(addr
 
 
 async def test_a_step_out_of_order_is_refused(client: StepClient) -> None:
-    """Of another incarnation, too: tests/unit/worker_svc/protocol/test_session.py."""
+    """tests/unit/worker_svc/protocol/test_session.py also has steps of another incarnation."""
     await prefill(client)
     step = client.step(batch=decode_batch(3))
     step.step_id = 3
@@ -75,7 +75,7 @@ BAD_STEPS: list[dict[str, object]] = [
     {"cache_operations": {"swap_out": encode_int32([0, 1 << 24])}},
     {"assign": [make_assign(1, [1 << 24], [])]},
 ]
-"""One of each kind: all others are in tests/unit/worker_svc (protocol/test_convert.py, device/test_rows.py)."""
+"""One fault of each kind: tests/unit/worker_svc has all others (protocol/test_convert.py, device/test_rows.py)."""
 
 
 @pytest.mark.parametrize("fields", BAD_STEPS)
@@ -90,7 +90,7 @@ async def test_a_step_that_contradicts_itself_or_the_worker_is_refused(
 
 
 async def test_rows_that_search_report_candidates_and_go_on_with_what_is_chosen(client: StepClient) -> None:
-    """Two beams of one prompt; the second choice of the first beam then takes the second's row."""
+    """Two beams of one prompt; the second choice of the first beam then takes the second beam's row."""
     width = client.info.pool.block_size
     prompt = [index % 7 for index in range(width)]
     result = await client.run(
@@ -115,7 +115,7 @@ async def test_rows_that_search_report_candidates_and_go_on_with_what_is_chosen(
         block_table_deltas=encode_int32([1, 1, 3]),
         batch=make_batch([0, 1], [1, 1], [width + 1, width + 1]),
     )
-    # What a beam reports is what its tokens report when they are computed afresh.
+    # A beam reports the same candidates as its tokens do when they are computed anew.
     for row, reported in enumerate(result.candidates):
         tokens = [*prompt, best[0], chosen[row]]
         assign = make_assign(4 + row, tokens, [6 + 2 * row, 7 + 2 * row], num_candidates=4)
@@ -169,5 +169,5 @@ async def test_a_constraint_is_prepared_between_steps_whatever_it_is(client: Ste
 
 
 def test_workers_keep_the_constraints_that_schedulers_count_on() -> None:
-    """As many older ones may have been used since."""
+    """The same number of older constraints may have been used since."""
     assert MIN_KEPT >= 2 * NUM_KEPT

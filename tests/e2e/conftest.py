@@ -1,4 +1,4 @@
-"""One server of the embedded model for all tests that need nothing else of theirs."""
+"""One server of the embedded model for all tests that need no special settings."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from tests.support.serving import Served, serving
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def served() -> AsyncIterator[Served]:
-    # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
+    # float32: in bfloat16 equal logits are common, and the batch decides which one wins.
     async with serving(num_gpu_blocks=512, dtype="float32", demo=True) as running:
         yield running
 

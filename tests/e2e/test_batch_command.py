@@ -1,4 +1,4 @@
-"""`quire batch`: a file of requests, a server for it alone, and the answers in their order."""
+"""`quire batch`: a file of requests, a server only for that file, and the answers in their order."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import pytest
 from quire_cli.main import main
 from tests.support.serving import forked_programs
 
-# With services that are forks; the first argument has their commands.
+# The services are forks; the first argument has their commands.
 PROGRAM = """
 import functools, json, sys
 from quire_cli import batch
@@ -57,7 +57,7 @@ async def test_a_file_is_answered_in_its_order(tmp_path: Path, capsys: pytest.Ca
     assert (
         found[0]["response"]["body"]["choices"][0]["message"] == found[2]["response"]["body"]["choices"][0]["message"]
     )
-    # A run that was interrupted within its second line goes on behind the first one.
+    # A run that was interrupted within its second line continues after the first one.
     whole = answers.read_bytes().splitlines(keepends=True)
     answers.write_bytes(whole[0] + whole[1][:30])
     status, _, err = await run(str(requests), f"--output={answers}", *flags)
@@ -65,7 +65,7 @@ async def test_a_file_is_answered_in_its_order(tmp_path: Path, capsys: pytest.Ca
     resumed = answers.read_bytes().splitlines(keepends=True)
     assert (resumed[0], len(resumed)) == (whole[0], 3)
     assert [json.loads(line)["custom_id"] for line in resumed] == ["one", "bad", "two"]
-    # What starts nothing needs no process of its own.
+    # A command that starts no server needs no process of its own.
     assert main(["batch", str(requests), f"--output={answers}", *flags]) == 1
     assert "has all 3 answers already" in capsys.readouterr().err
     assert answers.read_bytes() == b"".join(resumed)

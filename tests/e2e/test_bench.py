@@ -15,7 +15,7 @@ SHORT = ("--dataset=fixed", "--prompt-len=12", "--output-len=6", "--warm-up-requ
 
 @contextlib.asynccontextmanager
 async def benching(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Killed at the end of the block, where it has not ended."""
+    """Runs `quire bench`; kills it at the end of the block if it has not ended."""
     command = (*forked("quire_cli.main", "quire_cli.bench.command", "httpx"), "bench", *flags)
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -29,7 +29,7 @@ async def benching(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def bench(*flags: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
+    """Returns exit status, stdout and stderr."""
     async with benching(*flags) as process:
         stdout, stderr = await process.communicate()
     assert process.returncode is not None
@@ -62,7 +62,7 @@ async def test_rates_over_grpc_are_reported_drawn_and_written(served: Served, tm
     slow, at_once = (run.report for run in result.runs)
     for report in (slow, at_once):
         assert (report.completed, report.errors, report.slo_share) == (6, {}, 1.0)
-        # What the runs before have cached is not used again.
+        # Prefixes that earlier runs cached are not used again.
         assert (report.prompt_tokens, report.output_tokens, report.cached_tokens) == (72, 36, 0)
         assert report.preemptions == 0
         assert report.client_cpu_share is not None

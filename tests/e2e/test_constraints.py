@@ -1,4 +1,4 @@
-"""Texts that match what a request asks for, by all kinds of constraints and all ways of decoding."""
+"""Texts that match a request's constraint, with all kinds of constraints and all ways of decoding."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Counters of a gateway are the sums of the usages of its answers, candidates that were dropped included."""
+"""Counters of a gateway equal the sums of the usages of its answers, with dropped candidates included."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What deploy/ would start in containers, run as processes: commands, variables, certificates and health checks."""
+"""Containers of deploy/, run as processes: commands, variables, certificates and health checks."""
 
 import asyncio
 import configparser
@@ -32,10 +32,10 @@ _POLL_INTERVAL_S = 0.2
 
 @dataclass(frozen=True)
 class Container:
-    """What an orchestrator would start.
+    """A container as an orchestrator would start it.
 
     Attributes:
-        arguments: Of `quire`.
+        arguments: Arguments of `quire`.
         health: The command that says whether it serves.
         mounts: Folders of this machine by the paths that they have inside.
     """
@@ -49,7 +49,7 @@ class Container:
 def containers_of_pods(file: Path, folder: Path, certificates: Path) -> Mapping[str, Container]:
     """All containers of all pods of rendered manifests, in the order in which they start.
 
-    `folder` is mounted in the place of all volumes but `certificates`, which has a directory for each role.
+    `folder` is mounted in place of all volumes except `certificates`, which has a directory for each role.
     """
     return {
         container.name: Container(
@@ -64,12 +64,12 @@ def containers_of_pods(file: Path, folder: Path, certificates: Path) -> Mapping[
 
 
 class Machine:
-    """One machine in the place of a network of containers."""
+    """One machine that stands in for a network of containers."""
 
     def __init__(
         self, containers: Mapping[str, Container], ports: Sequence[str], own_ports: Sequence[str] = ()
     ) -> None:
-        """`ports` and `own_ports` are those inside; containers may have the same of the latter, where none calls it."""
+        """`ports` and `own_ports` are ports inside; containers may share one of `own_ports`, if no other calls it."""
         self._containers = containers
         self._ports = {port: str(free_port()) for port in ports} | dict.fromkeys(own_ports, "0")
 
@@ -78,7 +78,7 @@ class Machine:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """All of them, healthy."""
+        """Runs all containers, and waits until they are healthy."""
         async with contextlib.AsyncExitStack() as stack:
             for container in self._containers.values():
                 await stack.enter_async_context(self._process(container))
@@ -119,7 +119,7 @@ class Machine:
         return child_environ(os.environ) | given | {"QUIRE_NUM_THREADS": "1"}
 
     def _here(self, word: str, container: Container) -> str:
-        """A word of a command line as it is here: hosts are all this one, ports and folders are others."""
+        """A word of a command line, translated to this machine: hosts are all this one, ports and folders differ."""
         word = re.sub(r"\b0\.0\.0\.0\b", "127.0.0.1", word)
         word = re.sub(r"(?<==)[a-z][\w.-]*(?=:\d+$)|^[a-z][\w.-]*(?=:\d+$)", "127.0.0.1", word)
         word = re.sub(r"(?<=dns:///)[a-z][\w.-]*(?=:\d+$)", "127.0.0.1", word)
@@ -137,9 +137,9 @@ GREEDY = GenerationOptions(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def certificates_of(file: Path, directory: Path) -> Path:
-    """Made by the last command that stands in the file."""
+    """Certificates that the last command in the file makes."""
     lines = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines())
-    # A command may go on in the next line.
+    # A command may continue on the next line.
     commands = "\n".join(lines).replace("\\\n", "").splitlines()
     words = shlex.split([line for line in commands if line.startswith("quire certs ")][-1])
     words[words.index("--tls-dir") + 1] = str(directory)
@@ -161,7 +161,7 @@ def compose_containers(certificates: Path, directory: Path) -> Mapping[str, Cont
 
 
 def units(certificates: Path, directory: Path) -> Mapping[str, Container]:
-    """Commands of the units of systemd, with the variables that the document gives each service."""
+    """Commands of the systemd units, with the variables that the document gives each service."""
     text = DEPLOYING.read_text(encoding="utf-8")
     found = {}
     for name in SERVICES:
@@ -174,7 +174,7 @@ def units(certificates: Path, directory: Path) -> Mapping[str, Container]:
             (block,) = re.findall(rf"`/etc/quire/{file}\.env`[^`]*```sh\n(.*?)```", text, re.DOTALL)
             variables |= dict(line.split("=", 1) for line in block.splitlines())
         variables.pop("QUIRE_MODEL", None)
-        if name == "gateway":  # By default, which is taken here.
+        if name == "gateway":  # The default ports are taken here.
             variables |= {"QUIRE_GRPC_PORT": "50051", "QUIRE_HTTP_PORT": "8000"}
         port = variables.get("QUIRE_LISTEN", "0.0.0.0:50051")
         mounts = {"/etc/quire/certs": certificates / name, "/etc/quire": directory}
@@ -216,7 +216,7 @@ async def test_the_units_of_systemd_serve(tmp_path: Path) -> None:
         await check_answers(f"127.0.0.1:{machine.port('50051')}", ClientTls(certificates / "ca.pem"), api_key)
 
 
-# Of docs/proposals/003-model-server-protocol in kubernetes-sigs/gateway-api-inference-extension, August 2026.
+# From docs/proposals/003-model-server-protocol in kubernetes-sigs/gateway-api-inference-extension, August 2026.
 GAUGES_OF_THE_PROTOCOL = {
     *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
     *("vllm:cache_config_info", "vllm:lora_requests_info"),
@@ -224,7 +224,7 @@ GAUGES_OF_THE_PROTOCOL = {
 
 
 async def test_a_pod_of_an_inference_pool_shows_what_its_endpoint_picker_reads(tmp_path: Path) -> None:
-    """What the metrics say is tested in tests/service/gateway/test_vllm_metric_names.py."""
+    """tests/service/gateway/test_vllm_metric_names.py tests the values of the metrics."""
     containers = containers_of_pods(RENDERED / "inference-pool.yaml", tmp_path, tmp_path)
     machine = Machine(containers, ("50051", "8000", "9400", "9401", "9410", "5557", "5558"))
     url = f"http://127.0.0.1:{machine.port('8000')}"
@@ -236,7 +236,7 @@ async def test_a_pod_of_an_inference_pool_shows_what_its_endpoint_picker_reads(t
         assert int(labels["num_gpu_blocks"]) > 0
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.subscribe(b"kv@")
-            # What was published before comes by the other port.
+            # The other port replays earlier events.
             socket.connect(f"tcp://127.0.0.1:{machine.port('5557')}")
             topic = None
             while topic is None:

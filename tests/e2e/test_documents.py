@@ -1,5 +1,5 @@
-"""What the README, the tutorials and the examples show runs as it is written, but for the ports: the server has free
-ones."""
+"""Commands and programs of the README, the tutorials and the examples run as they are written, except that the server
+has free ports."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ class Call:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> "Call":
-        """Raises ValueError for a flag that is not known here."""
+        """Raises ValueError for an unknown flag."""
         words, data = [], "{}"
         rest = iter(arguments)
         for word in rest:
@@ -70,7 +70,7 @@ ROOT = Path(__file__).parents[2]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 GREEDY = ", in a quiet meadow, there lived a"
-# Of what grpcurl can do, the stand-in for it knows calls of methods, and `list`.
+# The stand-in for grpcurl can only call methods and `list`.
 NOT_HERE = re.compile(r" (describe|-max-time|-H|-cacert) ")
 
 
@@ -89,7 +89,7 @@ def shell_lines(text: str, pattern: str) -> list[str]:
 
 
 def here(text: str, served: Served) -> str:
-    """With the addresses of this server."""
+    """Replaces addresses in the text by this server's."""
     text = text.replace("127.0.0.1:50051", served.server.grpc_address)
     return text.replace("127.0.0.1:8000", served.server.http_address)
 
@@ -150,11 +150,11 @@ async def test_each_grpcurl_call_works_by_reflection_alone(served: Served, line:
         return
     answers = await asyncio.to_thread(call.run)
     assert all(answers)
-    # Of a stream at least a chunk, the end of the sequence and that of the request.
+    # A stream has at least a chunk, the end of the sequence and the end of the request.
     assert len(answers) >= 3 or "Stream" not in line
 
 
-# What the programs of a page print, among other things.
+# Texts that the programs of a page print, among others.
 PAGES = {
     "getting-started.md": ["The capital of France is Paris."],
     "tutorials/chat.md": ["The capital of France is Paris.", "The capital of Italy is Rome.", "400 tokens, though"],
@@ -175,8 +175,8 @@ def test_every_page_with_a_program_is_run() -> None:
     assert {page for page in pages if "```python" in (DOCS / page).read_text()} == set(PAGES)
 
 
-# What the output of each example matches, one after the other. Of the client for asyncio fewer pieces come where it was
-# slower than the tokens, so that several came in one.
+# Patterns that the output of each example matches, one after the other. The asyncio client gets fewer pieces if it is
+# slower than the tokens, so that a piece has several of them.
 PROGRAMS = {
     "python/sync_client.py": [
         f"Once upon a time{GREEDY}",

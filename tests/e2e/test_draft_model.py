@@ -1,4 +1,4 @@
-"""A draft model decides how many tokens a step gives, and never which."""
+"""A draft model decides how many tokens a step gives, but never which."""
 
 import shutil
 from functools import partial
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.extended
 
 
 def drafting(draft_model: Path, *flags: str, choice: EveryDraft | None = None) -> WholeEngine:
-    """Verifies all that the draft model guesses."""
+    """An engine that verifies all guesses of the draft model."""
     engine = WholeEngine(*flags, "--speculate", "draft", "--draft-model", str(draft_model), "--max-drafts", "5")
     assert isinstance(engine.worker.runner, ModelRunner)
     engine.worker.runner.choose_drafts(choice or EveryDraft())
@@ -37,7 +37,7 @@ def drafting(draft_model: Path, *flags: str, choice: EveryDraft | None = None) -
 
 
 def assert_full_blocks_are_those_of_the_model(engine: WholeEngine) -> None:
-    """Of a draft model that is the model."""
+    """The draft model of `engine` must be the model itself."""
     runner = engine.worker.runner
     assert isinstance(runner, ModelRunner)
     pool, blocks = runner._pool, runner.sealed_blocks().block_ids
@@ -62,7 +62,7 @@ def cut(directory: Path, num_layers: int) -> Path:
 
 
 def random(directory: Path) -> Path:
-    """Another family, other heads, random weights, the same tokenizer."""
+    """A model of another family, with other heads, random weights, and the same tokenizer."""
     make_model(directory, "qwen3", vocab_size=2080, max_position_embeddings=1024)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model(None) / name, directory / name)
@@ -76,7 +76,7 @@ def share_right(engine: WholeEngine) -> float:
 
 @pytest.fixture(scope="module")
 def same() -> tuple[WholeEngine, WholeEngine]:
-    """Without drafts, and with those of the model itself: nearly all are right where its keys and values are."""
+    """Without drafts, and with drafts of the model itself: nearly all are right if its keys and values are."""
     flags = [*FLAGS, "--dtype", "float32"]
     return WholeEngine(*flags), drafting(resolve_model(None), *flags)
 
@@ -111,7 +111,7 @@ def test_blocks_of_the_prefix_cache_have_its_keys_and_values_of_prompts_and_of_a
     assert on.run([first, later], max_num_seqs=1) == expected
     assert on.usages[1].cached_tokens >= 128
     assert on.usages[1].accepted_draft_tokens > 0.9 * on.usages[1].drafted_tokens > 0
-    # Beside both prompts it computed the last tokens of full blocks, and nothing that was found.
+    # In addition to both prompts it computed the last tokens of full blocks, and no cached tokens.
     assert num_computed < 40 + 12 + 60
     assert_full_blocks_are_those_of_the_model(on)
 
@@ -130,7 +130,7 @@ def test_swaps_and_copies_of_blocks_keep_it_right(same: tuple[WholeEngine, Whole
 
 
 class LateDraft(EveryDraft):
-    """Has guesses for long rows only."""
+    """Has guesses only for long rows."""
 
     def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> np.ndarray:
         return np.where(guesses.lengths > 100, guesses.num_tokens, 0)
@@ -164,17 +164,17 @@ def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path
 def test_several_passes_of_a_step_have_drafts_too() -> None:
     off, on = WholeEngine(*FLAGS), drafting(resolve_model(None), *FLAGS, *MULTI_STEP)
     requests = make_requests(off.worker.info.model.vocab_size)
-    # Penalties and constraints it does not know.
+    # It does not know penalties and constraints.
     assert on.run(requests) == off.run(requests)
     assert on.num_drafts > on.num_accepted > 0
-    # Alone, a request without log probabilities never waits for one that has some.
+    # By itself, a request without log probabilities never waits for one with them.
     assert on.run(requests[:1]) == off.run(requests[:1])
     assert on.num_passes > on.num_steps
     assert on.num_accepted > 0
 
 
 def test_one_that_does_not_pay_drafts_next_to_nothing(tmp_path: Path) -> None:
-    """Chosen by what it costs and by how often it was right."""
+    """The choice depends on its cost and on how often it was right."""
     off = WholeEngine(*FLAGS)
     on = WholeEngine(*FLAGS, "--speculate", "draft", "--draft-model", str(random(tmp_path / "random")))
     request = make_request(0, range(30, 70), sampling={"temperature": 0.9}, max_tokens=400)

@@ -1,4 +1,4 @@
-"""What others were answered is guessed where it should be, and no text changes. Other guesses: test_speculation.py."""
+"""Drafts from answers of other requests come where they should, and change no text. Others: test_speculation.py."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def test_what_a_tenant_was_answered_is_guessed_for_this_tenant_only() -> None:
         replace(make_request(number, prompt, max_tokens=60, seed=6, sampling={"temperature": 0.8}), tenant=tenant)
         for number, tenant in enumerate(("anna", "ben", "anna"))
     ]
-    # One after the other.
+    # One request after the other.
     assert on.run(requests, max_num_seqs=1) == off.run(requests)
     assert [on.usages[number].accepted_draft_tokens for number in (0, 1)] == [0, 0]
     assert on.usages[2].accepted_draft_tokens >= 25

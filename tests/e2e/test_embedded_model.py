@@ -1,4 +1,4 @@
-"""What the embedded model does by itself: it calls tools, says what they returned, and answers in JSON."""
+"""Abilities of the embedded model: it calls tools, reports what they returned, and answers in JSON."""
 
 import json
 from typing import Any

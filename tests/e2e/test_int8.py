@@ -1,4 +1,4 @@
-"""Int8 weights and an int8 KV pool behind their flags: answers stay right. Requests together: test_recomputation.py."""
+"""Int8 weights and an int8 KV pool by their flags: answers stay right. Concurrent requests: test_recomputation.py."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.support.serving import serving
 
 pytestmark = pytest.mark.extended
 
-# Held out of training; the embedded model answers them right in bfloat16 and float32.
+# Questions that are not in the training data; the embedded model answers them right in bfloat16 and float32.
 QUESTIONS = {
     "Question: 82 + 48\nAnswer:": " 82 + 48 = 130.",
     "Question: Say backwards: ship, duck.\nAnswer:": " duck, ship.",

@@ -1,4 +1,4 @@
-"""What running services show: metrics by all names of documents, dashboards and rules, and logs as JSON."""
+"""Metrics and logs of running services: metrics by all names of documents, dashboards and rules, and logs as JSON."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ from tests.unit.packaging.test_observability import RULES, expressions
 
 pytestmark = pytest.mark.extended
 
-# Reported by Prometheus itself, made by rules, or there once keys are used or with TLS.
+# Metrics that Prometheus itself reports, that rules make, or that exist only with keys or TLS.
 ELSEWHERE = {"up", "ALERTS", "quire_certificate_seconds_left"} | {rule["record"] for rule in RULES if "record" in rule}
 
 

@@ -1,4 +1,4 @@
-"""A model of a hub, served by a whole server as a user would."""
+"""A model from a hub, served by a whole server."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Through all processes, requests at once get what transformers generates while blocks run out: a shape of each family
-by one rank, some by several. The logits of all families are in tests/unit/worker_svc/models."""
+"""Through all processes, concurrent requests get the same text as from transformers while blocks run out: a shape of
+each family by one rank, some by several. tests/unit/worker_svc/models compares the logits of all families."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def _by_length(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
 SEARCHED = "llama-gqa-untied-32"
-"""Beam searches are the scheduler's, whatever the family of the model is."""
+"""Family for beam searches, which do not depend on the family, since the scheduler runs them."""
 FAMILIES = (SEARCHED, "gpt2-tied-32", "opt-pre-norm-32")
 # Heads of key and value for each rank, one head of key and value for both, an odd number of inner features, fused
 # query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
@@ -53,14 +53,14 @@ FOR_TWO_RANKS = ("llama-gqa-explicit-128", *("gpt2-tied-32", "opt-post-norm-proj
 
 
 def make_prompts(count: int, max_length: int = 99) -> list[list[int]]:
-    """The second half begins as the first, so that prefixes are hit."""
+    """The second half begins like the first half, so that prefixes are hit."""
     rng, lengths = random.Random(count), [length for length in LENGTHS if length <= max_length]
     firsts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(lengths[i % len(lengths)])] for i in range(count // 2)]
     return firsts + [[*first, rng.randrange(3, VOCAB_SIZE)] for first in firsts]
 
 
 async def ask(served: Served, prompts: list[list[int]], max_tokens: int, **options: float) -> list[list[int]]:
-    """What each prompt gives; all are asked at once."""
+    """The output of each prompt; all are sent at once."""
     asked = GenerationOptions(**{"max_tokens": max_tokens, "ignore_eos": True, **options})
     generations = await served.together(served.client.generate(prompt, asked) for prompt in prompts)
     return [list(generation.sequences[0].token_ids) for generation in generations]
@@ -72,7 +72,7 @@ async def check_greedy(served: Served, model: PreTrainedModel, prompts: list[lis
     assert outputs == likeliest_after(model, prompts, outputs)
 
 
-# So many that among random texts of 24 tokens some meet one and some do not.
+# Enough stop tokens that some random texts of 24 tokens have one and some have none.
 STOPS = range(5, VOCAB_SIZE, 32)
 SEARCH = GenerationOptions(
     beam_search=BeamSearch(4, length_penalty=0.5), n=4, max_tokens=24, stop_token_ids=STOPS, ignore_eos=True
@@ -97,7 +97,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
                 output_scores=True,
             )
         outputs = [list(each.token_ids) for each in answer.sequences]
-        # What follows a stop token is padding.
+        # Tokens after a stop token are padding.
         rows = expected.sequences[:, len(prompt) :].tolist()
         assert outputs == [row[: len(output)] for row, output in zip(rows, outputs, strict=True)]
         assert all(len(output) == 24 or output[-1] in STOPS for output in outputs)
@@ -107,9 +107,9 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
 
 @parametrize_once("name", FAMILIES)
 async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
-    """Greedy ones, then beam searches of one family."""
+    """Greedy requests, then beam searches of one family."""
     model = make_model(tmp_path, name)
-    # 70 blocks hold 1,120 of the 4,400 tokens that all requests come to.
+    # 70 blocks hold 1,120 of the 4,400 tokens that all requests have together.
     settings: dict[str, Any] = {"num_threads": 2, "num_gpu_blocks": 70, "max_num_batched_tokens": 300}
     async with serving(model=str(tmp_path), dtype="float32", **settings) as served:
         await check_greedy(served, model, make_prompts(64), 40)
@@ -123,11 +123,11 @@ async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: st
 MODEL_RULES: dict[str, Any] = {
     "suppress_tokens": [*range(3, VOCAB_SIZE, 7)],
     "begin_suppress_tokens": [*range(4, VOCAB_SIZE, 5)],
-    # Transformers takes the tokens that end a text out of them.
+    # transformers removes the tokens that end a text.
     "bad_words_ids": [[token] for token in range(6, VOCAB_SIZE, 11) if token not in STOPS],
     "sequence_bias": [[[token], 0.25 * (token % 5)] for token in range(3, VOCAB_SIZE)],
     "no_repeat_ngram_size": 2,
-    # Outputs that grow by two blocks: blocks run out, however the requests' arrivals and ends fall together.
+    # Outputs that grow by two blocks: blocks run out, however the requests' arrivals and ends coincide.
     "min_new_tokens": 20,
     "repetition_penalty": 1.1,
 }

@@ -1,4 +1,4 @@
-"""Programs over one cached prefix, against all processes: what is chosen, and what a conversation takes."""
+"""Programs over one cached prefix, against all processes: the chosen answers, and the cost of a conversation."""
 
 import dataclasses
 
@@ -21,10 +21,10 @@ async def test_the_most_likely_choice_is_selected_over_a_cached_prefix(served: S
         chosen = await branch.select(choices, "animal")
         assert chosen == branch["animal"] == " fox"
         assert branch.prompt == f"{DOCUMENT}{BEGUN} fox"
-        # Each choice computes little more than itself.
+        # Each choice computes little more than its own tokens.
         assert program.costs.prompt_tokens - program.costs.cached_tokens < len(choices) * 2 * BLOCK
 
-    # As scored over the whole prompt, without the cache.
+    # Same scores as over the whole prompt, without the cache.
     options = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=0)
     whole = await served.client.generate(f"{DOCUMENT}{BEGUN} fox", options)
     assert whole.usage.cached_tokens == 0

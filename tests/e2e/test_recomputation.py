@@ -1,5 +1,5 @@
-"""Text and log probabilities are the same to the bit however prompts are cut into chunks, and whatever is computed
-again: a token of a prompt is always computed as one of several, a token of the output always as a decode."""
+"""Text and log probabilities have the same bits for any chunks of prompts and any recomputation: a prompt token is
+always computed as one of several, an output token always as a decode."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.e2e.test_speculation import FLAGS, POOLS, make_requests
 from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import WholeEngine
 
-# At most two or three requests find room at once, and what others computed is evicted.
+# At most two or three requests find room at once, and blocks of others are evicted.
 RECOMPUTE: dict[str, Any] = {"num_blocks": 44, "preemption_mode": PreemptionMode.RECOMPUTE}
 
 

@@ -34,7 +34,7 @@ def start(directory: Path, *flags: str) -> WholeEngine:
 
 
 def assert_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> None:
-    """Each token is the likeliest one in the whole sequence."""
+    """Checks that each token is the likeliest one in the whole sequence."""
     with torch.inference_mode():
         likeliest = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
     assert output == likeliest.tolist()

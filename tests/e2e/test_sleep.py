@@ -1,4 +1,4 @@
-"""`/sleep` and `/wake_up` with all processes: requests wait, and go on where they were."""
+"""`/sleep` and `/wake_up` with all processes: requests wait, and continue where they were."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_requests_wait_while_the_pool_is_given_back_and_go_on_at_the_next_
         expected = await text_of(http, LONG)
         running = asyncio.create_task(text_of(http, LONG, has_begun))
         await has_begun.wait()
-        # Two at once, and again: it sleeps.
+        # Two calls at once, and a third: it sleeps.
         answers = await asyncio.gather(*(http.post("/sleep?level=1&mode=keep") for _ in range(2)), http.post("/sleep"))
         assert [(each.status_code, each.json()) for each in answers] == [(200, {"is_sleeping": True})] * 3
         assert await is_sleeping()
@@ -77,6 +77,6 @@ async def test_requests_wait_while_the_pool_is_given_back_and_go_on_at_the_next_
         assert await running == expected
         assert expected.startswith(await new)
         assert (await http.get("/health")).status_code == 200
-        # What was cached is gone, and nothing of the zeros is taken for a prefix.
+        # Cached blocks are gone, and no zeros are taken for a prefix.
         assert await text_of(http, LONG) == expected
         assert (await http.post("/wake_up")).json() == {"is_sleeping": False}

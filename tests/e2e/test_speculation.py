@@ -1,4 +1,4 @@
-"""Text, log probabilities and ends are the same to the bit with drafts and without, whatever is drafted."""
+"""Text, log probabilities and ends have the same bits with drafts and without, whatever is drafted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,13 +47,13 @@ RECOMPUTE = {"num_blocks": 40, "preemption_mode": PreemptionMode.RECOMPUTE, "max
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> tuple[WholeEngine, WholeEngine]:
-    """Without drafts, and with up to five."""
+    """Engines without drafts, and with up to five."""
     flags = [*FLAGS, *POOLS[request.param]]
     return WholeEngine(*flags), WholeEngine(*flags, "--speculate", "ngram", "--max-drafts", "5")
 
 
 def make_requests(vocab_size: int) -> list[Request]:
-    """Greedy and sampled ones with all that changes logits, each with text that repeats and text that does not."""
+    """Greedy and sampled requests with all rules for logits, each with repetitive and with other text."""
     parameters: list[dict[str, Any]] = [
         {"sampling": {"temperature": 0.0}},
         {"sampling": {"temperature": 0.9}},
@@ -81,7 +81,7 @@ def texts_of(requests: Sequence[Request], outcome: dict[tuple[int, int], Text]) 
     return [[*prompts[handle], *text.token_ids] for (handle, _), text in outcome.items()]
 
 
-# In other types than float32, what is computed again after a preemption is rounded otherwise, with drafts or without.
+# In other types than float32, recomputation after a preemption rounds differently, with drafts or without.
 @parametrize_once(
     "engines, config",
     [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)],
@@ -107,15 +107,15 @@ def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], c
 
 @parametrize_once("config", [SWAP, {}], ids=["swap", "room"])
 def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
-    """Where the model runs several times in a step, without drafts and with right and wrong ones."""
+    """The model runs several times in a step, without drafts and with right and wrong ones."""
     off, several = WholeEngine(*FLAGS, "--dtype", "bfloat16"), [*FLAGS, "--dtype", "bfloat16", *MULTI_STEP]
     requests = make_requests(off.worker.info.model.vocab_size)
-    # Alone, a request without log probabilities never waits for one that has some.
+    # By itself, a request without log probabilities never waits for one with them.
     expected = off.run(requests, **config) | off.run(requests[:1])
     plain = WholeEngine(*several)
     assert plain.run(requests, **config) | plain.run(requests[:1]) == expected
     assert plain.num_passes > 3 * plain.num_steps
-    # Rows that need nothing but a draw, one of which once gets logits that are none in the middle of a step.
+    # Rows that only need a draw. The logits of one row are NaN once, in the middle of a step.
     simple = [
         make_request(number, [*range(30, 40 + number)], seed=number, max_tokens=50, sampling=sampling)
         for number, sampling in enumerate([{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.9, "min_p": 0.01}])
@@ -149,7 +149,7 @@ def test_no_pass_runs_after_all_rows_have_ended() -> None:
         for number, (prompt, end) in enumerate(zip(prompts, ends, strict=True))
     ]
     assert [len(text.token_ids) for text in engine.run(requests).values()] == [5, 21]
-    # Those of the prompts are the first one. Two more come of steps that were on their way, and that seal blocks.
+    # The first pass computes the prompts. Two more belong to steps in flight, which seal blocks.
     assert engine.num_passes == 21 + 2
 
 
@@ -166,7 +166,7 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
     constrained = greedy | {"constraint": Constraint(json_schema=schema, no_white_space=True)}
 
     text = off.run([make_request(0, prompt, sampling=greedy)])[0, 0].token_ids
-    # Something was left out, and something else is said in its place.
+    # Some tokens are left out, and others come in their place.
     predicted = [*text[:10], *text[14:25], 21, 22, *text[27:]]
     cases = {
         "prediction": (
@@ -184,7 +184,7 @@ def test_predictions_and_grammars_and_repetitions_save_steps_and_change_nothing(
         assert on.num_steps <= off.num_steps - on.num_accepted // 2, name
         usage = on.usages[0]
         assert (usage.drafted_tokens, usage.accepted_draft_tokens) == (on.num_drafts, on.num_accepted), name
-    # Each of several sequences follows the prediction as far as it says the same.
+    # Each of several sequences follows the prediction up to its first different token.
     several = {"seed": 2, "sampling": {"temperature": 0.3}, "num_sequences": 3}
     expected = off.run([make_request(0, prompt, **several)])
     assert on.run([make_request(0, prompt, **several, predicted=expected[0, 1].token_ids)]) == expected

@@ -19,7 +19,7 @@ QUESTION = "What is 2+2?"
 
 
 async def generated(client: AsyncClient) -> str:
-    """An answer, as soon as there is somebody to give it: services that are no forks import everything before."""
+    """An answer, as soon as a server can give it: services that are not forks import all modules before."""
     async with asyncio.timeout(200):
         while True:
             try:

@@ -1,4 +1,4 @@
-"""One trace goes through gateway, scheduler and worker, as a collector gets it."""
+"""One trace through gateway, scheduler and worker, as a collector gets it."""
 
 import pytest
 
@@ -35,7 +35,7 @@ async def test_a_durable_request_is_one_trace_of_all_services_to_which_its_resum
         assert [each async for each in call][-1].HasField("completed")
         (resumed,) = (await collector.trace(OTHER, 1)).values()
     gateway, scheduler, worker = (spans[f"quire-{name}"] for name in ("gateway", "scheduler", "worker"))
-    # Each service's span follows the one of the service that asked it, and lies within its time.
+    # Each service's span is a child of the calling service's span, and lies within its time.
     assert [gateway.parent_id, scheduler.parent_id, worker.parent_id] == [CALLER, gateway.span_id, scheduler.span_id]
     assert gateway.start_ns <= scheduler.start_ns <= worker.start_ns <= worker.end_ns <= scheduler.end_ns
     assert {span.status for span in spans.values()} == {OK}
@@ -50,6 +50,6 @@ async def test_a_durable_request_is_one_trace_of_all_services_to_which_its_resum
     assert worker.attributes["quire.steps"] == 1
     assert 0 < worker.attributes["gen_ai.latency.time_in_model_forward"] < 10
     assert all(metadata["x-collector-key"] == "abc" for metadata in collector.metadata)
-    # A call that resumes it is in a trace of its own.
+    # A call that resumes it has a trace of its own.
     assert (resumed.parent_id, resumed.linked_traces) == (CALLER, [TRACE])
     assert resumed.name.startswith("resume ")

@@ -1,4 +1,4 @@
-"""vLLM's fields that change what a worker draws or reports, by OpenAI's client."""
+"""vLLM's fields that change what a worker samples or reports, by OpenAI's client."""
 
 from typing import Any
 

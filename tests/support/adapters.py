@@ -80,7 +80,7 @@ def merge_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
 
 def shape_of(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Number of inputs and outputs of a layer."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     return module.weight.shape[0], module.weight.shape[1]

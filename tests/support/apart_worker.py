@@ -1,6 +1,6 @@
 """`python -m tests.support.apart_worker`: the real worker, as a rank that shares no memory with the others.
 
-So are those of one model on several machines, or in containers of their own.
+Ranks of one model on several machines, or in separate containers, share none.
 """
 
 import sys
@@ -10,7 +10,7 @@ from worker_svc.parallel import rendezvous
 
 
 def keep_apart() -> None:
-    """From now on this process finds no memory that another rank would share."""
+    """Makes this process find no memory that another rank would share."""
     rendezvous._open_memory = lambda name, size: None
 
 

@@ -1,4 +1,4 @@
-"""A prefix cache as one sees it who is told of its changes."""
+"""A prefix cache as a reader of its changes sees it."""
 
 from quire.prefix_hashes import BlockHash, block_hash, root_hash
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens, CacheLog
@@ -6,8 +6,8 @@ from scheduler_svc.core.scheduler import Scheduler
 
 
 class CacheMirror:
-    """The content of a scheduler's prefix cache: what it held when its log began, and what the log told since. Changes
-    are checked as they come."""
+    """A copy of a scheduler's prefix cache: its content when its log began, plus all changes in the log. Changes are
+    checked as they come."""
 
     def __init__(self, scheduler: Scheduler, tenants: tuple[str, ...] = ("",)) -> None:
         self.blocks: dict[BlockHash, CachedTokens | None] = {}
@@ -18,7 +18,7 @@ class CacheMirror:
         self.watch(scheduler)
 
     def watch(self, scheduler: Scheduler) -> None:
-        """From now on the mirror is that of this scheduler."""
+        """Mirrors this scheduler's cache from now on."""
         self._scheduler, self._log = scheduler, scheduler.log_cache()
         assert self._log.take() == CacheChanges(True, [], {})
         self.blocks = dict.fromkeys(scheduler.batch.blocks.pool.sealed_hashes())
@@ -26,7 +26,7 @@ class CacheMirror:
         self.host = set(scheduler.swap_space.pool.sealed_hashes())
 
     def check(self) -> None:
-        """Takes in what changed, and compares."""
+        """Applies new changes, and compares the copy with the cache."""
         changes = self._log.take()
         assert changes is None or self._log.take() is None, "the same changes were told twice"
         if changes is not None:

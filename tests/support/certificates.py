@@ -9,11 +9,11 @@ from quire_cli.certs import LOCAL_HOSTS
 
 
 def make_certificates(directory: Path) -> Authority:
-    """Certificates of all roles that are good for a day, by a new authority."""
+    """Certificates of all roles that are valid for a day, by a new authority."""
     directory.mkdir(exist_ok=True)
     made_at = dt.datetime.now(dt.UTC)
     authority = Authority.make(365, made_at)
-    # An authority that is written beside another one is trusted besides it.
+    # A new authority in a folder that has one is trusted in addition to it.
     (directory / AUTHORITY_FILE).unlink(missing_ok=True)
     authority.write(directory)
     for role in Role:

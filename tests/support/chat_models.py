@@ -1,4 +1,4 @@
-"""Model directories with chat templates that know tools and reasoning."""
+"""Model directories whose chat templates support tools and reasoning."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ Calls: <tool_call>
 {%- if add_generation_prompt %}<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- endif %}"""
-"""In the style of Qwen's: calls of Hermes, and reasoning that the argument enable_thinking turns off."""
+"""Like Qwen's template: tool calls in Hermes' format, and reasoning that the argument enable_thinking turns off."""
 
 
 def write_chat_model(directory: Path, template: str = HERMES_TEMPLATE) -> Path:

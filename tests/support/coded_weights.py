@@ -6,7 +6,7 @@ import torch
 
 from kernels.packed_weight import CodedWeight, Coding, GroupScales
 
-# Where groups have their float16 numbers.
+# Byte offsets of the float16 numbers of a group.
 _FLOAT16_AT = {
     Coding.Q4_K: (0, 2),
     Coding.Q5_K: (0, 2),
@@ -34,7 +34,7 @@ _LARGEST = {
     Coding.INT8: 255,
     Coding.FP8: 448,
 }
-"""What a number may be, in scales of its group."""
+"""Largest absolute value of a number, in scales of its group."""
 
 
 SCALED = (Coding.INT4, Coding.INT8, Coding.FP8)
@@ -42,8 +42,8 @@ SCALED = (Coding.INT4, Coding.INT8, Coding.FP8)
 
 
 def make_coded(coding: Coding, out_features: int, num_groups: int, seed: int = 0) -> CodedWeight:
-    """Any bytes, with scales of groups of either sign that make numbers of about 0.1 at most. Where groups may have any
-    number of inputs, and scales any dtype, the seed says which ones."""
+    """Random bytes, with scales of either sign that make numbers of at most about 0.1. If groups may have any number of
+    inputs, and scales any dtype, the seed chooses them."""
     if coding in SCALED:
         inputs = (32, 64, 128, 96)[seed % 4]
         # The last group of FP8 may have fewer inputs; a single group may have any number.
@@ -68,7 +68,7 @@ def make_scaled(
     has_zeros: bool,
     seed: int = 0,
 ) -> CodedWeight:
-    """The same with groups of so many inputs and scales of this dtype."""
+    """The same with groups of `inputs` inputs and scales of this dtype."""
     generator = np.random.default_rng(seed)
     per_group, num_bytes = coding.group
     codes = generator.integers(0, 256, (out_features, in_features // per_group * num_bytes), dtype=np.uint8)
@@ -83,7 +83,7 @@ def make_scaled(
 
 
 def dequantized(weight: CodedWeight) -> torch.Tensor:
-    """[out, in] float32, by the package; where rows hold only codes, number by number in float64."""
+    """[out, in] float32, by the package `gguf`; if rows hold only codes, number by number in float64."""
     if (scales := weight.scales) is not None:
         codes = weight.rows
         if weight.coding is Coding.FP8:

@@ -1,4 +1,4 @@
-"""Compose files as a compose parser reads them, as far as ours go."""
+"""Reads Compose files as a compose parser does, for the features that ours use."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ WITH_TLS = ROOT / "deploy" / "compose.tls.yaml"
 
 
 def services_of(*files: Path) -> dict[str, Any]:
-    """The services by name; mappings of later files add to those of earlier ones, lists of volumes too."""
+    """The services by name; mappings and lists of volumes of later files add to earlier ones."""
     services: dict[str, Any] = {}
     for file in files:
         for name, service in yaml.safe_load(file.read_text(encoding="utf-8"))["services"].items():
@@ -21,12 +21,12 @@ def services_of(*files: Path) -> dict[str, Any]:
 
 
 def quire_services_of(*files: Path) -> dict[str, Any]:
-    """Those of them that run Quire's own images."""
+    """The services that run Quire's own images."""
     return {name: service for name, service in services_of(*files).items() if service["image"].startswith("quire-")}
 
 
 def default_of(value: str) -> str:
-    """What is there where the environment says nothing."""
+    """The value without a variable of the environment."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
 
 

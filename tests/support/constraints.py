@@ -1,4 +1,4 @@
-"""Vocabularies of every kind of tokenizer, and texts that a model of random weights would write under a constraint."""
+"""Vocabularies of every kind of tokenizer, and texts as a model with random weights writes them under a constraint."""
 
 import json
 import re
@@ -19,7 +19,7 @@ EOS = "</s>"
 
 @cache
 def sentence_pieces() -> tokenizers.Tokenizer:
-    """SentencePiece's kind: pieces with scores, words begin with "▁", and no byte tokens."""
+    """A tokenizer as SentencePiece makes it: pieces with scores, words begin with "▁", and no byte tokens."""
     characters = string.ascii_letters + string.digits + string.punctuation + "éößü名前\n\t"
     pieces = ["▁", *characters, "▁the", "▁cat", "at", "he", '":', '",', '▁"', '{"', "00", "true", "null", "▁20"]
     scored = [("<unk>", 0.0), (EOS, 0.0), *((piece, -float(len(pieces) - n)) for n, piece in enumerate(pieces))]
@@ -58,19 +58,19 @@ def mask_of(matcher: Matcher, held: Vocabulary, *, delays_end: bool = False) -> 
 
 
 def allowed_texts(matcher: Matcher, kind: str = "byte level") -> set[bytes]:
-    """The texts of the tokens that may follow; that of eos too."""
+    """The texts of the tokens that may follow, also of eos."""
     held = vocabulary(kind)
     return {held.token_bytes[token_id] for token_id in np.flatnonzero(mask_of(matcher, held))}
 
 
 def _tokens(held: Vocabulary, text: str) -> list[int]:
-    # llguidance 1.9 drops what is behind 1,024 bytes.
+    # llguidance 1.9 drops all bytes after the first 1,024.
     pieces = re.findall(r".{1,250}", text, re.DOTALL)
     return [token_id for piece in pieces for token_id in held.tokenizer.tokenize_str(piece)]
 
 
 def spelled(text: str, held: Vocabulary | None = None) -> list[int]:
-    """Tokens of a text, special ones where it names them."""
+    """Tokens of a text; special tokens if the text names them."""
     held = held or vocabulary("byte level")
     if not held.special_tokens:
         return _tokens(held, text)
@@ -80,12 +80,12 @@ def spelled(text: str, held: Vocabulary | None = None) -> list[int]:
 
 
 def accepts(constraint: Constraint, text: str, kind: str = "byte level") -> bool:
-    """Whether a text is complete under a constraint, by any tokens."""
+    """Whether a text is complete under a constraint, with any tokens."""
     return accepts_text(make_template(constraint, kind), text)
 
 
 def accepts_text(template: Template, text: str) -> bool:
-    """As `accepts`, of a constraint that is compiled once."""
+    """Same as `accepts`, for a constraint that is compiled only once."""
     held = template.vocabulary
     matcher = template.matcher(tuple(held.eos))
     # Byte by byte, so that no forced spelling of a text matters.
@@ -103,7 +103,7 @@ def write(
     max_tokens: int,
     on_step: Callable[[Sequence[int], np.ndarray], None] = lambda *_: None,
 ) -> tuple[list[int], bool]:
-    """Tokens that `choose` takes out of the possible ones, and whether the text ended by itself."""
+    """Tokens that `choose` picks of the allowed ones, and whether the text ended by itself."""
     held = template.vocabulary
     matcher, written = template.matcher(tuple(held.eos)), list[int]()
     maker = MaskMaker(held, 1)

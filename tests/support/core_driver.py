@@ -38,22 +38,22 @@ CLIENT = ClientId(0)
 VOCAB_SIZE = 50
 
 Content = int | tuple[int, int]
-"""What a slot holds: the number that `Contexts` gives the token whose keys and values it holds with all before it, as
-these depend on them. Where it is not finite, the mark of who computed it comes before."""
+"""Content of a slot: the number that `Contexts` gives the tokens up to the slot's own, since its keys and values depend
+on all of them. If they are not finite, the mark of the row that computed them comes before."""
 
 Blocks = dict[int, list[Content | None]]
-"""Block -> what its slots hold."""
+"""Block -> contents of its slots."""
 
 
 class Contexts:
-    """Gives sequences of tokens numbers: those that are equal have the same."""
+    """Gives sequences of tokens numbers: equal sequences have equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
         self._lasts: list[tuple[int, int]] = [(0, 0)]
 
     def extend(self, numbers: list[int], tokens: Sequence[int], end: int, adapter: bytes = b"") -> None:
-        """`numbers` has those of the first tokens, each with all before it; now it has those of `end` tokens. An
+        """Extends `numbers`, which has the numbers of the first prefixes, to the prefixes of up to `end` tokens. An
         adapter is like a token before all others."""
         before = numbers[-1] if numbers else self._after(0, mark_of(adapter)) if adapter else 0
         for token_id in tokens[len(numbers) : end]:
@@ -106,7 +106,7 @@ def make_request(
     adapter: bytes = b"",
 ) -> Request:
     """A request with a prompt and a seed of its own, unless a prompt is given. See `allowed` for constraints. With
-    `prompt_logprobs_start` it wants log probabilities of its prompt."""
+    `prompt_logprobs_start` it requests log probabilities of its prompt."""
     if prompt is None:
         prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
     return Request(
@@ -133,26 +133,25 @@ def make_request(
 
 
 def mark_of(adapter: bytes) -> int:
-    """What stands for an adapter, a digest of one byte, before the tokens that it computes; it is no token."""
+    """The number, no token, that stands for an adapter, a digest of one byte, before the tokens that it computes."""
     return -1 - adapter[0]
 
 
 def continued(request: Request, counts: Sequence[int]) -> Request:
-    """The request as it comes back after each of its sequences got so many tokens, or its last one."""
+    """The request as it comes back after its sequences got `counts` tokens each, or their last one."""
     outputs = [expected_output(request, index)[:count] for index, count in enumerate(counts)]
     ends = [len(output) == len(expected_output(request, index)) for index, output in enumerate(outputs)]
     return replace(request, emitted=[EmittedSequence(*each) for each in zip(outputs, ends, strict=True)])
 
 
 def next_token(seed: int, position: int, adapter: bytes = b"") -> int:
-    """The token at `position` of the sequence with this seed and adapter: what a sample depends on, and on nothing
-    else."""
+    """The token at `position` of the sequence with this seed and adapter. A sample depends on nothing else."""
     return (seed * 31 + position * 17 + sum(adapter)) % 50
 
 
 def allowed(parameters: bytes, tokens: Sequence[int], token_id: int) -> int:
-    """The token that a sequence with a constraint gets in place of `token_id`, which without one it is: what is allowed
-    depends on all tokens so far, as in a grammar."""
+    """The token that a sequence with a constraint gets in place of `token_id`, the token without the constraint. As in
+    a grammar, it depends on all tokens so far."""
     if not parameters:
         return token_id
     residue = (sum(parameters) + sum(tokens)) % 3
@@ -160,7 +159,7 @@ def allowed(parameters: bytes, tokens: Sequence[int], token_id: int) -> int:
 
 
 def token_logprob(seed: int, token_id: int) -> float:
-    """A log probability that tells sequences apart."""
+    """A log probability that differs between sequences."""
     return -0.01 * ((seed + token_id) % 89)
 
 
@@ -180,7 +179,7 @@ def allowed_candidates(parameters: bytes, tokens: list[int], candidates: Candida
 
 
 def expected_hypotheses(request: Request) -> list[list[int]]:
-    """What a beam search finds, whatever runs beside it."""
+    """The hypotheses of a beam search, whatever other requests run."""
     assert request.beam is not None
     search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
     count = request.sampling_of(0).num_candidates
@@ -199,7 +198,7 @@ def expected_hypotheses(request: Request) -> list[list[int]]:
 
 
 def expected_output(request: Request, index: int = 0) -> list[int]:
-    """What the request's sequence gets, whatever runs beside it."""
+    """The output of the request's sequence, whatever other requests run."""
     if request.beam is not None:
         return expected_hypotheses(request)[index]
     output = list(request.emitted[index].token_ids) if request.emitted else []
@@ -226,23 +225,23 @@ class WorkerRow:
     adapter_slot: int | None = None
     has_drafted: bool = False
     contexts: list[int] = field(default_factory=list[int])
-    """The numbers of the first tokens, each with all before it."""
+    """The numbers of the prefixes of the sequence."""
 
 
 @dataclass
 class FakeDevice:
-    """Executes plans like a worker: checks that every token has a slot and that nothing is skipped."""
+    """Executes plans like a worker, and checks that every token has a slot and that none is skipped."""
 
     block_size: int
     rows: dict[int, WorkerRow] = field(default_factory=dict)
     host_blocks: Blocks = field(default_factory=dict)
     blocks: Blocks = field(default_factory=dict)
     candidates: Callable[[list[int], int], Candidates] = candidates_after
-    """The most likely tokens after these, and how many."""
+    """Returns the most likely tokens after the given ones, and how many to return."""
     num_computed: int = 0
     """Tokens computed so far, over all rows."""
     seals: dict[int, BlockHash] = field(default_factory=dict)
-    """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
+    """Blocks that a later scheduler would adopt: block -> the hash that it is sealed under."""
     contexts: Contexts = field(default_factory=Contexts)
     adapters: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The digest of the adapter that is loaded, by slot."""
@@ -251,7 +250,7 @@ class FakeDevice:
     num_written: int = 0
 
     def keep_on_disk(self, num_slots: int) -> list[int]:
-        """Writes the blocks that are sealed and not there yet, over the oldest. Returns the slots that changed."""
+        """Writes sealed blocks that are not on disk yet, over the oldest ones. Returns the slots that changed."""
         changed: list[int] = []
         for block, content in self.seals.items():
             if all(content != name for name, _ in self.disk.values()):
@@ -262,7 +261,7 @@ class FakeDevice:
         return list(dict.fromkeys(changed))
 
     def fetch(self, arriving: Arriving) -> frozenset[int]:
-        """Fills blocks from the disk. Returns the indices of those that are not there."""
+        """Fills blocks from the disk. Returns the indices of missing ones."""
         on_disk = dict(self.disk.values())
         for block, content in zip(arriving.blocks, arriving.hashes, strict=True):
             self.seals.pop(block, None)
@@ -277,7 +276,7 @@ class FakeDevice:
         refusing: Collection[int] = (),
         deadly: Mapping[int, int] | None = None,
     ) -> StepResult:
-        """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position. The
+        """`failing` rows compute nothing finite from a position on: row -> mark that no other row has, position. The
         constraint of `refusing` rows fails where they sample. Drafts of `deadly` rows end before a position."""
         failing = failing or {}
         self._move(plan.swap_out, self.blocks, self.host_blocks)
@@ -356,7 +355,7 @@ class FakeDevice:
         )
 
     def starts_of(self, plan: StepPlan) -> dict[int, int]:
-        """Where each row of the batch is: as the plan says, or further by drafts of earlier steps that were right."""
+        """The position of each row of the batch: as the plan says, or later if drafts of earlier steps were right."""
         samplers = set(plan.samples[:, 1].tolist())
         starts: dict[int, int] = {}
         batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
@@ -367,8 +366,8 @@ class FakeDevice:
         return starts
 
     def _verify(self, row: int, tokens: list[int], max_drafts: int, end: int | None) -> int:
-        """Drafts tokens of a row that has just sampled, by a rule that is often right, and adds the right ones and the
-        one after them to `tokens`. Returns how many were drafted. None is computed from `end` on."""
+        """Drafts tokens of a row that has just sampled, by a rule that is often right. Adds the right drafts and the
+        token after them to `tokens`. Returns the number of drafts. No draft is computed from `end` on."""
         if not max_drafts:
             return 0
         state = self.rows[row]
@@ -389,7 +388,7 @@ class FakeDevice:
 
     def _move(self, pairs: np.ndarray, source: Blocks, target: Blocks) -> None:
         assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"
-        # All are read before any is written.
+        # All sources are read before any target is written.
         moved = [(to, [*source.get(block, self._empty)]) for block, to in pairs.tolist()]
         for block, content in moved:
             if target is self.blocks:
@@ -416,7 +415,7 @@ class FakeDevice:
         for first in range(0, num_computed, size):
             last = min(first + size, num_computed)
             held = self.blocks.get(row.blocks[first // size], self._empty)[: last - first]
-            # What a row that fails took from the cache is as finite as it was.
+            # Blocks that a failing row took from the cache are as finite as before.
             is_own = held == own[first:last] or all(
                 content == own[position] or (position >= failing_from and content == (mark, own[position]))
                 for position, content in enumerate(held, first)
@@ -432,7 +431,7 @@ class FakeDevice:
         return b"" if row.adapter_slot is None else self.adapters[row.adapter_slot]
 
     def check_seals(self, plan: StepPlan, tenants: Reversible[str]) -> None:
-        """That each block which a step sealed holds what its hash stands for, for one of these tenants."""
+        """Checks that each block that a step sealed holds the tokens of its hash, for one of these tenants."""
         for block, content in plan.sealed:
             held = self.blocks[block][-1]
             assert isinstance(held, int), f"block {block} is sealed, and it is not full or not finite"
@@ -464,9 +463,9 @@ class Driver:
         self.device = FakeDevice(config.block_size)
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult | None] = deque()
-        """Of the steps in flight; None where the worker refuses the step or dies of it, and for all after it."""
+        """Results of the steps in flight; None if the worker refuses or dies of the step, and for all after it."""
         self.poisoned: dict[int, int] = {}
-        """Handles of requests that no step may compute once they have so many tokens."""
+        """Handles of requests, and the number of tokens from which on no step may compute them."""
         self.deadly: dict[int, int] = {}
         """Handles of requests, and which of their tokens (counted from 1) the worker cannot compute without dying."""
         self.failing: dict[int, int] = {}
@@ -474,11 +473,11 @@ class Driver:
         self.refusing: dict[int, int] = {}
         """Handles of requests, and from how many tokens on the worker finds that their constraint fails."""
         self.told: deque[Preparation] = deque()
-        """What the worker was told to compile or to load, and has not answered."""
+        """Constraints and adapters that the worker was told to prepare, and has not answered."""
         self.unloadable: set[bytes] = set()
         """Digests of adapters whose files are gone."""
         self.deadly_needs: set[Need] = set()
-        """What the worker cannot prepare without dying."""
+        """Needs that the worker cannot prepare without dying."""
         self.compiled: dict[bytes, None] = {}
         """The constraints that the worker keeps; the oldest comes first."""
         self.outputs: dict[int, list[int]] = {}
@@ -490,12 +489,12 @@ class Driver:
         self.num_refusals = 0
         self.num_deaths = 0
         self.deaths: list[tuple[int, list[Need]]] = []
-        """Of each death how many steps were in flight, and what was prepared."""
+        """The number of steps in flight at each death, and the needs in preparation."""
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
         self._is_dead = False
         self._tenants: dict[str, None] = {}
-        """All that ever ran, those that ran last at the end."""
+        """All tenants that ever ran; the latest are at the end."""
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
@@ -507,7 +506,7 @@ class Driver:
             self.check()
 
     def plan(self) -> StepPlan | None:
-        """Plans one step, runs it, and keeps its result back."""
+        """Plans one step, runs it, and holds its result back until `deliver`."""
         if len(self.results) >= self.max_in_flight:
             return None
         plan = self.scheduler.schedule(self.clock)
@@ -518,7 +517,7 @@ class Driver:
         return plan
 
     def next_plan(self) -> StepPlan:
-        """The same where there is something to compute, and room for a step in flight."""
+        """Same as `plan`, if there is something to compute and room for a step in flight."""
         plan = self.plan()
         assert plan is not None
         return plan
@@ -536,7 +535,7 @@ class Driver:
         return result
 
     def _check_prepared(self, plan: StepPlan) -> None:
-        """That rows with a constraint wait for it, unless the scheduler tries one request after the other."""
+        """Checks that rows with a constraint wait for it, unless the scheduler tries requests one by one."""
         if self.scheduler.config.prepares_constraints and not self.scheduler.trials.are_on:
             for parameters in (each.sampling.parameters for each in plan.assign):
                 assert not parameters or parameters in self.compiled, "a row came before its constraint"
@@ -552,23 +551,24 @@ class Driver:
         }
 
     def tell(self) -> list[Preparation]:
-        """Tells the worker what it is to compile and to load now, and returns that."""
+        """Sends the worker the constraints to compile and the adapters to load now, and returns them."""
         told = list(self.scheduler.take_preparations())
         self.told += told
         for each in told:
             if each.slot is not None:
-                # No row of a later step may have what was there before.
+                # No row of a later step may use the adapter that was in the slot before.
                 self.device.adapters.pop(each.slot, None)
         return told
 
     def tell_disk(self, changed: Sequence[int]) -> None:
-        """The worker says what these slots of its disk hold now."""
+        """The worker reports the present contents of these slots of its disk."""
         kept = [slot for slot in changed if slot in self.device.disk]
         empty = [slot for slot in changed if slot not in self.device.disk]
         self.scheduler.tier_changed([*kept, *empty], [self.device.disk[slot][0] for slot in kept])
 
     def compile_next(self) -> bool:
-        """The worker compiles a constraint or loads an adapter, and answers. Returns whether there was one."""
+        """The worker compiles the next constraint or loads the next adapter, and answers. Returns whether there was
+        one."""
         if not self.told:
             return False
         if self.told[0].need in self.deadly_needs:
@@ -614,7 +614,7 @@ class Driver:
         }
 
     def deliver(self) -> dict[ClientId, ClientEvents]:
-        """Applies the oldest result that was kept back."""
+        """Applies the oldest result that was held back."""
         if not self.results:
             return {}
         self.clock += 1.0
@@ -627,18 +627,18 @@ class Driver:
         return events
 
     def run_steps(self, count: int) -> None:
-        """Plans steps and takes in their results, one after the other."""
+        """Plans steps and applies their results, one after the other."""
         for _ in range(count):
             self.plan()
             self.deliver()
 
     def run_what_can(self) -> None:
-        """Runs all that needs nothing more of the worker than steps."""
+        """Runs steps until they wait for something else from the worker."""
         while self.plan() is not None or self.results:
             self.deliver()
 
     def preempt(self, request: Request | Pin) -> None:
-        """Takes a request that runs out of the batch, as the lack of blocks does; it comes back by itself."""
+        """Preempts a running request, as if blocks were short; it comes back by itself."""
         self.scheduler._preempt(self.scheduler.running.get(request.key), self.clock)
         self.check()
 
@@ -653,7 +653,7 @@ class Driver:
         raise AssertionError(f"still busy after {max_steps} steps")
 
     def finish(self, *requests: Request) -> None:
-        """Runs all to their ends. These have their whole output then, and only pins hold blocks."""
+        """Runs all requests to their ends. `requests` then have their whole output, and only pins hold blocks."""
         self.run_until_idle()
         for request in requests:
             assert request.key.handle in self.finished
@@ -666,8 +666,8 @@ class Driver:
     def crash(
         self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None
     ) -> dict[ClientId, ClientEvents]:
-        """The worker is lost with everything in flight, and is attached again, with another pool where there is a
-        `config`. `detail` says what it was given up for."""
+        """The worker is lost with all steps in flight, and attached again; `config` changes its pool. `detail` is the
+        reason of the loss."""
         self.scheduler.lose_in_flight(detail)
         self._forget_worker()
         if config is not None:
@@ -703,7 +703,7 @@ class Driver:
         return False
 
     def _deadly_rows(self, plan: StepPlan) -> dict[int, int]:
-        """Rows, and the position of the token that the worker cannot compute."""
+        """Rows, and the position of the token at which the worker dies."""
         sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
         return {
             row: self.deadly[sequence.request.key.handle] - 1
@@ -741,7 +741,7 @@ class Driver:
         invariants.check(self.scheduler)
 
     def _record(self, events: dict[ClientId, ClientEvents]) -> None:
-        # Pins have handles of their own.
+        # Handles of pins differ from handles of requests.
         for batch in (batch for client, batch in events.items() if client != PIN_CLIENT):
             self._record_batch(batch)
 

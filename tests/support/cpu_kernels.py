@@ -40,7 +40,7 @@ IMPLEMENTATIONS = ("reference", *ISAS)
 
 
 def _marks(value: object) -> tuple[pytest.MarkDecorator, ...]:
-    """`make test` leaves out what is run on any but the best instruction set."""
+    """Marks cases of all but the best instruction set, which `make test` leaves out."""
     return (pytest.mark.all_isas,) if value in ISAS[1:] else ()
 
 
@@ -49,8 +49,8 @@ IMPLEMENTATION_PARAMS = [pytest.param(name, marks=_marks(name)) for name in IMPL
 
 
 def parametrize_pairwise(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test with pairwise combinations of the axes, the first of which is of instruction sets or
-    implementations. A first name that is not `isa` is that of a fixture."""
+    """Parametrizes a test with pairwise combinations of the axes. The first axis has instruction sets or
+    implementations; its name is `isa` or a fixture's."""
     cases = [pytest.param(*case, marks=_marks(case[0])) for case in pairwise(*axes)]
     first = names.split(",")[0]
     return pytest.mark.parametrize(names, cases, indirect=[] if first == "isa" else [first])
@@ -67,7 +67,7 @@ def make_implementation(name: str) -> Implementation:
 
 @contextmanager
 def without_packed_products() -> Iterator[None]:
-    """Models that are loaded meanwhile multiply by torch, so they are not recorded for the CPU."""
+    """Models that are loaded in the block multiply by torch, so they are not recorded for the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "has_packed_products", lambda *_: False)
         yield

@@ -1,4 +1,4 @@
-"""A TCP port in front of a service, which can be cut as the death of its machine cuts it."""
+"""A TCP port in front of a service, which can be cut as if its machine died."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ class CutLink:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """For good. May be called again."""
+        """Cuts the link for good. May be called again."""
         assert self._server is not None
         self._is_cut = True
         self._server.close()

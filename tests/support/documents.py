@@ -1,4 +1,4 @@
-"""Reads what documents show: commands, and the names that a section explains."""
+"""Reads commands in documents, and the names that a section explains."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Either client, called alike."""
+"""The blocking client and the one for asyncio, with the same interface."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -30,11 +30,11 @@ class EitherClient:
             await self.close_stream(stream)
 
     async def next(self, stream: Iterator[T] | AsyncIterator[T]) -> T:
-        """The next event of a stream, or piece of its text."""
+        """The next event of a stream, or the next piece of its text."""
         return await anext(stream) if isinstance(stream, AsyncIterator) else await asyncio.to_thread(next, stream)
 
     async def read(self, stream: Iterator[T] | AsyncIterator[T]) -> list[T]:
-        """The events that are left of a stream, or pieces of its text."""
+        """The remaining events of a stream, or pieces of its text."""
         if isinstance(stream, AsyncIterator):
             return [event async for event in stream]
         return await asyncio.to_thread(list, stream)

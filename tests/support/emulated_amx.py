@@ -1,6 +1,7 @@
 """The CPU library with emulated matrix units (tests/emulation/amx.h), so that AMX code runs on any processor.
 
-It is built when it is first needed, about half a minute of one processor, and again only after changes to the sources.
+It is built when it is first needed, which takes about half a minute of one processor, and again only after changes to
+the sources.
 """
 
 import ctypes
@@ -16,13 +17,13 @@ EMULATED_AMX = "amx_emulated"
 
 _ROOT = Path(__file__).parents[2]
 _BUILD = _ROOT / "build" / "emulated-amx"
-# Vectors are those of this processor.
+# Vector instructions run on this processor.
 _FLAGS = f"-march=native -mprefer-vector-width=512 -include {_ROOT}/tests/emulation/amx.h"
 
 
 class Counts(ctypes.Structure):
-    """Instructions that a thread has executed. The first four: by the tile that is loaded, stored, cleared or added to.
-    Products have C in tiles 0 to 3, A in 4 and 5, B in 6 and 7."""
+    """Instructions that a thread has executed. The first four are counted by the tile that is loaded, stored, cleared
+    or added to. Products have C in tiles 0 to 3, A in 4 and 5, B in 6 and 7."""
 
     _fields_ = (
         *((name, ctypes.c_int64 * 8) for name in ("loads", "stores", "zeros", "products")),
@@ -50,7 +51,7 @@ def emulated_library() -> Path:
 
 
 def counts_of_this_thread() -> Counts:
-    """They change as it executes more, and may be set."""
+    """Counters of this thread, which change as it executes more, and may be set."""
     function = ctypes.CDLL(str(emulated_library())).emulated_amx_counts
     function.restype = ctypes.POINTER(Counts)
     return function().contents

@@ -1,4 +1,4 @@
-"""The few functions of torch.cuda that the worker's streams and graphs call, without a GPU: each is written down."""
+"""The few functions of torch.cuda that the worker's streams and graphs call, without a GPU: each call is recorded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ FREE_BYTES, TOTAL_BYTES, STEP_BYTES = 1 << 30, 1 << 31, 100 << 20
 
 
 class FakeCuda:
-    """`calls` are what was called, in order; streams have names, graphs numbers."""
+    """`calls` are the calls so far, in order; streams have names, graphs numbers."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -41,7 +41,7 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, fake)
 
     def work(self) -> None:
-        """Stands for what is queued where torch queues."""
+        """Stands for work that torch queues on the current stream."""
         self.calls.append(f"work on {self.current}")
 
     def _stream(self) -> "FakeCudaStream":
@@ -63,7 +63,7 @@ class FakeCuda:
 
     @contextmanager
     def _recorded(self, name: str, what: str) -> Iterator[None]:
-        """As torch does it: a recording that cannot be ended leaves its stream the current one."""
+        """As in torch, a recording that fails leaves its stream the current one."""
         before, self.current = self.current, name
         self.calls.append(f"{what} on {name}")
         yield

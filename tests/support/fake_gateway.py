@@ -1,4 +1,4 @@
-"""A gateway without a model: it answers with what it was asked, over real gRPC. For tests of clients and commands.
+"""A gateway without a model: it answers with the prompt, over real gRPC. For tests of clients and commands.
 
 Also a program: `python -m tests.support.fake_gateway --grpc-port=P --http-port=P ...` behaves towards its supervisor as
 `python -m gateway` does.
@@ -31,11 +31,11 @@ SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "M
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers "<prompt>!", one chunk a word. Prompts with a meaning of their own:
+    """Answers "<prompt>!", one chunk a word. Special prompts:
 
     "bad": InvalidArgument. "endless": one chunk, and no end until the caller leaves, which sets `left`.
 
-    The first calls raise `errors`, before anything is answered.
+    The first calls raise `errors` without any answer.
     """
 
     def __init__(self, *errors: QuireError) -> None:
@@ -112,7 +112,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         words = f"{prompt}!".split(" ")
         for offset, word in enumerate(words):
             text = word if offset == len(words) - 1 else f"{word} "
-            # Who leaves may do so while the chunk is still being written.
+            # A client may leave while the chunk is still being written.
             try:
                 yield {"chunk": generation_pb2.TokenChunk(offset=offset, token_ids=[offset], text=text)}
                 if word.startswith("endless"):
@@ -170,7 +170,7 @@ class FakeModels(model_pb2_grpc.ModelServiceServicer):
 
 
 class FakePrefixes(prefix_pb2_grpc.PrefixServiceServicer):
-    """Pins everything as "pin", one block; requests go where those of generation go."""
+    """Pins everything as "pin", one block; adds requests to the same list as generation."""
 
     def __init__(self, requests: list[Any]) -> None:
         self._requests = requests
@@ -232,7 +232,7 @@ def running_fake_gateway(tls: ServerTls | None = None) -> Iterator[FakeGatewayTh
 async def start_fake_gateway(
     address: str, generation: FakeGeneration, tls: ServerTls | None = None, *, gateway_id: str = "fake", **options: Any
 ) -> RpcServer:
-    """Serves, and says so by health. `options` are those of RpcServer.start."""
+    """Serves, and reports SERVING. `options` go to RpcServer.start."""
 
     def register(server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)

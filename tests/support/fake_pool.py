@@ -1,4 +1,4 @@
-"""What the blocks of a KV pool would hold, without keys and values: for each slot, a hash of all tokens up to it."""
+"""Blocks of a KV pool without keys and values: each slot holds a hash of all tokens up to it."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ _MASK = 2**63 - 1
 
 
 class BlockError(Exception):
-    """A step uses a block in a way that no check of the protocol finds: a model's output would be wrong in silence."""
+    """A step misuses a block in a way that no check of the protocol finds: a model's output would silently be wrong."""
 
 
 class ForeignBlockError(BlockError):
@@ -20,7 +20,7 @@ class ForeignBlockError(BlockError):
 
 
 class Prefixes:
-    """The tokens of one sequence, and for each position a hash of all tokens up to it: what its slot must hold. It
+    """The tokens of one sequence, and a hash of all tokens up to each position, which the position's slot must hold. It
     depends on the digest of the adapter, if the sequence has one."""
 
     def __init__(self, token_ids: Iterable[int] = (), adapter: bytes = b"") -> None:
@@ -35,7 +35,7 @@ class Prefixes:
         return same
 
     def replace(self, position: int, token_ids: Iterable[int]) -> None:
-        """Tokens from a position on; those that were there before are gone."""
+        """Replaces the tokens from a position on."""
         del self.token_ids[position:], self._hashes[position:]
         for token_id in token_ids:
             self.append(token_id)
@@ -51,7 +51,7 @@ class Prefixes:
 
 
 class FakePool:
-    """The blocks on the device and on the host. A slot that was never written holds 0, which no hash is."""
+    """The blocks on the device and on the host. A slot that was never written holds 0, which is never a hash."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._gpu = np.zeros((num_blocks, block_size), np.int64)
@@ -73,14 +73,14 @@ class FakePool:
         self._gpu[self._places(blocks, start, end)] = prefixes.hashes(start, end)
 
     def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
-        """[end] int64: what a row with these blocks finds in its slots."""
+        """Hashes that a row with these blocks finds in its slots; [end] int64."""
         num_blocks = -(-end // self._block_size)
         if num_blocks > len(blocks):
             raise IndexError(f"slot {end - 1} is in none of {len(blocks)} blocks")
         return self._gpu[list(blocks[:num_blocks])].reshape(-1)[:end]
 
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
-        """The sequence's tokens up to `end` are where it looks for them. ForeignBlockError otherwise."""
+        """Checks that the row's slots hold the sequence's tokens up to `end`. ForeignBlockError if not."""
         if end:
             wrong = self.read(blocks, end) != prefixes.hashes(0, end)
             if np.count_nonzero(wrong):
@@ -89,7 +89,7 @@ class FakePool:
                 raise ForeignBlockError(f"row {row} reads block {block}, which does not hold its token {position}")
 
     def blocks(self, seals: SealInventory) -> "FakeBlocks":
-        """What blocks hold, as bytes."""
+        """Contents of the blocks, as bytes."""
         return FakeBlocks(self._gpu, seals)
 
     def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The persistent batch of a worker without a model: what each row holds, and who holds each block."""
+"""The persistent batch of a worker without a model: contents of each row, and holders of each block."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from worker_svc.step import Batch, RowChanges, RowSampling
 
 
 class SharedBlockError(BlockError):
-    """A step writes a token to a block in which another row has, or will have, another one."""
+    """A step writes a token to a block where another row has, or will have, another token."""
 
 
 class AdapterError(BlockError):
@@ -65,7 +65,7 @@ class FakeRows:
             self._set_block(self._rows[row].blocks, index, block)
 
     def placed(self, batch: Batch) -> Batch:
-        """The batch with rows that sample where they are: further than it says if drafts of them were right."""
+        """The batch with sampling rows at their real positions, which are later than planned if drafts were right."""
         sources = set(batch.samples[:, 1].tolist())
         columns = zip(
             batch.rows.tolist(), batch.num_new_tokens.tolist(), batch.num_computed_tokens.tolist(), strict=True
@@ -77,7 +77,7 @@ class FakeRows:
         return replace(batch, num_computed_tokens=np.array(starts, np.int32))
 
     def write_wrong(self, row: int, count: int, pool: FakePool) -> None:
-        """Writes so many tokens that a row does not have, from its newest one on: drafts that are wrong."""
+        """Writes `count` tokens that a row does not have, from its newest one on: drafts that are wrong."""
         state = self._rows[row]
         wrong, start = state.prefixes.copy(), len(state.prefixes.token_ids) - 1
         wrong.replace(start, [0] * count)
@@ -87,7 +87,7 @@ class FakeRows:
         pool.write(state.blocks, wrong, start, start + count)
 
     def compute(self, batch: Batch, pool: FakePool) -> None:
-        """Writes the batch's new tokens, and checks what they attend to and whom they write over.
+        """Writes the batch's new tokens, and checks the tokens that they attend to and write over.
 
         Raises:
             SharedBlockError: a row writes where another holder of the block has other tokens.
@@ -123,7 +123,7 @@ class FakeRows:
         return self._adapters[slot]
 
     def _release(self, row: int) -> None:
-        # The ledger lets a row be released that holds nothing.
+        # The ledger permits the release of a row that holds nothing.
         if row in self._rows:
             self._holders.subtract(self._rows.pop(row).blocks)
 
@@ -133,7 +133,7 @@ class FakeRows:
         self._holders.update(content.blocks)
 
     def _set_block(self, blocks: list[int], index: int, block: int) -> None:
-        """Replaces an entry or adds one; the ledger has seen to it that none is left out."""
+        """Replaces an entry or adds one; the ledger has checked that no index is left out."""
         self._holders.subtract(blocks[index : index + 1])
         blocks[index : index + 1] = [block]
         self._holders[block] += 1

@@ -1,4 +1,4 @@
-"""The model's place in a worker, taken by a rule: tokens are known before, and a step costs what the test says."""
+"""Stands in for a worker's model: a rule gives the tokens, and a step takes the time that the test says."""
 
 import sys
 import threading
@@ -17,11 +17,11 @@ from worker_svc.device.seals import SealInventory
 from worker_svc.step import AdmittedStep, Batch, PromptLogprobs, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
 
 _NUM_SPECIAL_TOKENS = 16
-"""No less than the embedded model has, so that a seed drawn by chance never ends a sequence early."""
+"""At least the embedded model's number, so that a random seed never ends a sequence early."""
 
 
 def token_at(seed: int, position: int, vocab_size: int = 1000) -> int:
-    """The token that a sequence with this seed has at this position; none that ends a sequence."""
+    """The token of a sequence with this seed at this position; it never ends a sequence."""
     return _NUM_SPECIAL_TOKENS + (seed * 7919 + position * 104_729 + 13) % (vocab_size - _NUM_SPECIAL_TOKENS)
 
 
@@ -58,7 +58,7 @@ class FakeStep:
 
 
 def _of_sample(output: StepOutput, place: int) -> StepOutput:
-    """What one of the samples of a step got."""
+    """The output of one of a step's samples."""
     logprobs = output.logprobs
     if logprobs is not None:
         position = int(np.searchsorted(logprobs.samples, place))
@@ -71,9 +71,9 @@ def _of_sample(output: StepOutput, place: int) -> StepOutput:
 class FakeRunner:
     """A `worker_svc.protocol.stream.SealingRunner` without a model.
 
-    Rows get the tokens of `token_at`, or those of a script; none searches. `num_steps` counts the steps that were
-    begun; while `hang` is set none goes on. `faults` says what a scheduler did wrong that no check of the protocol
-    finds: it wrote where another row has other tokens, or let a row read what is not its own, be it because a block was
+    Rows get the tokens of `token_at`, or of a script; no row searches. `num_steps` counts the steps that were begun;
+    while `hang` is set, no step goes on. `faults` has faults of a scheduler that no check of the protocol finds: it
+    wrote where another row has other tokens, or let a row read blocks that are not its own, because a block was
     overwritten, not copied, or swapped to another place.
     """
 
@@ -112,11 +112,11 @@ class FakeRunner:
 
     @property
     def blocks(self) -> FakeBlocks:
-        """What they hold, as other workers fetch it."""
+        """Contents of the blocks, as other workers fetch them."""
         return self._pool.blocks(self._seals)
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
-        """Runs a step to its end. BlockError when a row overwrites what another needs or reads what is not its own."""
+        """Runs a step to its end. BlockError if a row overwrites a block that another needs, or reads a foreign one."""
         self.num_steps += 1
         self.hang.wait_until_clear()
         started = clock.monotonic()
@@ -135,7 +135,7 @@ class FakeRunner:
             prompt_logprobs=self._judge_prompts(batch),
             non_finite_chunks=self._failing_chunks(batch),
         )
-        # What the stand-in itself takes is part of the cost, not added to it.
+        # Time that the stand-in itself takes is part of the cost, not added to it.
         clock.sleep(max(started + self._step_seconds - clock.monotonic(), 0))
         output = replace(output, timings=StepTimings(queue_us, 0, int((clock.monotonic() - started) * 1e6), 0))
         return FakeStep(output, step.sealed, self.num_steps, self._seals)
@@ -160,7 +160,7 @@ class FakeRunner:
                 refusals[row] = sampling.refusal
             if has_failed := sampling.seed in self._failing_seeds or sampling.refusal is not None:
                 failed.append(row)
-            # A row that failed has a token too, since the step behind it may compute it already.
+            # A failed row has a token too, since the next step may compute it already.
             token_ids[place] = token_id = 0 if has_failed else self._token_of(row, ends[source])
             prefixes.append(token_id)
             if sampling.logprobs is not None and not has_failed:
@@ -172,8 +172,8 @@ class FakeRunner:
         )
 
     def _verify(self, batch: Batch, output: StepOutput) -> StepOutput:
-        """Drafts tokens of the rows that may have some, by a rule that is often right, and adds those that are right,
-        each with the token after it. By another rule it goes on so, as often as the step may run the model."""
+        """Drafts tokens of the rows that may have some, by a rule that is often right, and adds the right ones, each
+        with the token after it. By another rule it repeats this up to the step's maximum number of passes."""
         if not batch.max_drafts.any():
             return output
         parts = [[_of_sample(output, place)] for place in range(len(batch.samples))]
@@ -231,7 +231,7 @@ class FakeRunner:
         return sampling.logprobs is not None or sampling.num_candidates is not None
 
     def _draft(self, row: int, num_right: int, num_drafts: int, step_id: int) -> list[StepOutput]:
-        """What a row draws after its first token: as many drafts of it are right as it could have."""
+        """Draws a row's tokens after its first one: `num_right` right drafts, or the number that the row has left."""
         outputs: list[StepOutput] = []
         tokens = self._rows[row].prefixes.token_ids
         one, pair = np.array([1], np.int32), np.array([(row, row)], np.int32)
@@ -248,7 +248,7 @@ class FakeRunner:
         return sys.maxsize
 
     def _token_of(self, row: int, position: int) -> int:
-        """What a row draws for this position: by its seed, or the next of the script, whose last one repeats."""
+        """The token of a row at this position: by its seed, or the next of the script, whose last one repeats."""
         state = self._rows[row]
         if self._script:
             return self._script[min(position - state.num_prompt_tokens, len(self._script) - 1)]
@@ -273,6 +273,6 @@ class FakeRunner:
         return tuple(reports)
 
     def _top(self, token_id: int, count: int) -> tuple[list[int], list[float]]:
-        """The token and those that follow it in the vocabulary, as the most likely ones."""
+        """The token and its successors in the vocabulary, as the most likely ones."""
         ranks = range(min(count, self._vocab_size))
         return [(token_id + rank) % self._vocab_size for rank in ranks], [-0.5 - rank for rank in ranks]

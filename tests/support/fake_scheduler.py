@@ -1,7 +1,7 @@
 """A scheduler that speaks the real contract and makes its tokens by a rule, with faults on demand.
 
-`tests/contract/test_scheduler_contract.py` holds it to what gateways rely on. It has one sequence a request and keeps
-nothing: it knows no durable request, and a request that is submitted again is new to it.
+`tests/contract/test_scheduler_contract.py` checks that it does what gateways rely on. It has one sequence a request and
+stores nothing: it knows no durable request, and a request that is submitted again is new to it.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def scripted(token_ids: Sequence[int]) -> TokenRule:
 
 @dataclass
 class FakeRequest:
-    """One submitted request and how far it is."""
+    """One submitted request and its progress."""
 
     submit: scheduler_pb2.Submit
     prompt: tuple[int, ...]
@@ -79,7 +79,7 @@ def _usage(request: FakeRequest, drafts: Mapping[str, int]) -> common_pb2.Usage:
 
 
 class _Signal(asyncio.Event):
-    """An event that wakes the stream, too, when it is set."""
+    """An event that also wakes the stream when it is set."""
 
     def __init__(self, wakes: asyncio.Event) -> None:
         super().__init__()
@@ -104,20 +104,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         drains: Answers DRAINING to new streams and to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         checks_hello: Refuses gateways of other versions or with another model; else they have to find out themselves.
-        submits, aborted: What came, in order; for aborts the request ids.
-        aborted_handles: Those of all aborts that came, whether the request still ran or not.
+        submits, aborted: Submits, and request ids of aborts, in order.
+        aborted_handles: Handles of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
-        wants_cache_updates: Whether the gateway of the open stream does.
-        is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
+        wants_cache_updates: Whether the gateway of the open stream wants updates of the cache.
+        is_heard: Whether the gateway of the open stream has sent a message after hello, as it does after the welcome.
         max_adapters: How many adapters its workers hold at once; 0 also stands for a release without adapters.
         max_drafts: How many drafts of a sequence its workers verify; 0 also stands for a release without drafts.
-        drafts: What the usage of each request says of drafts.
-        block_size: Of pins; shorter prefixes are refused.
+        drafts: Figures of drafts in the usage of each request.
+        block_size: Block size for pins; shorter prefixes are refused.
         pins: The pinned token ids by pin id.
-        pin_requests: What came, in order.
+        pin_requests: Requests about pins, in order.
         pin_error: Answers to every call about pins.
-        frames: What Watch shows, and nothing more after these.
-        blocks: What ReadBlock answers; there are no others.
+        frames: Frames that Watch sends; no others follow.
+        blocks: Blocks that ReadBlock answers; there are no others.
         watches: The calls of Watch that came.
         is_asleep: Whether it was told to sleep.
     """
@@ -166,13 +166,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._is_broken = False
         self._heard = asyncio.Event()
         self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
-        # For messages of events; None where the gateway gives none.
+        # Messages of events that may still be sent; None if the gateway gives no credit.
         self._credit: int | None = None
         self._num_sent = 0
         self._step_id = 0
 
     async def start(self) -> None:
-        """Listens, at the address of the last time if there was one."""
+        """Listens, at the earlier address if there was one."""
 
         def register(server: grpc.aio.Server) -> None:
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
@@ -211,7 +211,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._changed.set()
 
     def tell_cache(self, update: scheduler_pb2.CacheUpdate) -> None:
-        """Says what the prefix cache holds."""
+        """Sends a change of the prefix cache."""
         self._outgoing.append(scheduler_pb2.ConnectResponse(cache=update))
         self._changed.set()
 
@@ -225,7 +225,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.emits.set()
 
     def lose_worker(self) -> None:
-        """Says that no step runs, and makes none."""
+        """Reports that no step runs, and runs none."""
         self.emits.clear()
         self._send_state(ready=False)
 
@@ -234,7 +234,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._send_state(ready=True)
 
     def drain(self) -> None:
-        """Takes nothing new, and says so."""
+        """Refuses new requests, and reports that it drains."""
         self.drains = True
         self._send_state(ready=False)
 
@@ -244,14 +244,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.send(scheduler_pb2.TokenEvents(failed=[scheduler_pb2.RequestFailure(handle=handle, **failure)]))
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        """Waits until something that came makes the condition true."""
+        """Waits until a message makes the condition true."""
         async with asyncio.timeout(60):
             while not condition():
                 self._heard.clear()
                 await self._heard.wait()
 
     async def until_known(self) -> None:
-        """Waits until its gateway has read the welcome, unless that will never be."""
+        """Waits until its gateway has read the welcome, unless it never will."""
         said = (self.architecture, self.protocol, self.model)
         if not self.refuses_connections and said == (FakeScheduler.architecture, SCHEDULER_PROTOCOL, UNKNOWN_MODEL):
             await self.until(lambda: self.is_heard)
@@ -376,7 +376,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FindDurableResponse:
-        """It keeps nothing, so it knows no durable request."""
+        """It stores nothing, so it knows no durable request."""
         raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
 
     async def Cancel(
@@ -439,7 +439,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.live[submit.handle] = FakeRequest.of(submit)
 
     async def _messages(self, reader: asyncio.Task[None]) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
-        """What goes out until the stream is broken, or the gateway has ended it."""
+        """Messages until the stream is broken, or the gateway has ended it."""
         clock = asyncio.get_running_loop().time
         step_at = clock()
         while not self._is_broken and not reader.done():
@@ -459,11 +459,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if self._credit is not None:
                     self._credit -= 1
             yield message
-            # As fast as the stream takes them, and no faster than its gateway is heard.
+            # As fast as the stream takes them; the pause lets the gateway's messages in.
             await asyncio.sleep(0)
 
     def _next_outgoing(self) -> scheduler_pb2.ConnectResponse | None:
-        """The next message that was not made by a step. Readiness needs no credit."""
+        """The next message that no step made. Readiness needs no credit."""
         for message in self._outgoing:
             if self._credit != 0 or not message.HasField("events"):
                 self._outgoing.remove(message)
@@ -494,7 +494,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         return events
 
     def _num_next(self, request: FakeRequest) -> int:
-        """How many tokens of a request are in the next step. Whoever lets one run on and on only waits for its end."""
+        """Tokens of a request in the next step. A test that lets one run on and on only waits for its end."""
         is_usual = self.tokens_per_step == 1 and self.step_delay_s == FakeScheduler.step_delay_s
         return _LATE_TOKENS_PER_STEP if is_usual and request.num_emitted >= _NUM_EARLY_TOKENS else self.tokens_per_step
 

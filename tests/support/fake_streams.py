@@ -1,4 +1,4 @@
-"""A device whose streams run later, in any order that their marks allow: what is not waited for comes at the worst
+"""A device whose streams run later, in any order that their marks allow: work that is not waited for comes at the worst
 time, sooner or later."""
 
 import random
@@ -26,7 +26,7 @@ class FakeStream:
     def __init__(self, device: "FakeDevice", name: str) -> None:
         self.name = name
         self.entries: deque[Callable[[], object] | FakeMark] = deque()
-        """Work, marks of its own, and marks of others that it waits for."""
+        """Work, the stream's own marks, and marks of other streams that it waits for."""
         self._device = device
         self._own: set[FakeMark] = set()
 
@@ -68,7 +68,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """Three streams; which of them gets on is drawn."""
+    """Three streams; the next one to run is drawn at random."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -84,13 +84,13 @@ class FakeDevice:
         self.current.entries.append(work)
 
     def advance(self) -> None:
-        """Runs one entry of any stream; AssertionError where none can run."""
+        """Runs one entry of any stream; AssertionError if none can run."""
         ready = [each for each in (self.compute, self.swaps, self.results) if each.can_run]
         assert ready, "every stream waits"
         self._rng.choice(ready).run_one()
 
     def advance_some(self, most: int) -> None:
-        """Runs up to so many entries of one stream after the other."""
+        """Runs up to `most` entries, each of any stream."""
         for _ in range(self._rng.randrange(most + 1)):
             if any(each.can_run for each in (self.compute, self.swaps, self.results)):
                 self.advance()

@@ -1,7 +1,7 @@
 """A worker without a model: the real service with `FakeRunner` where the model would be.
 
 The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output, whatever the batch.
-Each step takes `step_seconds`. What a step may say is checked as in any worker.
+Each step takes `step_seconds`. Steps are checked as in any worker.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class FakeWorkerConfig:
     failing_seeds: frozenset[int] = frozenset()
     """Rows with these seeds fail when they sample, and compute no chunk that is finite."""
     script: tuple[int, ...] = ()
-    """What every sequence says; empty: what its seed gives."""
+    """Output of every sequence; empty: outputs follow the seeds."""
     fingerprint: ModelFingerprint = UNKNOWN_MODEL
     max_adapters: int = 0
     max_drafts: int = 0
@@ -50,7 +50,7 @@ class FakeWorkerConfig:
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
-    """None for another one in each incarnation."""
+    """None: each incarnation has another one."""
     disk: Path | None = None
     """The file of its blocks on disk, with room for 64."""
 
@@ -96,7 +96,7 @@ class FakeWorker:
         self.prepare: Callable[[bytes], Future[None] | None] = lambda row_sampling: None
         """Compiles the constraint of a row; None at once."""
         self.address = ""
-        """Where it listens, once it does."""
+        """The address, once it listens."""
         self.config = config or FakeWorkerConfig()
 
     def _make_service(self) -> None:
@@ -105,7 +105,7 @@ class FakeWorker:
 
     @property
     def config(self) -> FakeWorkerConfig:
-        """To be replaced only before a scheduler attaches: the worker is another one then."""
+        """May be replaced only before a scheduler attaches: the worker is another one then."""
         return self._config
 
     @config.setter
@@ -138,7 +138,7 @@ class FakeWorker:
         self._servicer.open(worker)
 
     def on_disk(self) -> set[int]:
-        """What its file has, as KV events name blocks."""
+        """Blocks in its file, as KV events name them."""
         return {int.from_bytes(name[-8:], "big") for _, name in self.file.entries()}
 
     @property
@@ -148,12 +148,12 @@ class FakeWorker:
 
     @property
     def hang(self) -> Switch:
-        """While it is set, the device does not go on."""
+        """While it is set, the device makes no progress."""
         return self._runner.hang
 
     @property
     def faults(self) -> list[BlockError]:
-        """What steps did wrong with blocks; `stop` raises the first that is still here."""
+        """Faults of steps with blocks; `stop` raises the first that is still here."""
         return self._runner.faults
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
@@ -165,7 +165,7 @@ class FakeWorker:
         return self.address
 
     async def stop(self) -> None:
-        """Ends the service; raises when a step misused a block, which a scheduler that tries again would hide."""
+        """Ends the service. Raises if a step misused a block, which a scheduler that retries would hide."""
         self.hang.clear()
         assert self._server is not None
         await self._server.stop(grace_s=0)
@@ -175,7 +175,7 @@ class FakeWorker:
             raise self.faults[0]
 
     async def restart(self, config: FakeWorkerConfig | None = None) -> None:
-        """It leaves, and another one, perhaps of another configuration, is started in its place."""
+        """Stops, and starts a new worker in its place, perhaps with another configuration."""
         await self.stop()
         self._make_service()
         self.config = config or self.config

@@ -1,6 +1,6 @@
 """`python -I -S forked_service.py SOCKET MODULE FLAG...`: a service that is a fork (tests.support.forked_services).
 
-It asks for the fork, passes its signals on to it, and ends as it does. A program of few imports, as each start has it.
+It requests a fork, passes its signals on to it, and ends as it does. It imports little, since each start pays for it.
 """
 
 import json
@@ -14,7 +14,7 @@ _MAX_NUMBER_BYTES = 20
 
 
 def main(address: str, *words: str) -> None:
-    """Has a fork run the words."""
+    """Requests a fork that runs the words."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.connect(address)
@@ -31,7 +31,7 @@ def main(address: str, *words: str) -> None:
         for number in _FORWARDED:
             signal.signal(number, forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-        # It ends without a word where the process that forks has ended.
+        # It ends without a message if the forking process has ended.
         status = int(link.recv(_MAX_NUMBER_BYTES) or -signal.SIGKILL)
     if status < 0:
         if -status != signal.SIGKILL:

@@ -31,14 +31,15 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `forked_service` asks for: the module and its flags, the environment, the process group."""
+    """A request of `forked_service`: the module and its flags, the environment, the process group."""
 
     words: list[str]
     environ: dict[str, str]
     group: int
 
     def become(self, descriptors: list[int]) -> None:
-        """Gives this process what an exec by the one that asked would have kept. These are its standard streams."""
+        """Gives this process the state that an exec by the requesting process would keep. These are its standard
+        streams."""
         # A fork ends with the process that forks, as a service with its supervisor.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setpgid(0, self.group)
@@ -55,7 +56,7 @@ class Request:
 
 
 class Forks:
-    """Forks for whoever connects, until stdin ends."""
+    """Forks for each connection, until stdin ends."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -66,14 +67,14 @@ class Forks:
     def serve(self) -> bool:
         """True in each process that was forked, and False at the end."""
         while True:
-            # Ends first: who asks may want the address of one that has just been killed.
+            # Ends first: a request may need the address of a process that has just been killed.
             for key, _ in sorted(self._selector.select(), key=lambda each: each[0].fileobj is self._listener):
                 if key.fileobj == 0:
                     return False
                 if key.fileobj is self._listener:
                     if self._fork():
                         return True
-                # A fork and its asker may have ended both since the last look; the first of the two takes both away.
+                # A fork and its requester may both have ended since the last look; the first one removes both.
                 elif self._selector.get_map().get(key.fd) is key:
                     key.data()
 
@@ -85,7 +86,7 @@ class Forks:
         except ConnectionError:
             message, descriptors = b"", []
         if not message:
-            # The one that asked was killed before it could.
+            # The requesting process was killed before it could.
             link.close()
             return False
         pid = os.fork()
@@ -127,10 +128,10 @@ def _send(pid: int, number: int) -> None:
 
 
 def main(descriptor: str, *modules: str) -> None:
-    """Imports and forks; in each fork runs what was asked for."""
-    # What is imported here stays, in each fork too.
+    """Imports and forks; each fork runs its request."""
+    # Modules that are imported here stay, in each fork too.
     gc.disable()
-    # As worker_svc sets it before it imports torch.
+    # Same as worker_svc before it imports torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with socket.socket(fileno=int(descriptor)) as listener:
         for module in modules:
@@ -143,8 +144,8 @@ def main(descriptor: str, *modules: str) -> None:
 
 
 def run_to_its_end() -> NoReturn:
-    """Runs the module and ends as an interpreter does, but for the memory: a fork would get a page of its own for each
-    page of objects that it frees, which takes longer than all else of a short life."""
+    """Runs the module and ends as an interpreter does, but does not free memory: a fork would copy each page of the
+    objects that it frees, which takes longer than the rest of a short life."""
     status: str | int | None = 0
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

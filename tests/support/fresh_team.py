@@ -1,6 +1,6 @@
 """A process that imports OpenMP as a worker does and binds a team of three threads to two processors. Prints, as JSON,
-the processors of a thread while the model would be loaded, and those of each thread of the teams that follow: one of
-three, a smaller one, which ends a thread, and one of three again."""
+the processors of a thread while the model would be loaded, and the processors of each thread of three later teams:
+three threads, fewer, which ends a thread, and three again."""
 
 import ctypes
 import json

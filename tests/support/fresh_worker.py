@@ -68,7 +68,7 @@ def team(num_threads: str) -> object:
 def main(what: str, *words: str) -> None:
     doings = {"modules": modules, "families": families, "team": team}
     print(json.dumps(doings[what](*words)), flush=True)
-    # To free every object, a fork copies the page of each.
+    # To free every object, a fork would copy the page of each.
     os._exit(0)
 
 

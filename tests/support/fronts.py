@@ -1,7 +1,7 @@
 """One call over any public front, asked and answered in the same terms: gRPC, OpenAI's chats, completions and
 responses, Anthropic's messages, and the Open Inference Protocol of KServe.
 
-Parameters have the names of the gRPC contract; a front has those of `takes`.
+Parameters have the names of the gRPC contract; a front takes the parameters in `takes`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.support.gateway_process import RunningGateway
 
 INFERENCE = "/inference.GRPCInferenceService/"
 
-# Of HTTP, as gRPC names them.
+# Status codes of HTTP, as gRPC names them.
 _STATUSES = {
     400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS",
     429: "RESOURCE_EXHAUSTED", 499: "CANCELLED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
@@ -30,13 +30,13 @@ _SAMPLING = frozenset(common_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(common_pb2.StoppingParameters.DESCRIPTOR.fields_by_name)
 _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
 _OF_CHATS = frozenset({"tools", "tool_choice", "schema"})
-# Others are the name of a tool.
+# Other values name a tool.
 _CHOICES = frozenset({"required", "none", "auto"})
 
 
 @contextlib.contextmanager
 def _cancelling(call: Any) -> Iterator[Any]:
-    """Where a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
+    """If a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
     try:
         yield call
     finally:
@@ -45,7 +45,7 @@ def _cancelling(call: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a call has failed; None for what the front has no place for."""
+    """The failure of a call; a part is None if the front has no place for it."""
 
     status: str
     message: str
@@ -56,7 +56,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Answer:
-    """What came.
+    """An answer over any front.
 
     Attributes:
         pieces: The text as it came.
@@ -64,7 +64,7 @@ class Answer:
         finish: "stop", "length" or "tool_calls".
         stop: The stop string or token that ended the text, where the front tells it.
         usage: Tokens of the prompt and of the output.
-        logprobs: Of the chosen tokens.
+        logprobs: Log probabilities of the chosen tokens.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Answer:
 
     @property
     def reason(self) -> str | None:
-        """Why it was refused."""
+        """The reason of the refusal."""
         return None if self.refusal is None else self.refusal.reason
 
     def add_text(self, text: str | None) -> None:
@@ -101,7 +101,7 @@ class Front:
     name: ClassVar[str]
     takes: ClassVar[frozenset[str]]
     field_names: ClassVar[Mapping[str, str]] = {}
-    """Names of fields in errors, where they are not those of the gRPC contract without its groups."""
+    """Names of fields in errors, if they differ from the gRPC contract's without its groups."""
 
     def __init__(self, gateway: RunningGateway) -> None:
         self._gateway = gateway
@@ -109,14 +109,14 @@ class Front:
     async def ask(
         self, text: Any = "hello", *, streams: bool = False, authorizations: Sequence[str] = (), **fields: Any
     ) -> Answer:
-        """Asks with `text` as the prompt or as what the user says; for 30 tokens by default."""
+        """Calls with `text` as the prompt or as the user's message; for 30 tokens by default."""
         answer = Answer()
         headers = [("authorization", each) for each in authorizations]
         await self._ask(answer, text, {"max_tokens": 30} | fields, headers, streams=streams)
         return answer
 
     async def refused(self, text: Any = "hello", **options: Any) -> Refusal:
-        """How a call fails; AssertionError where it is answered."""
+        """The failure of a call; AssertionError if it succeeds."""
         refusal = (await self.ask(text, **options)).refusal
         assert refusal is not None
         return refusal
@@ -124,7 +124,7 @@ class Front:
     async def _ask(
         self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
     ) -> None:
-        """Adds what comes to the answer."""
+        """Adds a response to the answer."""
         raise NotImplementedError
 
     def field_name(self, name: str) -> str:
@@ -132,7 +132,7 @@ class Front:
 
 
 def _as_vllm(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by the names that they have in vLLM's API, where lower priorities run earlier."""
+    """Parameters under vLLM's names; in vLLM lower priorities run earlier."""
     named = dict(fields)
     if "priority" in named:
         named["priority"] = -named["priority"]
@@ -313,7 +313,7 @@ class KServe(_OfGrpc):
         answer.add_text(found.get("text_output"))
         answer.finish = found.get("finish_reason") or answer.finish
         if "num_output_tokens" in found:
-            # Of a stream, those of each piece.
+            # In a stream, each piece has its own number of tokens.
             before = 0 if answer.usage is None else answer.usage[1]
             answer.usage = found["num_input_tokens"], before + found["num_output_tokens"]
         for position in json.loads(found.get("logprobs") or "[]"):
@@ -472,7 +472,7 @@ class Responses(_OfHttp):
 
     @staticmethod
     def _add_end(answer: Answer, response: dict[str, Any]) -> None:
-        # What was called is told by the items alone.
+        # Only the items tell the calls.
         whole = "tool_calls" if answer.calls else "stop"
         answer.finish = "length" if response["status"] == "incomplete" else whole
         answer.usage = response["usage"]["input_tokens"], response["usage"]["output_tokens"]

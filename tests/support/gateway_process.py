@@ -48,8 +48,8 @@ class RunningGateway:
 async def running_gateway(
     *schedulers: FakeScheduler, resolver: Resolver | None = None, **settings
 ) -> AsyncIterator[RunningGateway]:
-    """Runs a gateway, connected to its schedulers, until the block ends. The addresses of real ones are in `settings`,
-    and it may not be connected to these yet. `resolver` gives addresses of names."""
+    """Runs a gateway, connected to its schedulers, until the block ends. `settings` have the addresses of real
+    schedulers, to which it may not be connected yet. `resolver` gives addresses of names."""
     addresses = tuple(scheduler.address for scheduler in schedulers)
     values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings
     gateway = await Gateway.start(GatewaySettings(**values), resolver=resolver)
@@ -68,7 +68,7 @@ async def running_gateway(
             await scheduler.until_known()
         yield running
     finally:
-        # Where it was used.
+        # The client exists only if a test used it.
         if "http" in vars(running):
             await running.http.aclose()
         await channel.close()
@@ -88,7 +88,7 @@ def stream_request(text: str | None = "hello", *, max_tokens: int | None = 8, **
 
 @dataclass
 class Collected:
-    """What a stream said."""
+    """All parts of a stream."""
 
     text: str
     token_ids: list[int]
@@ -98,7 +98,7 @@ class Collected:
 
 
 def collected(responses: list) -> Collected:
-    """Checks the form that every stream has: chunks without gap or repetition, one Finished, Completed last."""
+    """Checks the form of every stream: chunks without gap or repetition, one Finished, Completed last."""
     kinds = [response.WhichOneof("event") for response in responses]
     assert kinds == ["chunk"] * (len(kinds) - 2) + ["finished", "completed"]
     chunks = [response.chunk for response in responses[:-2]]
@@ -128,7 +128,7 @@ async def error_of(call) -> QuireError:
 
 
 async def refusal_of(call, field: str, says: str = "") -> InvalidArgument:
-    """The error of a call that is refused for this field alone, in these words."""
+    """The error of a call that is refused only for this field, in these words."""
     error = await error_of(call)
     assert isinstance(error, InvalidArgument), error
     assert [violation.field for violation in error.violations] == [field]
@@ -137,8 +137,8 @@ async def refusal_of(call, field: str, says: str = "") -> InvalidArgument:
 
 
 def comments_after_each_piece(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Makes streams over HTTP send a keepalive comment after each piece, wherever a silence may be too long; the list
-    gets the comments that are sent."""
+    """Makes streams over HTTP send a keepalive comment after each piece, wherever a silence may be too long. Returns
+    a list of the comments that were sent."""
     sent: list[bytes] = []
     write = StreamedResponse._write
 

@@ -29,7 +29,7 @@ _NUMBERS = {
 }
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-"""Where it is not the type of the model."""
+"""Architectures whose name is not the type of the model."""
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -53,9 +53,9 @@ def write_gguf(
     """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
     Args:
-        quantization: of matrices, or what makes that of each by its name in the file; vectors stay float32.
-        further: more metadata, or other values, by whole keys; "rope" are the factors of rotations.
-        fused: as by the converter's --fuse-qkv and --fuse-gate-up-exps.
+        quantization: type of matrices, or a function of a matrix's name in the file; vectors stay float32.
+        further: additional or changed metadata, by whole keys; "rope" are the factors of rotations.
+        fused: joins tensors as the converter's --fuse-qkv and --fuse-gate-up-exps do.
     """
     config = json.loads((directory / "config.json").read_text())
     model_type: str = config["model_type"]
@@ -109,7 +109,7 @@ def write_gguf(
 
 
 def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
-    """What Phi-3 has: a rotation of a part of each head, and factors for short and long texts."""
+    """The rotation of Phi-3: of a part of each head, with factors for short and long texts."""
     rope = config.get("rope_parameters") or {}
     if (share := rope.get("partial_rotary_factor")) is not None:
         head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -154,7 +154,7 @@ _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_
 
 
 def _fuse(tensors: dict[str, _Stored]) -> dict[str, _Stored]:
-    """The rows of those that converters may merge, after each other."""
+    """Joins the rows of tensors that converters may merge, one after the other."""
     kept = dict(tensors)
     for fused, parts in _FUSED.items():
         for name in [name for name in tensors if f".{parts[0]}." in name]:
@@ -172,7 +172,7 @@ def _names_in_files(kind: gguf.MODEL_ARCH) -> gguf.TensorNameMap:
 def _stored_tensors(
     architecture: str, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType | Quantize
 ) -> Iterator[tuple[str, _Stored]]:
-    """Names and contents as in the file, with the type of those that are quantized."""
+    """Names and contents as in the file, with the type of each quantized tensor."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = _names_in_files(kind)
     for name, data in _tensors(directory):
@@ -197,7 +197,7 @@ def _stored_tensors(
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Those of the files of a directory; the experts' of a layer in one."""
+    """Tensors of the files of a directory; a layer's experts are joined in one."""
     experts: dict[str, list[np.ndarray]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         content = load_file(file)

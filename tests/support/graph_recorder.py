@@ -1,4 +1,4 @@
-"""A recorder of decode graphs where there is no GPU: what was recorded is called again, on the same tensors."""
+"""Records decode graphs without a GPU: a replay calls the recorded function again, on the same tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ class CallingRecorder:
     def __init__(self) -> None:
         self.num_recorded = 0
         self.replays: Counter[int] = Counter()
-        """By number of the recording."""
+        """Number of replays by number of the recording."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         number = self.num_recorded

@@ -1,4 +1,4 @@
-"""What gRPC has and its type stubs lack, or give the types of the blocking API only."""
+"""Parts of gRPC that its type stubs lack, or type for the blocking API only."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 EOF: Any = vars(grpc.aio)["EOF"]
-"""What a read at the end of a stream returns."""
+"""The result of a read at the end of a stream."""
 
 
 def health_stub(channel: grpc.aio.Channel) -> Any:

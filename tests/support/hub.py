@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks what `huggingface_hub` asks of the Hugging Face Hub, for tests of downloads.
+"""A local stand-in for the Hugging Face Hub, as `huggingface_hub` uses it, for tests of downloads.
 
 with LocalHub({"org/name": {"config.json": b"{}", ...}}) as hub:
     environ = hub.environ(tmp_path)  # for processes; `hub.use(monkeypatch, tmp_path)` for this one
@@ -23,7 +23,7 @@ import pytest
 _API = re.compile(r"/api/models/(?P<repository>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repository>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 _CHUNK_BYTES = 1 << 18
-# Files from this size on have the SHA-256 as their ETag, as those in large file storage have.
+# Files from this size on have the SHA-256 as their ETag, as in large file storage.
 _LARGE_BYTES = 1 << 20
 
 
@@ -36,16 +36,16 @@ def commit_of(files: Mapping[str, bytes]) -> str:
 
 @dataclass
 class LocalHub:
-    """Files by their names, by revision, by repository; `main` is the revision of repositories that have one only.
+    """Files by repository, revision and name; `main` is the revision of repositories that have only one.
 
     Attributes:
-        token: What gated repositories ask for.
-        cuts: The bytes after which the next answers with a file break off, by the file's name, one entry an answer.
+        token: The token that gated repositories need.
+        cuts: For each file name, the bytes after which its next answers break off, one entry an answer.
         sent: The requests for files, with the bytes sent, in order.
-        status: What every request is answered, where set.
-        forbidden_once: The files whose next request with a range is refused, as by an address that has expired.
-        stalled: What an answer waits for before it breaks off.
-        held: What every answer waits for.
+        status: The status of every answer, if set.
+        forbidden_once: Files whose next request with a range is refused, as by an expired address.
+        stalled: An event that an answer waits for before it breaks off.
+        held: An event that every answer waits for.
         ignores_ranges: Whether each file is sent from its beginning.
     """
 
@@ -87,7 +87,7 @@ class LocalHub:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def environ(self, home: Path) -> dict[str, str]:
-        """The variables by which a process takes this hub for its own, with the cache under `home`."""
+        """The variables that make a process use this hub, with the cache under `home`."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
 
     def use(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> Path:
@@ -102,7 +102,7 @@ class LocalHub:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", _CHUNK_BYTES)
         monkeypatch.setattr("quire.hub._LARGE_BYTES", _LARGE_BYTES)
-        # It waits half a minute before it believes that a hub fails.
+        # The library waits half a minute before it gives up on a hub.
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         return home / "hub"
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.status is not None:
             self._refuse(self.hub.status, None, "the hub is being repaired")
         elif match is None or (match["repository"] not in self.hub.repositories):
-            # As the hub does it: without a token, what is missing looks like what is private.
+            # As on the hub, a missing repository looks like a private one to a caller without a token.
             self._refuse(404 if self._token() else 401, "RepoNotFound", "Repository not found")
         else:
             revision = unquote(match["revision"] or "main")

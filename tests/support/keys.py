@@ -13,7 +13,7 @@ from gateway.auth.quota import Limits
 def make_entry(
     key_id: str, key: str, tenant: str, access: Access | None = None, limits: Limits | None = None, **fields: Any
 ) -> KeyEntry:
-    """What the file has of a key that allows this."""
+    """The file's entry of a key with these permissions."""
     allowed = dataclasses.asdict(access or Access())
     models = allowed.pop("models")
     fields |= allowed | dataclasses.asdict(limits or Limits())

@@ -1,4 +1,4 @@
-"""kill -9 of processes of a server that restarts them, while clients read streams from it."""
+"""kill -9 of processes of a server that restarts them, while clients read its streams."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ Outputs = list[tuple[dict[int, list[int]], dict[int, str]]]
 
 
 class TooLateError(Exception):
-    """A stream ended before the kill, which shows nothing then."""
+    """A stream ended before the kill, so that the test shows nothing."""
 
 
 async def until_hit(scenario: Callable[[], Awaitable[T]]) -> T:
-    """What a scenario gives that raises no TooLateError. It is begun anew where it does: streams may go on to their
+    """The result of a scenario that raises no TooLateError. It starts again if it does: streams may go on to their
     ends while this process stands still, or one of the server's."""
     for _ in range(_MAX_ATTEMPTS - 1):
         with contextlib.suppress(TooLateError):
@@ -55,7 +55,7 @@ async def kill(served: Served, name: str) -> None:
 
 
 class Stream:
-    """One stream, and what its client has of it so far."""
+    """One stream, and the tokens that its client has so far."""
 
     def __init__(
         self, index: int, options: GenerationOptions, *, durable: bool, prompt: str = "Once upon a time"
@@ -70,7 +70,7 @@ class Stream:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first sequence."""
+        """Token ids of the first sequence."""
         return self.outputs.get(0, [])
 
     async def read(self, client: AsyncClient) -> None:
@@ -111,7 +111,7 @@ class Streams:
 
     @contextlib.asynccontextmanager
     async def reading(self, served: Served) -> AsyncIterator[asyncio.Task[Outputs]]:
-        """What `read` gives, of a server that serves again, whatever was killed before. Left where the block fails."""
+        """The task of `read`, for a server that serves again after any kill; cancelled if the block fails."""
         await served.server.wait_ready()
         reading = asyncio.create_task(self.read(served.client))
         try:
@@ -121,8 +121,8 @@ class Streams:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def advance(self, num_tokens: int = 20) -> None:
-        """Waits until each stream has that many tokens more: whoever serves now serves all of them. TooLateError where
-        one ends before."""
+        """Waits until each stream has `num_tokens` more tokens: the present processes then serve all of them.
+        TooLateError if one ends before."""
         wanted = [len(stream.token_ids) + num_tokens for stream in self]
         await until_true(
             lambda: self.has_one_ended or all(len(e.token_ids) >= least for e, least in zip(self, wanted, strict=True)),
@@ -131,7 +131,7 @@ class Streams:
         self._check_all_live()
 
     async def kill(self, served: Served, *names: str) -> None:
-        """Kills the processes. TooLateError where a stream was not in the middle then."""
+        """Kills the processes. TooLateError if a stream had ended by then."""
         self._check_all_live()
         for name in names:
             await kill(served, name)

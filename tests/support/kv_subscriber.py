@@ -16,7 +16,7 @@ _FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium"), "
 
 
 def events_in(payload: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the fields of each event, whichever way they are written."""
+    """The name and the fields of each event, in either format."""
     at, events, rank = msgspec.msgpack.decode(payload)
     assert at > 1.6e9
     assert rank == 0
@@ -29,13 +29,13 @@ def events_in(payload: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class KvSubscriber:
-    """Follows one publisher. A gap in the numbers is filled by a replay; a number that was there already means that
-    another process publishes now."""
+    """Follows one publisher. A replay fills a gap in the numbers; a number that comes again means that another process
+    now publishes."""
 
     sub: zmq.asyncio.Socket
     replay: zmq.asyncio.Socket
     blocks: dict[int, tuple[int | None, tuple[int, ...]]] = field(default_factory=dict)
-    """What is cached: hash -> the parent's hash and the tokens, which are empty if they are not known."""
+    """Cached blocks: hash -> the parent's hash and the tokens, which are empty if they are not known."""
     on_disk: set[int] = field(default_factory=set)
     next_number: int = 0
     num_replays: int = 0
@@ -49,7 +49,7 @@ class KvSubscriber:
         try:
             sub, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
             sub.setsockopt(zmq.RECONNECT_IVL, 20)
-            # It keeps little that was not read.
+            # The socket buffers few messages.
             sub.setsockopt(zmq.RCVHWM, 1)
             replay.setsockopt(zmq.RECONNECT_IVL, 20)
             sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
@@ -60,7 +60,7 @@ class KvSubscriber:
             context.destroy(linger=0)
 
     async def read(self) -> None:
-        """Takes in one message, and before it those that are missing."""
+        """Takes in one message, and the missing ones before it."""
         _, number_bytes, payload = await self.sub.recv_multipart()
         number = int.from_bytes(number_bytes, "big")
         if number < self.next_number:
@@ -122,7 +122,7 @@ class KvSubscriber:
 
 
 async def until_equal(subscriber: KvSubscriber, content_of: Any, timeout_s: float = 60) -> None:
-    """Waits until the mirror is what `content_of()` says that the cache holds, while somebody calls `follow`."""
+    """Waits until the mirror equals `content_of()`, the content of the cache, while another task calls `follow`."""
     async with asyncio.timeout(timeout_s):
         while subscriber.blocks.keys() != await content_of():  # noqa: ASYNC110 (the other side is a process)
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Columns of log probabilities from what a test writes down, and back."""
+"""Converts log probabilities of tests to columns, and back."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def token_logprobs(lines: dict[int, Line]) -> scheduler_pb2.TokenLogprobs:
 
 
 def lines_by_event(message: scheduler_pb2.TokenEvents) -> dict[int, Line]:
-    """What a scheduler said of each token, by its index."""
+    """A scheduler's log probabilities of each token, by its index."""
     if not message.HasField("token_logprobs"):
         return {}
     events = decode_int32(message.token_logprobs.events, "events").tolist()
@@ -70,7 +70,7 @@ def lines_by_event(message: scheduler_pb2.TokenEvents) -> dict[int, Line]:
 
 
 def lines_by_row(result: worker_pb2.StepResult) -> dict[int, Line]:
-    """What a worker said of each row."""
+    """A worker's log probabilities of each row."""
     if not result.HasField("token_logprobs"):
         return {}
     rows = decode_int32(result.rows, "rows")

@@ -1,6 +1,6 @@
 """A gateway in a process of its own, in which the turns of its event loop are measured.
 
-What is measured is the processor time of single callbacks, so that a busy machine makes no difference.
+Turns are measured by the processor time of single callbacks, so that a busy machine makes no difference.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ _NUM_TRIES = 5
 
 @dataclass
 class MeasuredGateway:
-    """The gateway's addresses, and what its loop did."""
+    """The gateway's addresses, and the turns of its loop."""
 
     grpc_address: str
     http_url: str
     process: asyncio.subprocess.Process
 
     async def longest_turns_ms(self) -> dict[str, float]:
-        """The longest turn of each kind since this was asked before."""
+        """The longest turn of each kind since the last call."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(b"\n")
         return json.loads(await self.process.stdout.readline())
 
     async def assert_short_turns(self, name: str, call: Callable[[], Awaitable[object]], longest_ms: float) -> None:
-        """The call succeeds in each try, and no kind of turn takes longer in each of them: what a call costs shows in
-        all tries at the same place, and what else the machine does now here, now there."""
+        """Checks that the call succeeds in each try, and that no kind of turn is too long in all tries: the call's cost
+        shows in every try, and other load on the machine only in some."""
         tries: list[dict[str, float]] = []
         long: list[str] = []
         await self.longest_turns_ms()
@@ -51,7 +51,7 @@ class MeasuredGateway:
         raise AssertionError(f"{name}: in {_NUM_TRIES} tries {long} took {[max(each.values()) for each in tries]} ms")
 
     def peak_memory_mib(self) -> int:
-        """The most memory that the process has had at once."""
+        """The peak memory of the process."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) >> 10
 
@@ -99,7 +99,7 @@ class _Turns:
             if threading.get_ident() == self._main:
                 self.longest[kind] = max(time.thread_time() - began, self.longest.get(kind, 0.0))
 
-        setattr(asyncio.Handle, "_run", measured)  # noqa: B010 (nobody else may, say its types)
+        setattr(asyncio.Handle, "_run", measured)  # noqa: B010 (its types forbid an assignment)
 
     def report_on_demand(self) -> None:
         """Answers each line of stdin."""

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 async def read_metric(port: int, name: str) -> float:
-    """The value of a metric without labels; KeyError where there is none of this name."""
+    """The value of a metric without labels; KeyError if there is none of this name."""
     return (await read_metrics(port))[name]
 
 

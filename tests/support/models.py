@@ -1,4 +1,4 @@
-"""Small models with random weights and a tokenizer that works, in directories as transformers writes them."""
+"""Small models with random weights and a usable tokenizer, in directories as transformers writes them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -36,9 +36,9 @@ class Family:
     """A causal language model of transformers.
 
     Attributes:
-        name: of its class, without ForCausalLM or LMHeadModel.
-        fields: of its configuration, in addition to what all have.
-        config: the class of its configuration, where that is not the name and Config.
+        name: the class without ForCausalLM or LMHeadModel.
+        fields: of the configuration, in addition to the fields of all models.
+        config: the class of the configuration, if it is not the name and Config.
         num_calls: of attention, in a forward pass.
     """
 
@@ -66,7 +66,7 @@ _GPT2 = {"num_attention_heads": 2, "intermediate_size": 256}
 _OPT = {"num_attention_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": None}
 _LLAMA = {"hidden_size": 128, "intermediate_size": 192}
 
-# The head size in the name is hidden size / heads. The first of each family has nothing special.
+# The head size in the name is hidden size / heads. The first model of each family has no special features.
 SHAPES: dict[str, Family] = {
     "gpt2-tied-32": Family("GPT2", _GPT2),
     "gpt2-untied-64": Family("GPT2", {**_GPT2, "hidden_size": 128, "tie_word_embeddings": False, "n_inner": 96}),
@@ -92,7 +92,7 @@ NATIVE: dict[str, Family] = {
     "qwen3": Family("Qwen3", {"head_dim": 32, "attention_bias": True}),
     "qwen3-alternating": Family("Qwen3", {"head_dim": 16, "use_sliding_window": True, **ALTERNATING}),
     "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
-    # transformers makes a mask of a window of 0 for it, that none of its layers uses.
+    # For a window of 0 transformers makes a mask that no layer of this model uses.
     "qwen2-moe": Family(
         "Qwen2Moe",
         {**FEW_EXPERTS, "shared_expert_intermediate_size": 48},
@@ -117,7 +117,7 @@ NATIVE: dict[str, Family] = {
         {**FEW_EXPERTS, "head_dim": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
     "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
-    # Caps that bend what random weights give.
+    # Caps that change the output of random weights.
     "gemma2-capped-alternating": Family(
         "Gemma2",
         {
@@ -170,7 +170,7 @@ FOREIGN: dict[str, Family] = {
     "nemotron": Family("Nemotron"),
     "biogpt": Family("BioGpt"),
     "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
-    # Attention of their own, which adapters replace.
+    # Own attention classes, which adapters replace.
     "gptj": Family("GPTJ", {"rotary_dim": 8}),
     "codegen": Family("CodeGen", {"rotary_dim": 8}),
     "gpt-neo-alternating": Family("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": 17}),
@@ -186,11 +186,11 @@ FOREIGN: dict[str, Family] = {
         "Falcon", {"hidden_size": 96, "num_attention_heads": 12, "alibi": True, "multi_query": False}
     ),
     "falcon-alibi-multi-query": Family("Falcon", {"alibi": True, "multi_query": True}),
-    # Heads of values that are smaller than those of keys, or greater.
+    # Heads of values that are smaller or larger than heads of keys.
     "deepseek-v2": Family("DeepseekV2", {**LATENT, **EXPERTS, "v_head_dim": 16}),
     "deepseek-v3": Family("DeepseekV3", {**LATENT, **EXPERTS, "v_head_dim": 32}),
     "minicpm3": Family("MiniCPM3", {**LATENT, "v_head_dim": 16}),
-    # Attends to the best tokens, of which there may be as many as it takes.
+    # Attends to the best tokens, whose maximum number is the longest text.
     "deepseek-v32": Family(
         "DeepseekV32",
         {**LATENT, **EXPERTS, "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": MAX_LENGTH},
@@ -215,7 +215,7 @@ FOREIGN: dict[str, Family] = {
     ),
     # Layers that run several times.
     "hrm-text": Family("HrmText", {"head_dim": 16, "num_hidden_layers": 1}, num_calls=8),
-    # Wider heads, but fewer, in layers without a window; the last two read what others wrote.
+    # Wider heads, but fewer, in layers without a window; the last two layers read the keys and values of others.
     "gemma4-shared": Family(
         "Gemma4",
         {
@@ -281,12 +281,12 @@ FOREIGN: dict[str, Family] = {
             **ALTERNATING,
         },
     ),
-    # Sinks in layers with windows alone, and heads of values that are smaller than those of keys.
+    # Sinks only in layers with windows, and heads of values that are smaller than heads of keys.
     "mimo-v2": Family(
         "MiMoV2Flash",
         {"head_dim": 16, "v_head_dim": 8, **ROUTED, **ALTERNATING},
     ),
-    # Attends to the best tokens, or to those that the layer before found.
+    # Attends to the best tokens, or to the tokens that the layer before found.
     "hy-v4": Family(
         "HYV4",
         {
@@ -358,7 +358,7 @@ def make_model(
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Gives every parameter, biases and norms too, values that matter to the output."""
+    """Gives every parameter, also biases and norms, values that change the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -411,6 +411,6 @@ def edit_config(directory: Path, **fields: Any) -> None:
 
 
 def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    """Changes what model.safetensors has."""
+    """Changes the tensors of model.safetensors."""
     path = directory / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Bodies of the HTTP API as it parses them."""
+"""Parses bodies of the HTTP API as it does."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ STRICT_LIMITS = BodyLimits(1 << 22, EntryLimits(max_messages=10_000), rule=Field
 
 
 def parse(kind: type[BodyType], body: bytes | Mapping[str, Any], limits: BodyLimits = BODY_LIMITS) -> BodyType:
-    """The body as `parse_body` returns it. Raises as it does."""
+    """The body as `parse_body` returns it; raises the same errors."""
     parsing = parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), limits)
     # In a thread: the caller may have an event loop.
     with ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""A model over a small paged pool, driven by hand: what the worker does, without the worker."""
+"""Runs a model over a small paged pool as a worker would, but without a worker."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class PagedRunner:
         self.forward: Callable[[ModelInput], torch.Tensor] = model
         self.sequences = [list(sequence) for sequence in sequences]
         self.adapter_slots = [0] * len(sequences)
-        """Of each sequence, from 1 on; 0 for none."""
+        """Adapter slot of each sequence, from 1 on; 0 is no adapter."""
         self._block_size = block_size
         blocks_per_row = -(-max(len(sequence) for sequence in sequences) // block_size) + 8
         num_blocks = blocks_per_row * len(sequences) + 3
@@ -55,7 +55,7 @@ class PagedRunner:
         return self.model.logits(self.forward(self.inputs(*spans)))
 
     def inputs(self, *spans: Span) -> ModelInput:
-        """What a model takes to compute the tokens of these spans."""
+        """A model's input to compute the tokens of these spans."""
         positions = [torch.arange(span.start, span.end) for span in spans]
         tokens = [token for span in spans for token in self.sequences[span.row][span.start : span.end]]
         slots = [
@@ -78,7 +78,7 @@ class PagedRunner:
 
 
 def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:
-    """Of the weights of a layer; None for one that is not in codes."""
+    """Codings of a layer's weights; None for a weight that is not in codes."""
     product = layer._product
     if isinstance(product, CodedProduct):
         return [weight.coding for weight in product.packed]

@@ -1,4 +1,4 @@
-"""Test parameters in few combinations, in which every two values of different parameters meet."""
+"""Reduces combinations of test parameters to a few that have every pair of values of different parameters."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Few cases, in a fixed order, in which each value of an axis meets each value of every other axis."""
+    """A few cases, in a fixed order, that have every pair of values of two axes."""
     missing = {
         (first, a, second, b)
         for first, second in combinations(range(len(axes)), 2)
@@ -27,5 +27,5 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _met(missing: set[tuple[int, int, int, int]], case: dict[int, int], axis: int, value: int) -> int:
-    """How many missing pairs the value has with those that the case has already."""
+    """The number of missing pairs of the value and values that the case already has."""
     return sum((min((axis, value), pair) + max((axis, value), pair)) in missing for pair in case.items())

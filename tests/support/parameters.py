@@ -19,7 +19,7 @@ def make_options(
     output: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> RequestOptions:
-    """A request with these parameters, be they valid or not; `beam_search` is a mapping too."""
+    """A request with these parameters, valid or not; `beam_search` is a mapping too."""
     as_written: dict[str, Any] = {}
     options = RequestOptions(prompt or TextPrompt("hello"), as_written=as_written, **fields)
     for path, values in (("sampling", sampling), ("stopping", stopping), ("output", output)):
@@ -37,7 +37,7 @@ def _write_all(message: Any, path: str, values: Mapping[str, Any], as_written: d
 
 
 def row_sampling(submit: scheduler_pb2.Submit) -> RowSampling:
-    """What the worker is to sample by."""
+    """The parameters by which the worker samples."""
     return RowSampling.FromString(submit.row_sampling)
 
 
@@ -53,7 +53,7 @@ def make_request(
     eos_token_ids: Sequence[int] = (1,),
     **fields: Any,
 ) -> GenerationRequest:
-    """A greedy request that was checked."""
+    """A greedy request that has been validated."""
     return GenerationRequest(
         request_id=request_id,
         tenant=tenant,

@@ -1,4 +1,4 @@
-"""Comparison of a model's logits with those of transformers, however the tokens come."""
+"""Compares a model's logits with transformers', over several ways to feed the tokens."""
 
 import torch
 from transformers import PreTrainedModel
@@ -18,13 +18,13 @@ def make_sequences(*lengths: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def expected_logits(reference: PreTrainedModel, sequence: list[int]) -> torch.Tensor:
-    """Of all tokens of one sequence."""
+    """Logits of all tokens of one sequence."""
     return reference(torch.tensor([sequence])).logits[0].float()
 
 
 def assert_serves_like(reference: PreTrainedModel, model: CausalLM) -> None:
-    """Longer than all sliding windows, in chunks, in a batch, token by token, in blocks of two sizes, and after a
-    prefix that another sequence computed."""
+    """Compares sequences longer than all sliding windows: in chunks, in a batch, token by token, in two block sizes,
+    and after a prefix that another sequence computed."""
     first, *others = make_sequences(60, 1, 17)
     sequences = [first, *others, [*first[:32], *others[-1]]]
     expected = [expected_logits(reference, sequence) for sequence in sequences]

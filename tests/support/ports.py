@@ -1,4 +1,4 @@
-"""Ports that nobody else is given."""
+"""Ports that no other process is given."""
 
 import atexit
 
@@ -6,7 +6,7 @@ from quire.rpc.address import ReservedPort
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nobody listens. Another process gets it only if it asks for this very number.
+    """A port of 127.0.0.1 without a listener. Another process gets it only if it asks for this very number.
 
     It is kept to the end of this process, so that a server may be stopped and started again.
     """

@@ -1,4 +1,4 @@
-"""Waiting for conditions, and looking at other processes."""
+"""Waits for conditions, and inspects other processes."""
 
 import asyncio
 import time
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 async def until_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """Waits until `condition()` is true; TimeoutError when that takes too long."""
+    """Waits until `condition()` is true; TimeoutError if that takes too long."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  (what other processes do sets no event here)
             await asyncio.sleep(0.01)
 
 
 def wait_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """The same without an event loop."""
+    """Same as `until_true`, without an event loop."""
     ends_at = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > ends_at:
@@ -23,7 +23,7 @@ def wait_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """False for a process that is gone or waits for its parent to read its status."""
+    """False for a process that is gone or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,14 +1,14 @@
-"""What Prometheus's expressions name, by a parser of its language."""
+"""Names in Prometheus's expressions, by a parser of its language."""
 
 import promql_parser
 
-# Grafana puts these in before Prometheus sees an expression.
+# Grafana replaces these before Prometheus sees an expression.
 _VARIABLES = {"$__rate_interval": "5m", "$__range": "5m", "$instance": ".*", "$model_name": ".*"}
 _PARTS = ("expr", "lhs", "rhs", "param", "vector_selector", "args")
 
 
 def metrics_in(expression: str) -> set[str]:
-    """The metrics of an expression. Raises ValueError where it is none."""
+    """The metrics of an expression. Raises ValueError for an invalid expression."""
     for name, value in _VARIABLES.items():
         expression = expression.replace(name, value)
     return set(_names_in(promql_parser.parse(expression)))

@@ -1,8 +1,7 @@
 """Model directories whose linear layers are quantized, in the formats of safetensors files.
 
-AWQ and GPTQ are written as their formats are specified; compressed-tensors by the package of that name, which is also
-what such weights are compared with. Codes and scales are drawn, so that they have nothing to do with the weights that
-were there.
+AWQ and GPTQ are written as their formats are specified; compressed-tensors by the package of that name, with whose
+weights the results are also compared. Codes and scales are random, and do not depend on the weights that they replace.
 """
 
 import re
@@ -21,7 +20,7 @@ from tests.support.models import edit_config, edit_tensors
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[int, int, int], tuple[Tensors, torch.Tensor]]
-"""Tensors of a module of so many outputs and inputs, for a seed, and the weight [out, in] that they stand for."""
+"""Tensors of a module for numbers of outputs and inputs and a seed, and the weight [out, in] that they stand for."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
@@ -74,7 +73,7 @@ def as_gptq(weight: CodedWeight, *, is_v2: bool = False) -> Tensors:
 def awq(
     out_features: int, in_features: int, seed: int, *, group: int = 64, symmetric: bool = False
 ) -> tuple[Tensors, torch.Tensor]:
-    """Symmetric codes have zeros all the same, each of them 8."""
+    """Symmetric codes also have zeros, each of them 8."""
     has_zeros = not symmetric
     weight = make_scaled(Coding.INT4, out_features, in_features, group, torch.float16, has_zeros=has_zeros, seed=seed)
     return as_awq(weight), dequantized(weight)
@@ -106,7 +105,7 @@ def gptq(
 def compressed(
     out_features: int, in_features: int, seed: int, *, args: dict[str, Any], form: str, dtype: torch.dtype
 ) -> tuple[Tensors, torch.Tensor]:
-    """By the package: what `compress` makes of a weight, and what `decompress` makes of that."""
+    """`compress` of the package makes the tensors from a weight, and `decompress` the expected weight from those."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
     assert scheme.weights is not None
     generator = torch.Generator().manual_seed(seed)
@@ -135,7 +134,7 @@ def compressed(
 def fp8(
     out_features: int, in_features: int, seed: int, *, block: tuple[int, int] = (128, 128), dtype: torch.dtype
 ) -> tuple[Tensors, torch.Tensor]:
-    """As transformers and DeepSeek's own code multiply such weights, in float32."""
+    """The expected weight is scaled in float32, as by transformers and DeepSeek's own code."""
     generator = torch.Generator().manual_seed(seed)
     grid = (-(-out_features // block[0]), -(-in_features // block[1]))
     numbers = torch.randn(out_features, in_features, generator=generator).mul(60).clamp(-448, 448)
@@ -146,8 +145,8 @@ def fp8(
 
 
 def quantize_model(directory: Path, quantize: Quantize, **config: Any) -> Tensors:
-    """Replaces the linear layers of the decoder's blocks, and says `quantization_config`; returns the weights that they
-    stand for."""
+    """Replaces the linear layers of the decoder's blocks, and writes `quantization_config`; returns the weights that
+    the codes stand for."""
     expected: Tensors = {}
 
     def change(tensors: Tensors) -> Tensors:

@@ -1,12 +1,13 @@
-"""One rank in a process of its own, whose words are RANK SIZE HOST:PORT WHAT BY MEETING_S.
+"""One rank in a process of its own, whose arguments are RANK SIZE HOST:PORT ACTION BY MEETING_S.
 
-It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives the others MEETING_S to come.
+It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives the other ranks MEETING_S to come.
 
-Meets in a daemon thread, as a worker does, says so on stdout once lifelines to the others stand, then does one of
-    sum     prints what a sum, columns side by side and the least number are, and stops
+It runs the rendezvous in a daemon thread, as a worker does, reports on stdout that lifelines to the others stand, and
+then runs one ACTION:
+    sum     prints the results of a sum, of columns side by side and of the least number, and stops
     wait    waits for a line on stdin, then for a sum
-    fail    runs two steps, of which the first fails on rank 0 alone
-To stop it waits for a line on stdin, which is its signal, says so on stdout, waits for another line and returns.
+    fail    runs two steps; the first one fails only on rank 0
+To stop it waits for a line on stdin, which is its signal, reports that on stdout, waits for another line and returns.
 """
 
 import socket
@@ -39,7 +40,7 @@ class CountedLifelines(Lifelines):
 
 @dataclass(frozen=True, slots=True)
 class FailingRunner:
-    """Sums over all ranks; steps have no output, and on rank 0 they fail."""
+    """Sums over all ranks; steps have no output, and they fail on rank 0."""
 
     ranks: Ranks
     is_asynchronous: bool = False
@@ -57,7 +58,7 @@ class FailingRunner:
 
 
 def run(ranks: Ranks, what: str, stopping: threading.Event) -> None:
-    # Rank 0 has one to each of the others, which have one to rank 0.
+    # Rank 0 has a lifeline to each other rank, which has one to rank 0.
     for _ in range(1 if ranks.rank else ranks.size - 1):
         _num_held.acquire()
     print("met", flush=True)
@@ -102,7 +103,7 @@ def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str)
     if by == "messages":
         keep_apart()
     parallel.Lifelines = CountedLifelines
-    # Without a pause between two looks at the store, so that the end of the process meets one.
+    # Looks at the store without a pause, so that the process ends during a look.
     patience = Patience(timedelta(seconds=float(meeting_s)), heartbeat_s=0.0)
     settings = WorkerSettings(
         tensor_parallel_rank=int(rank), tensor_parallel_size=int(size), tensor_parallel_address=address

@@ -1,4 +1,4 @@
-"""HTTP over a bare socket, for clients that no library would be."""
+"""HTTP over a bare socket, for clients that behave like no library."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from tests.support.gateway_process import RunningGateway
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """One answer. Names of headers are in lower case."""
+    """One answer. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -31,7 +31,7 @@ def request(head: str, headers: Mapping[str, str] | None = None, body: bytes = b
 
 
 async def connection_to(gateway: RunningGateway, address: str | None = None) -> socket.socket:
-    """A connection to the HTTP port, or to another address of it, that does not block."""
+    """A non-blocking connection to the HTTP port, or to another address."""
     host, _, port = (address or gateway.gateway.http_address).rpartition(":")
     connection = socket.socket()
     connection.setblocking(False)
@@ -54,7 +54,7 @@ async def read_answer(connection: socket.socket, *, has_body: bool = True) -> Ra
 
 
 async def read_to_end(connection: socket.socket) -> bytes:
-    """What comes until the other side closes the connection, which must be within a minute."""
+    """Bytes until the other side closes the connection, which must be within a minute."""
     loop, data = asyncio.get_running_loop(), b""
     async with asyncio.timeout(60):
         try:

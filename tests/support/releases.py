@@ -1,4 +1,4 @@
-"""Releases as they were, out of this repository's history, to run their services beside those of today."""
+"""Releases from this repository's history, whose services run together with today's."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ _LIBRARY = Path("kernels", "cpu", "libquire_cpu.so")
 
 
 class NoHistoryError(Exception):
-    """The history that is here does not reach the release."""
+    """The local history does not reach the release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Release:
 
     @classmethod
     def check_out(cls, version: str, directory: Path) -> Self:
-        """Puts the release into a new folder, with its stubs, its CPU library, and an interpreter that has the packages
-        of this one and no other Quire. Raises NoHistoryError."""
+        """Writes the release to a new folder, with its stubs, its CPU library, and an interpreter that has this one's
+        packages without Quire. Raises NoHistoryError."""
         commit = commit_of(version)
         directory.mkdir()
         packed = directory.with_suffix(".tar")
@@ -45,13 +45,13 @@ class Release:
         return release
 
     def write(self, file: Path) -> None:
-        """For `service_of_release`, which starts what the file says when it is called."""
+        """Writes the file for `service_of_release`, which starts the release that it names at each call."""
         new = file.with_suffix(".new")
         new.write_text(f"{self.python}\n{self.code}\n", encoding="utf-8")
         new.replace(file)
 
     def runs(self, pid: int) -> bool:
-        """Whether a process that `service_of_release` started is of this release."""
+        """Whether a process that `service_of_release` started runs this release."""
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return command[0] == os.fsencode(self.python)
 
@@ -61,7 +61,7 @@ def commit_of(version: str) -> str:
     file, line = "quire/version.py", f'VERSION = "{version}"'
     if line in _git("show", f"HEAD:{file}"):
         return _git("rev-parse", "HEAD")
-    # The newest commit in which the line came or went: it went there, since it is not in the newest file.
+    # The newest commit that added or removed the line removed it, since the newest file lacks it.
     changed = _git("log", "-1", "--format=%H", f"-S{line}", "--", file)
     if changed and line in _git("show", f"{changed}^:{file}", is_optional=True):
         return _git("rev-parse", f"{changed}^")
@@ -78,19 +78,19 @@ def _git(*arguments: str, is_optional: bool = False) -> str:
 
 
 def _make_python(directory: Path) -> str:
-    """An interpreter of its own, since an editable install would lead this one to the code of today."""
+    """Makes a separate interpreter, since an editable install would lead this one to today's code."""
     home = directory / ".venv"
     venv.create(home, symlinks=True, with_pip=False)
     (packages,) = home.glob("lib/python*/site-packages")
-    # Folders in a .pth file are searched, and their own .pth files are not read.
+    # Folders in a .pth file are searched, but their own .pth files are not read.
     shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "release.pth").write_text("\n".join([str(directory), *shared]) + "\n", encoding="utf-8")
     return str(home / "bin" / "python")
 
 
 def _make_library(commit: str, directory: Path) -> None:
-    """Copies the library of today if its sources are the same, and builds it if not. Where today's was not built, for
-    want of a compiler, there is none, and the operations run in torch."""
+    """Copies today's library if its sources are the same, and builds it if not. If today's was not built, for want of
+    a compiler, the release has none either, and its operations run in torch."""
     if not (ROOT / _LIBRARY).exists():
         return
     is_same = not subprocess.run(["git", "diff", "--quiet", commit, "--", "kernels/cpu"], cwd=ROOT).returncode

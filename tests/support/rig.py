@@ -1,4 +1,4 @@
-"""A gateway in front of a fake scheduler that says what a test wants; its model's chats know tools and reasoning."""
+"""A gateway in front of a fake scheduler with scripted output; its model's chats support tools and reasoning."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ REASONED_IDS = (*TOKENIZER.encode(REASONED, add_special_tokens=False).ids, EOS)
 
 @dataclass(frozen=True)
 class Rig:
-    """One gateway for many tests, and what is behind it."""
+    """One gateway for many tests, and its scheduler."""
 
     gateway: RunningGateway
     scheduler: FakeScheduler
@@ -44,11 +44,11 @@ class Rig:
         return self.gateway.http
 
     def says(self, text: str) -> None:
-        """What all sequences say before they end by themselves."""
+        """Sets the text of all sequences, after which they end by themselves."""
         self.scheduler.rule = scripted([*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS])
 
     def reset(self) -> None:
-        """Forgets what tests before have asked and changed."""
+        """Forgets requests and changes of earlier tests."""
         self.scheduler.step_delay_s, self.scheduler.tokens_per_step = 0.001, 1
         self.scheduler.emits.set()
         for each in (self.scheduler.submits, self.scheduler.aborted, self.scheduler.refusal):
@@ -67,7 +67,7 @@ async def running_rig(directory: Path, **settings: Any) -> AsyncIterator[Rig]:
 
 
 def expected_ids(text: str, count: int) -> list[int]:
-    """What a fake scheduler answers that was told nothing else."""
+    """The output of a fake scheduler with its default rule."""
     prompt = tuple(TOKENIZER.encode(text).ids)
     return [counting_rule(prompt, position) for position in range(count)]
 

@@ -25,7 +25,7 @@ def make_row_sampling(
     bad_token_sequences: Sequence[Sequence[int]] = (),
     **sampling: Any,
 ) -> bytes:
-    """What a gateway sends for the worker: these parameters, and rules of the model by their names in the message."""
+    """A gateway's message for the worker: these parameters, and rules of the model by their names in the message."""
     rules = {name: sampling.pop(name) for name in tuple(sampling) if name in _RULES}
     message = RowSamplingMessage(
         **rules,

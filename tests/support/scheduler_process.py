@@ -24,8 +24,8 @@ from tests.support.logprobs import Line, lines_by_event
 async def scheduler_task(
     socket: str, worker: str, **settings
 ) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, asyncio.Task[None]]]:
-    """Runs the service on a unix socket, or where `listen` says, until the block ends; yields a stub that is connected
-    to it, and its task, which may end by itself."""
+    """Runs the service on a unix socket, or at `listen`, until the block ends. Yields a connected stub, and the
+    service's task, which may end by itself."""
     address = settings.get("listen", f"unix:{socket}")
     values = {"listen": address, "workers": (worker,), "drain_timeout": 0.0, "log_level": "warning"} | settings
     task = asyncio.create_task(serve(SchedulerSettings(**values)))
@@ -44,7 +44,7 @@ async def scheduler_task(
 async def running_scheduler(
     socket: str, worker: str, **settings
 ) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
-    """The same, of a service that does not end by itself."""
+    """Same as above, for a service that does not end by itself."""
     async with scheduler_task(socket, worker, **settings) as (stub, task):
         yield stub
     if not task.cancelled():
@@ -69,7 +69,7 @@ async def state_of(stub: scheduler_pb2_grpc.SchedulerServiceStub, **request) -> 
 async def until_state(
     stub: scheduler_pb2_grpc.SchedulerServiceStub, condition: Callable[[scheduler_pb2.GetStateResponse], object]
 ) -> None:
-    """Waits until the state of the scheduler is such."""
+    """Waits until the scheduler's state has these values."""
 
     async def holds() -> object:
         return condition(await state_of(stub))
@@ -92,7 +92,7 @@ async def attached_scheduler(
 
 
 async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
-    """Says nothing of what ended the requests: they end by themselves, too, unless the worker stands still."""
+    """Does not check how the requests ended: they also end by themselves, unless the worker stands still."""
 
     def is_free(state: scheduler_pb2.GetStateResponse) -> bool:
         live = state.running_requests + state.waiting_requests + state.swapped_requests
@@ -125,7 +125,7 @@ def make_submit(
 
 
 def resubmit(stream: "GatewayStream", handle: int, **fields) -> scheduler_pb2.Submit:
-    """A request of a stream that broke, as its gateway submits it again, with all that it has."""
+    """A request of a broken stream, as its gateway submits it again, with all tokens that it has."""
     submit = make_submit(handle, resubmitted=True, num_prompt_logprobs=stream.num_prompt_logprobs[handle], **fields)
     samples = {index: output for (of, index), output in stream.samples.items() if of == handle}
     for index, output in sorted({0: stream.outputs[handle], **samples}.items()):
@@ -153,14 +153,14 @@ class GatewayStream:
     failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
     logprobs: dict[int, list[Line]] = field(default_factory=dict)
     num_events: int = 0
-    """Messages of events that came."""
+    """Number of messages with events."""
     readiness: list[bool] = field(default_factory=list)
     busy: list[bool] = field(default_factory=list)
     gives_credit: bool = False
     ended: set[tuple[int, int]] = field(default_factory=set)
     """Handles and indices of the sequences that have ended."""
     num_prompt_logprobs: dict[int, int] = field(default_factory=dict)
-    """Of each request, how many positions of its prompt were told, those included that its gateway had before."""
+    """Positions of each request's prompt that were sent, or that its gateway had before."""
 
     @classmethod
     async def open(
@@ -170,7 +170,7 @@ class GatewayStream:
         grace_period_ms: int = 0,
         credit: int | None = None,
     ) -> tuple["GatewayStream", scheduler_pb2.Welcome]:
-        """With credit, each message that is read is taken in and gives credit for one more."""
+        """With credit, each message that is read gives credit for one more."""
         stream = cls(stub.Connect(), gives_credit=credit is not None)
         hello = scheduler_pb2.Hello(
             gateway_id=gateway_id, grace_period_ms=grace_period_ms, protocol=SCHEDULER_PROTOCOL.message()
@@ -184,7 +184,7 @@ class GatewayStream:
         return stream, welcome
 
     async def say(self, **message: Any) -> None:
-        """Sends a ConnectRequest that says this."""
+        """Sends a ConnectRequest with this content."""
         await self.call.write(scheduler_pb2.ConnectRequest(**message))
 
     async def give_credit(self, num_messages: int = 1) -> None:
@@ -214,7 +214,7 @@ class GatewayStream:
         await self.say(resume={"handle": handle, "tenant": tenant, "request_id": request_id})
 
     async def read(self) -> None:
-        """Takes in one message."""
+        """Reads one message and collects its events."""
         message = await self.call.read()
         assert isinstance(message, scheduler_pb2.ConnectResponse), "the stream ended"
         self._take(message)
@@ -222,7 +222,7 @@ class GatewayStream:
             await self.give_credit()
 
     async def read_to_end(self, timeout_s: float = 60) -> None:
-        """Takes in messages until the scheduler ends the stream."""
+        """Reads messages until the scheduler ends the stream."""
         async with asyncio.timeout(timeout_s):
             while isinstance(message := await self.call.read(), scheduler_pb2.ConnectResponse):
                 self._take(message)
@@ -256,7 +256,7 @@ class GatewayStream:
         self.failed |= {failure.handle: failure for failure in events.failed}
 
     async def read_until_over(self, *handles: int, timeout_s: float = 60) -> None:
-        """Takes in messages until each of these requests is completed or failed."""
+        """Reads messages until each of these requests is completed or failed."""
         async with asyncio.timeout(timeout_s):
             while not all(handle in self.completed or handle in self.failed for handle in handles):
                 await self.read()

@@ -1,7 +1,7 @@
 """Becomes a service of the release that a file names: `python -I -S service_of_release.py FILE MODULE FLAG...`.
 
 FILE has two lines, the interpreter and the folder of the code (tests.support.releases). It is read at each start, so
-what a supervisor starts next can be another release.
+that a supervisor's next start can be another release.
 """
 
 import os

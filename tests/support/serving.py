@@ -1,4 +1,4 @@
-"""All processes of one replica, as `quire serve` runs them, for tests that talk to them as a user would."""
+"""All processes of one replica, as `quire serve` runs them, for tests that use them as a client would."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ from tests.support.scheduler_process import until, wait_nothing_in_use
 
 
 def forked_worker(module: str = "worker_svc") -> tuple[str, ...]:
-    """The real worker, or a stand-in that adds to it; what it is a fork of has imported torch."""
+    """The real worker, or a stand-in that extends it; its parent process has imported torch."""
     return forked(module, *WORKER)
 
 
 @contextlib.contextmanager
 def running_fork(command: tuple[str, ...], *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A command of `forked` with these words, killed at the end of the block if it still runs."""
+    """Runs a command of `forked` with these words; kills it at the end of the block if it still runs."""
     pipe = subprocess.PIPE
     with subprocess.Popen([*command, *words], bufsize=1, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         try:
@@ -64,7 +64,7 @@ class Served:
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """The worker is stopped in the block, so no step ends: no request ends by itself, and the others wait."""
+        """The worker is stopped in the block, so no step ends: no request ends by itself, and others wait."""
         ranks = range(self.server._settings.tensor_parallel_size)
         # Groups, as a forked service is two processes.
         groups = [self.server.process(worker_name(rank)).pid for rank in ranks]
@@ -78,8 +78,8 @@ class Served:
                     os.killpg(group, signal.SIGCONT)
 
     async def together(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """The answers to these requests, which all are at the scheduler before any of them gets a token; no others may
-        run."""
+        """The answers to these requests, which all reach the scheduler before any of them gets a token; no other
+        request may run."""
         with self.standing_still():
             asked = [asyncio.create_task(call) for call in calls]
             await self.until_live(len(asked))
@@ -92,8 +92,8 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """Starts all processes, waits until a request succeeds, and checks at the end that no block is in use.
 
-    `programs` are forks of processes that have imported what services do, unless the test says otherwise.
-    A worker has one thread unless `settings` say otherwise: tests run beside each other, and the threads of a small
+    `programs` are forks of processes that have imported the services' modules, unless the test says otherwise.
+    A worker has one thread unless `settings` say otherwise: several tests run at once, and the threads of a small
     model mostly wait for each other.
     """
     values = {"grpc_port": 0, "http_port": 0, "num_threads": 1, "log_level": "warning", "drain_timeout": 5.0} | settings

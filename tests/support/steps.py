@@ -19,7 +19,7 @@ from worker_svc.step import (
 
 
 def int32(values: Sequence[object], columns: int | None = None) -> np.ndarray:
-    """An int32 array, of pairs or triples where `columns` says so."""
+    """An int32 array, of pairs or triples if `columns` is given."""
     array = np.array(values, dtype=np.int32)
     return array if columns is None else array.reshape(-1, columns)
 

@@ -1,4 +1,4 @@
-"""What of a test is in which tier, and which files have tests of a tier, by their text: the others are not imported."""
+"""Tiers of tests, and files with tests of a tier, which are found by their text: the others are not imported."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def is_third_tier() -> bool:
 
 
 def few_examples() -> settings:
-    """For a property whose examples take long: 20 of them in the first tier, as many as of others in the third."""
+    """For a property with slow examples: 20 of them in the first tier, the usual number in the third."""
     return settings() if is_third_tier() else settings(max_examples=20)
 
 
@@ -35,7 +35,7 @@ def parametrize_once(names: str, cases: Sequence[Any], **options: Any) -> pytest
 
 
 def may_select(expression: str, path: Path) -> bool:
-    """False if `-m expression` selects no test of the file; also true if it names other markers than those of tiers."""
+    """False if `-m expression` selects no test of the file; also true if it names a marker that is not a tier's."""
     try:
         compiled = Expression.compile(expression)
     except SyntaxError:  # pytest says so.

@@ -17,7 +17,7 @@ _HEAD_DIM = 8
 
 
 class TinyCausalLM(CausalLM):
-    """Random weights from a fixed seed. Hooks change what tests want to see: a slow step, a failure, bad logits."""
+    """Random weights from a fixed seed. Hooks let a test make a step slow, fail it, or change logits."""
 
     architecture = "TinyForCausalLM"
 
@@ -63,7 +63,7 @@ class TinyCausalLM(CausalLM):
         return self.change_logits((hidden @ self.output).float())
 
     def naive_logits(self, token_ids: list[int]) -> Tensor:
-        """[vocab] after a whole sequence, without blocks or batches."""
+        """Logits [vocab] after a whole sequence, without blocks or batches."""
         ids = torch.tensor(token_ids)
         states = (self.tokens[ids] + self.places[: len(ids)]).view(-1, _HEADS, _HEAD_DIM)
         weights = torch.einsum("hd,thd->ht", states[-1], states).mul(0.3).softmax(dim=1)

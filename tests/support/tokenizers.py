@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that the supported models have."""
+"""Small tokenizers of the two kinds that supported models use."""
 
 import functools
 import string
@@ -16,7 +16,7 @@ _TEXTS = ["the cat sat on the mat", "hello world, hello there", "naïve café �
 
 @functools.cache
 def byte_level() -> tokenizers.Tokenizer:
-    """GPT-2's kind: every byte has a token, characters outside ASCII may be split over several."""
+    """A tokenizer like GPT-2's: every byte has a token, a character outside ASCII may be split into several."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def byte_level_bytes() -> dict[int, int]:
 
 @functools.cache
 def byte_fallback() -> tokenizers.Tokenizer:
-    """LLaMA's kind: words begin with "▁", the text's first space is dropped, unknown characters become byte tokens."""
+    """A tokenizer like LLaMA's: words begin with "▁", its first space is dropped, unknown characters become bytes."""
     vocabulary = {"<unk>": 0, BOS: 1, EOS: 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "c"), ("a", "t"), ("▁c", "at"), ("▁", "▁")]
     for token in [*string.ascii_letters, *",.!?'", "▁", "é", *("".join(pair) for pair in merges)]:
@@ -58,7 +58,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def wrapped(tokenizer: tokenizers.Tokenizer, executor: FairExecutor | None = None) -> Tokenizer:
-    """The gateway's tokenizer around a copy of it."""
+    """The gateway's tokenizer with a copy of this one."""
     copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     return Tokenizer(copy, executor or FairExecutor(1))
 
@@ -80,7 +80,7 @@ def _prepend_bos(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:
-    """The id of a token that the vocabulary has."""
+    """The id of a token of the vocabulary."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None
     return token_id

@@ -1,4 +1,4 @@
-"""An OTLP collector: takes spans over real gRPC, and lets a test wait for those that it wants."""
+"""An OTLP collector: takes spans over real gRPC, and lets a test wait for the spans that it wants."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass(frozen=True)
 class CollectedSpan:
-    """A span, and which service sent it. Ids are hexadecimal; a root's parent is empty."""
+    """A span, and the service that sent it. Ids are hexadecimal; a root's parent is empty."""
 
     service: str
     name: str
@@ -51,7 +51,7 @@ class CollectedSpan:
 
 @dataclass
 class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """`address` is where it listens, and `spans` is what came so far."""
+    """`address` is the collector's address, and `spans` are the spans so far."""
 
     address: str = ""
     spans: list[CollectedSpan] = field(default_factory=list)
@@ -72,7 +72,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     async def until(self, found: Callable[[list[CollectedSpan]], Any], timeout_s: float = 30) -> Any:
-        """What `found` makes of the spans, once that is something."""
+        """The first true value of `found` for the spans."""
         async with asyncio.timeout(timeout_s):
             while not (value := found(self.spans)):
                 self._news.clear()
@@ -80,14 +80,14 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return value
 
     async def trace(self, trace_id: str, num_spans: int) -> dict[str, CollectedSpan]:
-        """The spans of a trace by service, once there are so many of them."""
+        """The spans of a trace by service, once there are `num_spans` of them."""
         spans = await self.until(lambda spans: _enough([s for s in spans if s.trace_id == trace_id], num_spans))
         return {span.service: span for span in spans}
 
 
 @contextlib.asynccontextmanager
 async def trace_collector(credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[TraceCollector]:
-    """A collector on loopback, which speaks TLS where it is given credentials."""
+    """A collector on loopback, with TLS if it is given credentials."""
     collector = TraceCollector()
     server = grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

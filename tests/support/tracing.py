@@ -7,7 +7,7 @@ from quire.tracing.otlp import make_tracer
 
 
 class MemoryTraces:
-    """`tracer` writes; what ended of it is read once, after which it takes no more."""
+    """`tracer` writes spans; ended ones are read once, after which it takes no more."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

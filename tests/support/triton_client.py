@@ -14,7 +14,7 @@ TRITON_PYTHON = Path(sys.prefix) / "triton-client" / "bin" / "python"
 
 
 class TritonError(Exception):
-    """What the client raised."""
+    """An error that the client raised."""
 
     def __init__(self, message: str, status: str | None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class TritonClient:
         self._process = process
 
     async def simple(self, method: str, **arguments: Any) -> Any:
-        """A method of the client that takes and gives plain values. Raises TritonError."""
+        """Calls a method of the client with plain values. Raises TritonError."""
         return await self._call(call="simple", method=method, **arguments)
 
     async def infer(self, inputs: dict[str, list[Any]], **options: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class TritonClient:
         return await self._call(call="infer", inputs=inputs, **options)
 
     async def stream(self, *requests: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-        """All responses of one stream with these requests, errors as {"error": ...} among them."""
+        """All responses of one stream with these requests; an error is {"error": ...}."""
         return await self._call(call="stream", requests=requests, **options)
 
     async def _call(self, **arguments: Any) -> Any:

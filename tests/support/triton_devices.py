@@ -1,4 +1,4 @@
-"""Where Triton kernels run in tests: in Triton's interpreter, and on a GPU where there is one.
+"""Devices that run Triton kernels in tests: Triton's interpreter, and a GPU if there is one.
 
 Triton reads TRITON_INTERPRET when it is imported, so the interpreter has a process of its own.
 """
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave, and its arguments as it left them; all tensors on the CPU."""
+    """The result of a call, and its arguments as it left them; all tensors on the CPU."""
 
     result: Any
     arguments: tuple[Any, ...]
@@ -26,15 +26,15 @@ class Outcome:
 
 class KernelDevice(Protocol):
     dot_dtypes: tuple[torch.dtype, ...]
-    """Types whose matrix products are right here."""
+    """Types whose matrix products are right on this device."""
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
-        """Calls a function of a module of `kernels.cuda` with copies; whatever it raises is raised here."""
+        """Calls a function of a module of `kernels.cuda` with copies; raises its errors here."""
         ...
 
 
 class Interpreter:
-    """A process in which Triton interprets kernels on the CPU, with numpy. That has no bfloat16 to multiply."""
+    """A process in which Triton interprets kernels on the CPU, with numpy, which cannot multiply bfloat16."""
 
     dot_dtypes = (torch.float32, torch.float16)
 
@@ -75,14 +75,14 @@ def move(value: Any, device: str) -> Any:
 
 def _start_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    # numpy warns where kernels overflow or divide by zero in lanes that nothing reads, as on a GPU.
+    # numpy warns if kernels overflow or divide by zero in lanes that nothing reads, as on a GPU.
     warnings.simplefilter("ignore", RuntimeWarning)
     _look_for_builtins_once()
 
 
 def _look_for_builtins_once() -> None:
-    """At each call of a device function, the interpreter looks through all of triton.language for what it takes the
-    place of, and that takes a third of its time. It finds the same names each time."""
+    """At each call of a device function the interpreter searches all of triton.language for functions to replace, which
+    takes a third of its time. It finds the same names each time, so one search is enough."""
     from triton.language import core
     from triton.runtime import interpreter
 

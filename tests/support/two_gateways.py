@@ -16,7 +16,7 @@ from worker_svc.step import WorkerInfo
 
 
 class LlamaWorkerConfig(FakeWorkerConfig):
-    """Says that it serves the embedded model's architecture, as the gateways' tokenizer is that model's."""
+    """Reports the embedded model's architecture, since the gateways' tokenizer is that model's."""
 
     def info(self) -> WorkerInfo:
         info = FakeWorkerConfig.info(self)
@@ -25,7 +25,7 @@ class LlamaWorkerConfig(FakeWorkerConfig):
 
 @dataclass(frozen=True)
 class TwoGateways:
-    """Both are connected to all schedulers."""
+    """Two gateways, both connected to all schedulers."""
 
     first: RunningGateway
     second: RunningGateway
@@ -33,7 +33,7 @@ class TwoGateways:
     workers: tuple[FakeWorker, ...]
 
     def stand_still(self) -> None:
-        """From here on no request ends by itself."""
+        """No request ends by itself from now on."""
         for worker in self.workers:
             worker.hang.set()
 
@@ -43,7 +43,7 @@ class TwoGateways:
 
     @property
     def scheduler(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
-        """The first one, or the only one."""
+        """The first or only scheduler."""
         return self.schedulers[0]
 
 
@@ -51,8 +51,8 @@ class TwoGateways:
 async def two_gateways(
     directory: Path, *, num_replicas: int = 1, script: tuple[int, ...] = (), **settings
 ) -> AsyncIterator[TwoGateways]:
-    """Runs all until the block ends; a step takes 2 ms, and durable requests wait 5 s for a caller. `settings` are of
-    both gateways; `script` is what all sequences say, where their seeds do not tell."""
+    """Runs all until the block ends; a step takes 2 ms, and durable requests wait 5 s for a caller. `settings` apply to
+    both gateways; `script` is the output of all sequences, if their seeds do not determine it."""
     async with contextlib.AsyncExitStack() as stack:
         sockets = [directory / f"s{number}.sock" for number in range(num_replicas)]
         replicas = [await stack.enter_async_context(_replica(socket, script)) for socket in sockets]

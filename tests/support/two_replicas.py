@@ -38,7 +38,7 @@ class TwoReplicas:
         return f"unix:{self.directory}/{name}.sock"
 
     def start_again(self, name: str) -> None:
-        """Starts a process that has ended, once nobody listens on its socket: a fork may end after its parent."""
+        """Starts an ended process again, once its socket has no listener: a fork may end after its parent."""
         path = self.socket(name).removeprefix("unix:")
         while _is_listening(path):
             time.sleep(0.01)
@@ -69,7 +69,7 @@ class TwoReplicas:
         numbers: tuple[int, ...] = (0, 1),
         routing: str = "round-robin",
     ) -> None:
-        """One of the replicas with these numbers."""
+        """Starts one of the replicas with these numbers."""
         schedulers = ",".join(self.socket(f"scheduler-{number}") for number in numbers)
         flags = [f"--schedulers={schedulers}", f"--model={_MODEL}", f"--grpc-port={port}", f"--http-port={free_port()}"]
         self.processes[name] = subprocess.Popen(
@@ -77,12 +77,12 @@ class TwoReplicas:
         )
 
     def signal(self, name: str, number: int) -> None:
-        """To the process; to its group what it cannot pass on, for a fork is two processes."""
+        """Signals the process, or its group if the process cannot pass the signal on: a fork is two processes."""
         send = os.killpg if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT) else os.kill
         send(self.processes[name].pid, number)
 
     async def metrics(self, replica: int) -> dict[str, float]:
-        """Of a scheduler."""
+        """Metrics of a replica's scheduler."""
         return await read_metrics(self.metrics_ports[replica])
 
 

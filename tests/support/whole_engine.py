@@ -30,12 +30,12 @@ from worker_svc.startup import build_worker
 
 _STEPS_IN_FLIGHT = 2
 _COSTS = PassCosts([1, 64], [1e-2, 1.1e-2])
-"""Of passes of so many rows: more rows cost little."""
+"""Costs of passes by their number of rows: more rows cost little."""
 
 
 @dataclass
 class Text:
-    """What a sequence got."""
+    """The output of a sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
@@ -89,7 +89,7 @@ def make_request(
 
 
 class WholeEngine:
-    """A worker of these flags, without drafts unless they say so, and a core for each run."""
+    """A worker with these flags, by default without drafts, and a new core for each run."""
 
     def __init__(self, *flags: str) -> None:
         flags = flags if "--speculate" in flags else (*flags, "--speculate=off")
@@ -97,13 +97,13 @@ class WholeEngine:
         self.worker = build_worker(settings, DeviceLoop())
         runner = self.worker.runner
         if isinstance(runner, ModelRunner) and runner._drafts is not None:
-            # What the worker measured differs from run to run.
+            # Costs that the worker measured differ from run to run.
             runner.choose_drafts(PayingDrafts(self.worker.info.limits.max_num_rows, PassTimes(_COSTS), _COSTS))
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages: dict[int, Usage] = {}
 
     def use(self, drafter: Drafter) -> None:
-        """Drafts by this one from now on."""
+        """Uses this drafter from now on."""
         runner = self.worker.runner
         assert isinstance(runner, ModelRunner)
         assert runner._drafts is not None
@@ -111,7 +111,7 @@ class WholeEngine:
         runner.choose_drafts(EveryDraft())
 
     def run(self, requests: Sequence[Request], **config: Any) -> dict[tuple[int, int], Text]:
-        """Runs all to their ends. What each sequence got, by handle and index."""
+        """Runs all to their ends. Returns each sequence's output, by handle and index."""
         info = replica_info(info_message(self.worker.info))
         values: dict[str, Any] = {
             "num_blocks": info.num_gpu_blocks,
@@ -210,7 +210,7 @@ class EveryDraft:
 
 
 class RightDrafter(Drafter):
-    """Drafts what the sequences of a run said."""
+    """Drafts the outputs of a run's sequences."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [np.array(text, np.int32) for text in texts]
@@ -224,8 +224,8 @@ class RightDrafter(Drafter):
 
 
 class WrongDrafter(Drafter):
-    """Drafts what another one does, and a wrong token at a place that its seed and the tokens give; of nothing,
-    tokens by chance. Draws the lowest and the highest token id, too."""
+    """Drafts the first tokens of another drafter's drafts, and then random ones, which include the lowest and the
+    highest token id. Without another drafter all are random; the seed and the text decide."""
 
     def __init__(self, seed: int, vocab_size: int, right: Drafter | None = None) -> None:
         self._seed = seed

@@ -24,7 +24,7 @@ def attach_request(epoch: int) -> worker_pb2.RunRequest:
 
 
 class StepClient:
-    """One Run stream. Answers other than the one waited for are kept apart: results in order, heartbeats counted."""
+    """One Run stream. Answers that are not waited for are kept: results in order, heartbeats counted."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
         self._call: grpc.aio.StreamStreamCall = stub.Run()
@@ -84,7 +84,7 @@ class StepClient:
         return await self.result()
 
     async def error(self) -> QuireError:
-        """What the worker ends the stream with; heartbeats before it are kept, results are not expected."""
+        """The error with which the worker ends the stream; heartbeats before it are kept, results are not expected."""
         try:
             await self.result()
         except grpc.RpcError as error:

@@ -59,7 +59,7 @@ async def test_healthcheck_says_what_is_wrong_with_an_answer_and_does_not_wait_f
     answers = {
         b"HTTP/1.1 400 Bad Request\r\n\r\n": "the answer is not HTTP/2",
         b"": "the connection was closed without an answer",
-        # An end of the stream without a message, as of a call that is refused.
+        # The stream ends without a message, as for a refused call.
         bytes((0, 0, 1, 1, 5, 0, 0, 0, 1, 0x88)): "the answer has no health status",
     }
     given: list[bytes | None] = [*answers, None]
@@ -86,7 +86,7 @@ async def test_healthcheck_says_what_is_wrong_with_an_answer_and_does_not_wait_f
 
 
 def test_healthcheck_needs_no_package(tmp_path: Path) -> None:
-    """Each check is a process, and what it imports is most of its cost."""
+    """Each check is a new process, whose imports would be most of its cost."""
     command = [sys.executable, "-IS", SCRIPT, f"unix:{tmp_path / 'nobody'}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (1, "")

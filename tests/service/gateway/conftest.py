@@ -15,7 +15,7 @@ from tests.support.rig import Rig, running_rig
 
 @pytest.fixture(scope="session", autouse=True)
 def _templates_are_compiled_once() -> Iterator[None]:
-    """Otherwise most of a gateway's start."""
+    """Compiling templates would be most of a gateway's start."""
     compiled: dict[tuple[str, str], ChatTemplate] = {}
 
     def compile_once(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -50,7 +50,7 @@ async def gateway(scheduler: FakeScheduler) -> AsyncIterator[RunningGateway]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of one whose chats know tools and reasoning."""
+    """The directory of a model whose chats support tools and reasoning."""
     return str(write_chat_model(tmp_path_factory.mktemp("model") / "model"))
 
 
@@ -62,6 +62,6 @@ async def shared_rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest.fixture
 def rig(shared_rig: Rig) -> Rig:
-    """For tests that leave nothing behind but what `reset` forgets."""
+    """For tests that only leave changes that `reset` undoes."""
     shared_rig.reset()
     return shared_rig

@@ -1,4 +1,4 @@
-"""A gateway's adapters: all fronts choose by names, schedulers get digests, operators load and unload."""
+"""A gateway's adapters: all fronts select them by name, schedulers get digests, operators load and unload."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ async def test_unloading_and_changed_files_leave_requests_that_run_as_they_are(r
 
 
 async def test_an_adapter_that_is_loaded_in_place_is_that_of_later_requests(rig: Rig, tmp_path: Path) -> None:
-    """The earlier one, from which running requests have their tokens and blocks, has another digest."""
+    """The earlier adapter, whose tokens and blocks running requests have, has another digest."""
 
     async def load(**more: bool) -> tuple[int, bytes]:
         body = {"lora_name": "mine", "lora_path": str(tmp_path / "mine")} | more
@@ -169,7 +169,7 @@ async def test_pins_are_of_an_adapter(rig: Rig, files: Path) -> None:
 
 
 async def test_a_scheduler_without_adapters_gets_none(files: Path) -> None:
-    """It may be of a release that would ignore them."""
+    """Its release may ignore them."""
     async with (
         FakeScheduler(max_adapters=0) as old,
         running_gateway(old, adapters=(f"one={files / 'one'}",)) as gateway,

@@ -1,4 +1,4 @@
-"""Answers that take too much memory: the call that holds most is ended by a clear error, and others go on."""
+"""Answers that take too much memory: the call that holds most ends with a clear error, and others continue."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ async def test_an_answer_that_is_asked_to_be_too_large_is_refused_with_the_way_o
 
 
 async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_aborted(small_gateway, scheduler):
-    # No max_tokens of its own: what the context has left says nothing of what will come.
+    # Without max_tokens the room left in the context does not predict the length of the answer.
     scheduler.tokens_per_step = 8
     others = [post(small_gateway, prompt="hello", max_tokens=200, logprobs=5) for _ in range(3)]
     body = {"messages": [{"role": "user", "content": "x"}], "n": 1, "logprobs": True, "top_logprobs": 20}
@@ -42,5 +42,5 @@ async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_ab
     assert "more than 195.3 KiB (--max-answer-bytes); stream the answer" in large.json()["error"]["message"]
     assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [200] * 3
     await scheduler.until(lambda: len(scheduler.aborted) == 1)
-    # What it held is free again.
+    # The memory of the refused answer is free again.
     assert (await post(small_gateway, prompt="hello", max_tokens=200, logprobs=20)).status_code == 200

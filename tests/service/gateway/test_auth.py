@@ -1,4 +1,4 @@
-"""Keys, limits and tenants over the public fronts. What a limit admits is tested in the unit tests of quotas."""
+"""Keys, limits and tenants over the public fronts. Unit tests of quotas test which requests a limit admits."""
 
 import asyncio
 import time
@@ -29,19 +29,19 @@ def failure(code: grpc.StatusCode, reason: str) -> scheduler_pb2.RequestFailure:
 
 FULL = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
 IN_USE = failure(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
-# Workers find that once they have computed the prompt.
+# Workers find this fault only after they have computed the prompt.
 INVALID = failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_SAMPLING")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who calls with one key, over one front."""
+    """A caller with one key, over one front."""
 
     front: GrpcGenerate | Completions
     key: str
 
     async def ask(self, text="hello", **fields) -> Answer:
-        """For 4 tokens by default."""
+        """Sends a request, for 4 tokens by default."""
         fields = {"max_tokens": 4, "ignore_eos": True} | fields
         return await self.front.ask(text, authorizations=[f"Bearer {self.key}"], **fields)
 
@@ -56,7 +56,7 @@ class Rig:
     scheduler: FakeScheduler
 
     def holder(self, kind, tenant="acme", **options) -> Holder:
-        """A front of a new key, which the gateway knows."""
+        """A caller with a new key that the gateway knows."""
         key = self.keys.add(tenant, **options)
         self.gateway.gateway.authenticator.refresh()
         return Holder(kind(self.gateway), key)
@@ -138,7 +138,7 @@ async def test_a_key_that_is_a_flag_allows_everything_and_is_the_only_one(schedu
         assert (answer.status_code, answer.json()["model"]) == (200, "gpt-4o")
 
 
-# Limits; then calls in their order: what the scheduler answers, what is asked, and why it is refused.
+# Limits; then calls in order: the scheduler's errors, the prompt, the fields, and the reason of the refusal.
 ONE, TOO_HOT = ((), "hello", {}), ((), "hello", {"temperature": -1.0})
 COSTS = {
     "a refused call costs nothing": (
@@ -255,9 +255,9 @@ async def test_ids_that_the_gateway_makes_are_long_and_random(scheduler, kind):
     async with running_gateway(scheduler) as gateway:
         for shown in ([], ["Bearer whatever"], []):
             assert (await kind(gateway).ask(authorizations=shown)).text
-    # Without a file of keys everybody is the default tenant.
+    # Without a file of keys every caller is the default tenant.
     assert {submit.tenant for submit in scheduler.submits} == {"default"}
     ids = [submit.request_id.rpartition("_" if kind is Responses else "-")[2] for submit in scheduler.submits]
     assert all(len(each) == 32 and int(each, 16) for each in ids)
-    # Were they counted up or taken from the time, they would begin alike.
+    # Ids from a counter or from the time would begin alike.
     assert len({each[:8] for each in ids}) == 3

@@ -1,4 +1,4 @@
-"""Nothing but health is reached without a key, and what concerns other tenants or the deployment is hidden."""
+"""Without a key only health can be reached; data of other tenants or of the deployment is hidden."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ def keys(tmp_path):
 
 @pytest.fixture
 def key(keys):
-    """Of an ordinary tenant."""
+    """The key of an ordinary tenant."""
     return keys.add("acme")
 
 
@@ -59,7 +59,7 @@ def bearer(key):
 
 
 def methods_of(address: str, key: str) -> list[str]:
-    """All methods that the server knows, by what its reflection says to the holder of a key."""
+    """All methods of the server, as its reflection reports them to the holder of a key."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(KeyedChannel(channel, key))  # pyright: ignore[reportArgumentType]
         pool = DescriptorPool(database)
@@ -68,7 +68,7 @@ def methods_of(address: str, key: str) -> list[str]:
 
 
 def paths_of(routes) -> Iterator[str]:
-    """All paths of an application, those of its routers included."""
+    """All paths of an application and of its routers."""
     for route in routes:
         if hasattr(route, "path"):
             yield route.path
@@ -83,7 +83,7 @@ async def refusal_of(call) -> Unauthenticated:
 
 
 def stream_refusal_of(channel: grpc.Channel, method: str, messages: list[bytes], metadata=()) -> Unauthenticated:
-    """By the blocking API: grpc.aio loses the server's status where a message is still on its way when it comes."""
+    """Uses the blocking API: grpc.aio loses the server's status if a message is still on its way when it comes."""
     with pytest.raises(grpc.RpcError) as raised:
         list(channel.stream_stream(method)(iter(messages), timeout=30, metadata=metadata))
     error = from_rpc_error(raised.value)

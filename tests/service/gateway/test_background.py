@@ -70,7 +70,7 @@ async def test_a_response_runs_without_its_call_and_is_found_at_any_gateway(clie
     assert ended.usage.output_tokens > 0
     plain = await first.responses.create(model="model", input="hello", tools=TOOLS)
     assert plain.output_text == ended.output_text
-    # It is stored as others are.
+    # It is stored like other responses.
     after = await second.responses.create(model="model", input="and then?", previous_response_id=begun.id)
     assert after.status == "completed"
     items = await second.responses.input_items.list(begun.id)
@@ -134,7 +134,7 @@ async def test_a_cancelled_response_keeps_what_it_had_said(tmp_path, model):
         assert (cancelled["status"], message["status"]) == ("cancelled", "incomplete")
         assert message["content"][0]["text"] == text != ""
         assert (said[-1]["type"], said[-1]["response"]) == ("response.incomplete", cancelled)
-        # A second call, and any gateway, says the same.
+        # A second call gets the same answer, through any gateway.
         assert (await two.first.http.post(path)).json() == cancelled
         assert (await two.first.http.get(path.removesuffix("/cancel"))).json() == cancelled
         two.workers[0].hang.clear()

@@ -1,4 +1,4 @@
-"""Every bad request gets a clear status, names what is wrong, reaches no scheduler and disturbs nobody."""
+"""Every bad request gets a clear status, names what is wrong, reaches no scheduler and disturbs no other request."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from quire.gateway.v1 import generation_pb2
 from tests.support.gateway_process import collect, error_of, refusal_of, stream_request
 
 MANY = common_pb2.OutputOptions(logprobs=20), common_pb2.StoppingParameters(max_tokens=200)
-# What is asked besides a good text prompt; the field at fault; what the message must say. The unit tests of the
+# Fields in addition to a good text prompt; the field at fault; text that the message must have. Unit tests of the
 # validator have every rule of parameters.
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"allowed_token_ids": [3, 4]}, "stopping": {"min_tokens": 2, "stop_token_ids": [3, 4]}},
@@ -42,7 +42,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.fixture
 async def neighbour(gateway, scheduler):
-    """A stream that is running while the test does its worst, and that must not notice."""
+    """A stream that runs during the test and must not be disturbed."""
     scheduler.step_delay_s = 0.005
     reading = asyncio.create_task(
         collect(gateway.generation.GenerateStream(stream_request("neighbour", max_tokens=40)))
@@ -65,7 +65,7 @@ async def test_what_is_wrong_is_named_with_value_and_limit_and_disturbs_nobody(g
 
 
 async def test_all_violations_are_reported_at_once(gateway):
-    """A prompt that is too long has its reason whatever else is wrong."""
+    """The reason of a prompt that is too long is reported together with all other violations."""
     wrong: Any = {"temperature": -1, "top_p": 2}
     prompt: Any
     for prompt, field, reason in (
@@ -78,7 +78,7 @@ async def test_all_violations_are_reported_at_once(gateway):
 
 
 async def test_texts_that_are_too_long_to_tokenize_are_refused_before(gateway, monkeypatch):
-    """Prompts that cannot fit: test_fronts.py."""
+    """test_fronts.py tests prompts that cannot fit."""
 
     async def encode(*args, **kwargs):
         raise AssertionError("the tokenizer was asked")

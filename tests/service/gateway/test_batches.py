@@ -212,7 +212,7 @@ async def test_requests_of_batches_run_as_far_as_there_is_memory_for_their_bodie
 
         await until(has_ended)
         counts = (await client.batches.retrieve(batch.id)).request_counts
-    # A body has almost all of it: a quarter of what bodies may take.
+    # One request's body takes almost all memory for batches, which is a quarter of the memory for all bodies.
     assert (most, counts.completed) == (1, 3)
 
 
@@ -351,5 +351,5 @@ async def test_a_gateway_that_starts_goes_on_and_answers_each_request_once(sched
         assert (batch.status, batch.request_counts.completed) == ("completed", 40)
         results = await results_of(client, batch.output_file_id)
     assert [each["custom_id"] for each in results] == [f"r{number}" for number in range(40)]
-    # Only what ran when the first gateway stopped ran again.
+    # Only requests that ran when the first gateway stopped ran again.
     assert len(scheduler.submits) <= 40 + 4

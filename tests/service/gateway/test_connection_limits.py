@@ -1,4 +1,4 @@
-"""How many connections and calls a gateway takes, and how long it waits for a client to say what it wants."""
+"""Limits of connections and calls of a gateway, and of the time that it waits for a client's next bytes."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,14 @@ from tests.support.raw_http import connection_to, read_answer, read_to_end, requ
 
 CHECK = health_pb2.HealthCheckRequest()
 SHORT_S = 0.3
-# HTTP/2's type of a frame, and type and flags.
+# Type, and type with flags, of HTTP/2 frames.
 GOAWAY, PING_ACK = 7, b"\6\1"
-# Connections of one process to one address share one otherwise.
+# Without it, connections of one process to one address share one.
 APART = [("grpc.use_local_subchannel_pool", 1)]
 
 
 async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(scheduler):
-    # The channel that `running_gateway` has is only connected when it is used.
+    # The channel of `running_gateway` connects only when it is used.
     async with running_gateway(scheduler, max_connections=2) as gateway:
         address = gateway.gateway.grpc_address
         async with grpc.aio.insecure_channel(address, APART) as second:
@@ -41,7 +41,7 @@ async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(sched
 
 
 async def test_the_body_of_an_answer_waits_for_no_packet_of_the_client(gateway):
-    """On a loop of asyncio, too, which sets TCP_NODELAY only for sockets that it makes."""
+    """Also on an asyncio loop, which sets TCP_NODELAY only for sockets that it makes."""
     assert (await gateway.http.get("/health")).status_code == 200
     (connection,) = gateway.gateway._http.server_state.connections
     accepted = connection.transport.get_extra_info("socket")
@@ -65,7 +65,7 @@ async def test_calls_beyond_those_of_one_connection_wait_in_the_client(scheduler
 async def test_an_http_connection_too_many_is_closed_and_counted_until_another_one_ends(scheduler):
     async with running_gateway(scheduler, max_connections=2) as gateway:
         held = [await connection_to(gateway) for _ in range(2)]
-        # Answered, and so accepted.
+        # The answer shows that the connection was accepted.
         held[0].sendall(request("GET /health"))
         assert (await read_answer(held[0])).status == 200
         surplus = await connection_to(gateway)
@@ -92,7 +92,7 @@ async def test_no_timer_holds_a_connection_that_its_client_has_reset(gateway):
 
 
 async def answered(client: httpx.AsyncClient, path: str) -> str:
-    """What a gateway says once it has noticed that a connection ended."""
+    """The answer of a gateway once it has noticed that a connection ended."""
     while True:
         try:
             return (await client.get(path)).text
@@ -111,7 +111,7 @@ async def test_an_http_client_that_does_not_end_its_headers_is_cut_off(scheduler
 async def test_headers_that_come_byte_by_byte_have_no_longer_than_those_that_stop(scheduler):
     async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
         with await connection_to(gateway) as connection:
-            # The clock starts anew with the second request.
+            # The second request restarts the clock.
             connection.sendall(request("GET /health"))
             assert (await read_answer(connection)).status == 200
             began = time.monotonic()
@@ -172,7 +172,7 @@ async def test_an_http_connection_without_a_further_request_is_closed_after_a_wh
 
 
 async def test_a_long_unary_call_survives_its_client_s_pings(scheduler):
-    """gRPC lets clients ping every second, at most."""
+    """gRPC lets clients ping at most every second."""
     scheduler.emits.clear()
     pings = [("grpc.keepalive_time_ms", 50), ("grpc.http2.max_pings_without_data", 0), *APART]
     async with (
@@ -181,7 +181,7 @@ async def test_a_long_unary_call_survives_its_client_s_pings(scheduler):
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         call = asyncio.ensure_future(stub.Generate(generation_pb2.GenerateRequest(text="hello")))
-        # Nothing to await: what is shown is that nothing happens for more than a few pings.
+        # There is no event to wait for: the test shows that nothing happens during a few pings.
         await asyncio.wait([call], timeout=3.5)
         assert not call.done()
         scheduler.emits.set()
@@ -189,7 +189,7 @@ async def test_a_long_unary_call_survives_its_client_s_pings(scheduler):
 
 
 async def test_a_flood_of_pings_is_answered_and_nothing_else_is_written(scheduler):
-    """gRPC's own measure against it writes a GOAWAY for each ping, keeps memory for each, and need not end."""
+    """gRPC's own defence writes a GOAWAY for each ping, keeps memory for each, and may not end."""
     num_pings, ping = 100_000, bytes.fromhex("000008 06 00 00000000") + b"12345678"
     start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000 04 00 00000000")
     async with running_gateway(scheduler) as gateway:

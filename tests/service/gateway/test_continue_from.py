@@ -1,4 +1,4 @@
-"""Requests that go on from tokens that their caller holds: nothing is lost, repeated or changed."""
+"""Requests that continue from tokens that their caller has: nothing is lost, repeated or changed."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def request_of(token_ids=None, *, max_tokens=ALL, stop=(), characters=None, **fi
 
 @pytest.mark.parametrize("stop", [(), ("dog. 你",), ("a little", "x")])
 async def test_the_rest_follows_wherever_the_stream_was_cut(gateway, scheduler, stop):
-    """Also between the bytes of a character, and in the middle of what may become a stop string."""
+    """Even between the bytes of a character, and in the middle of a possible stop string."""
     scheduler.rule = scripted([*SPEECH, EOS])
     whole = await collect(gateway.generation.GenerateStream(request_of(max_tokens=40, stop=stop)))
     pieces = {chunk.offset: chunk for chunk in whole.chunks}
@@ -83,7 +83,7 @@ async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_s
 
 
 async def test_log_probabilities_of_the_prompt_come_though_its_tokens_are_held(gateway, scheduler):
-    """They come before the first token. The tokens are drawn again; their sum is not counted twice."""
+    """They come before the first token. The tokens are sampled again; their sum is not counted twice."""
     scheduler.rule = scripted(SPEECH)
     request = request_of(max_tokens=9)
     request.output.logprobs, request.output.prompt_logprobs = 1, 0

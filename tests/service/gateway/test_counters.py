@@ -23,7 +23,7 @@ async def watched(scheduler: FakeScheduler) -> AsyncIterator[RunningGateway]:
 
 
 class Shown:
-    """What a gateway counts."""
+    """Counters of a gateway."""
 
     def __init__(self, values: dict[str, float]) -> None:
         self._values = values
@@ -89,5 +89,5 @@ async def test_counters_agree_however_requests_end(scheduler: FakeScheduler, wat
     generated = shown.total("quire_gateway_generated_tokens_total")
     assert generated == shown.total("quire_gateway_tenant_generated_tokens_total")
     assert generated == shown.total("vllm:generation_tokens_total")
-    # Of the others each has a token at least.
+    # Each of the others has at least one token.
     assert generated >= sum(each["completion_tokens"] for each in usages) + 2 + 3

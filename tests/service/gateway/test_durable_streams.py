@@ -1,4 +1,4 @@
-"""Server-sent events with ids: a reader that comes back with Last-Event-ID gets the rest, through any gateway."""
+"""Server-sent events with ids: a reader that returns with Last-Event-ID gets the rest, through any gateway."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ async def two(tmp_path, model) -> AsyncIterator[TwoGateways]:
 
 
 def _without_time(text: str) -> str:
-    """The last event of a response says when it was completed."""
+    """Removes the time of completion from the last event of a response."""
     return re.sub(r'"completed_at":\d+', '"completed_at":T', text)
 
 
@@ -53,7 +53,7 @@ async def test_the_rest_of_a_stream_is_the_same_bytes_through_any_gateway(two, n
     events = events_of(answer.text)
     ids = [event.partition("\n")[0].removeprefix("id: ") for event in events if event.startswith("id: ")]
     assert [int(each.rpartition(":")[2]) for each in ids] == list(range(len(ids)))
-    # All but the mark of the end.
+    # All events but the end mark have ids.
     assert len(events) - len(ids) == (path.startswith("/v1/c"))
     assert len(ids) > 12
     for number in range(0, len(ids), 7):

@@ -1,4 +1,4 @@
-"""What no sound scheduler sends, and errors in the gateway's own work for one request: others go on."""
+"""Messages that no sound scheduler sends, and errors in the gateway's own work for one request: others continue."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import collect, error_of, stream_request
 from tests.support.rig import expected_ids
 
-# What a scheduler may send that cannot be: a token after missing ones, and columns of different lengths.
+# Messages that a sound scheduler never sends: a token after missing ones, and columns of different lengths.
 UNSOUND: dict[str, dict[str, Any]] = {
     "gap": {"offsets": encode_int32([3]), "token_ids": encode_int32([99])},
     "malformed": {"offsets": b"\0\0\0"},
@@ -25,7 +25,7 @@ UNSOUND: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", UNSOUND)
 async def test_what_a_scheduler_cannot_have_meant_heals_by_a_new_stream(gateway, scheduler, fault, monkeypatch):
-    """Also where reading it raises an error that nobody thought of."""
+    """Even if reading it raises an unforeseen error."""
     scheduler.emits.clear()
     reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12))))
     await scheduler.until(lambda: scheduler.live)
@@ -91,7 +91,7 @@ async def test_a_stream_that_cannot_be_written_to_is_opened_anew(gateway, schedu
 async def test_a_completed_request_is_not_aborted(gateway, scheduler):
     await collect(gateway.generation.GenerateStream(stream_request("first")))
     await collect(gateway.generation.GenerateStream(stream_request("durable", durable=True)))
-    # What was sent before an abort that is needed came before it.
+    # Messages keep their order: an abort of the completed requests would come before this one.
     call = gateway.generation.GenerateStream(stream_request("last", max_tokens=500, request_id="last"))
     await call.read()
     call.cancel()

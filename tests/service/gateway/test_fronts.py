@@ -1,4 +1,4 @@
-"""What all public fronts have in common, as scenarios that run over each of them, whole and as a stream."""
+"""Properties that all public fronts share, as scenarios that run over each of them, whole and as a stream."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ from tests.support.rig import (
 
 OF_GRPC = (GrpcGenerate, GrpcChat)
 
-# Whether the answer is a stream, and how many tokens come in each step.
+# Whether the answer is a stream, and the number of tokens in each step.
 FORMS = pytest.mark.parametrize(
     ("streams", "step"), [(False, 1), (True, 1), (True, 7)], ids=["whole", "stream", "stream of large steps"]
 )
@@ -59,7 +59,7 @@ def over(fronts) -> pytest.MarkDecorator:
 
 
 def cases(*scenarios: tuple) -> list:
-    """Each scenario, whose first entry has the parameters that it needs, with each front that has them."""
+    """Pairs each scenario, whose first entry has the needed parameters, with each front that takes them."""
     return [
         pytest.param(front, *scenario, id=f"{front.name}-{'-'.join(scenario[0])}-{number}")
         for number, scenario in enumerate(scenarios)
@@ -74,7 +74,7 @@ async def test_an_answer_has_its_text_its_end_and_its_usage(rig, front, streams,
     answer = await front.ask(streams=streams)
     (submit,) = rig.scheduler.submits
     assert (answer.text, answer.finish, answer.refusal) == (TEXT, "stop", None)
-    # An end of its own is told as a token over gRPC alone.
+    # Only gRPC reports the end token of the model.
     assert answer.stop == (EOS if isinstance(front, OF_GRPC) else None)
     assert answer.usage == (len(prompt_of(submit)), len(SPEECH) + 1)
     assert len(answer.pieces) > 3 if streams and step == 1 else len(answer.pieces) >= 1
@@ -111,7 +111,7 @@ async def test_a_text_ends_where_it_shall_and_says_why(rig, front, fields, text,
         stop = EOS
     assert answer.stop == (stop if not isinstance(front, KServe) else None)
     if isinstance(stop, str):
-        # The scheduler knows no text.
+        # The scheduler cannot know that a stop string came, so the gateway aborts the request.
         await rig.scheduler.until(lambda: not rig.scheduler.live)
 
 
@@ -142,7 +142,7 @@ async def test_the_scheduler_gets_every_parameter_and_every_default(rig, front):
     fox = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("fox", " fox")]
     assert [list(each.ids) for each in row.bad_token_sequences] == fox
     assert (row.stopping.min_tokens, set(row.stopping.stop_token_ids)) == (2, {2, 6, 77, 78})
-    # What the scheduler decides on, and no more.
+    # Only the fields that the scheduler decides on.
     assert submit.sampling == common_pb2.SamplingParameters(seed=5, n=1, best_of=1)
     assert (submit.stopping.max_tokens, list(submit.stopping.stop_token_ids)) == (7, [77, 78])
     assert (submit.output.logprobs, submit.priority, list(submit.eos_token_ids)) == (2, 7, [2, 6])
@@ -177,7 +177,7 @@ async def test_log_probabilities_come_one_a_token(rig, front, streams, step):
     rig.scheduler.tokens_per_step = step
     answer = await front.ask(streams=streams, logprobs=2, max_tokens=5)
     assert answer.logprobs == [-0.5] * 5
-    # The end of the text is a token that has none.
+    # The end token has no log probability.
     whole = await front.ask(streams=streams, logprobs=2)
     assert len(whole.logprobs) == whole.usage[1]
     assert not (await front.ask(streams=streams, max_tokens=5)).logprobs
@@ -221,7 +221,7 @@ async def test_more_output_than_the_context_has_is_refused_in_the_words_of_a_pro
     rig, front, streams
 ):
     if isinstance(front, Messages):
-        # Agents ask Anthropic's API for as much as its models write, and get what is left.
+        # Agents request the original model's maximum output from Anthropic's API, and get the tokens that are left.
         assert (await front.ask(streams=streams, max_tokens=5000)).text == TEXT
         return
     refusal = await front.refused(streams=streams, max_tokens=5000)
@@ -238,7 +238,7 @@ async def test_more_output_than_the_context_has_is_refused_in_the_words_of_a_pro
 @over(FRONTS)
 @STREAMS
 async def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(rig, front, streams, text, says):
-    """Clients such as litellm and langchain-openai look for them, and for the code, to try another model."""
+    """Clients such as litellm and langchain-openai look for these words, and for the code, to try another model."""
     refusal = await front.refused(text, streams=streams)
     assert refusal.status == "INVALID_ARGUMENT"
     assert "prompt is too long" in refusal.message
@@ -288,7 +288,7 @@ async def test_a_failure_in_the_middle_ends_the_answer(rig, front, streams):
     assert (answer.finish, bool(answer.pieces)) == (None, streams)
     assert refusal.message == "logits are not finite"
     assert refusal.reason == (None if isinstance(front, Messages) else "NUMERICS")
-    # The status of a stream over HTTP was sent long before.
+    # The HTTP status of a stream was sent before the error.
     assert refusal.status == ("" if streams and not isinstance(front, (*OF_GRPC, KServe)) else "INTERNAL")
 
 
@@ -365,7 +365,7 @@ async def test_a_format_of_the_answer_is_its_constraint(rig, front):
     constraint = constraint_of(submit)
     assert constraint is not None
     assert json.loads(constraint.json_schema) == WEATHER_SCHEMA
-    # In a chat, what follows the reasoning.
+    # In a chat, the text after the reasoning.
     assert constraint.begins_after == ("</think>" if isinstance(front, CHATS) else "")
 
 

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: those that never end, those that nobody reads, and the memory that all of them may take."""
+"""Bodies of HTTP requests: endless ones, ones that no handler reads, and the memory that all of them may take."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ async def test_a_body_that_comes_byte_by_byte_has_no_longer_than_one_that_stops(
 async def test_a_body_in_very_many_short_chunks_is_refused_and_other_ones_are_not(scheduler):
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
     async with running_gateway(scheduler) as gateway:
-        # Fewer short ones, and more long ones.
+        # Fewer short chunks, and more long ones.
         for chunks in (pieces(body.ljust(8000), 1), pieces(body.ljust(2_700_000), 300)):
             assert (await gateway.http.post("/v1/completions", content=chunks)).status_code == 200
         with await connection_to(gateway) as connection:
@@ -90,7 +90,7 @@ async def test_what_is_no_http_closes_the_connection_without_a_fault_here(
             connection.sendall(b"xyz\r\n")
             assert (await read_to_end(connection))[:12] == (b"" if behind_an_answer else b"HTTP/1.1 400")
     faults = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    # What asyncio says of an exception in `data_received`.
+    # The message of asyncio for an exception in `data_received`.
     assert not [each for each in faults if each.startswith("Fatal error")]
 
 
@@ -142,7 +142,7 @@ async def pieces(body: bytes, size: int):
 
 
 def send_chunks(connection: socket.socket, num_chunks: int) -> None:
-    """Blocks until all are sent or the other side has enough of them."""
+    """Sends chunks and blocks until all are sent or the other side refuses more."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for _ in range(num_chunks // 1000):
             connection.sendall(b"1\r\n \r\n" * 1000)
@@ -157,7 +157,7 @@ async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_a
             head = request("POST /v1/completions", {"content-length": str(MAX_BYTES)})
             for connection in slow:
                 connection.sendall(head + b" " * (MAX_BYTES - 1))
-            # Two of them fill the memory, so the first is refused for the third.
+            # Two of the bodies fill the memory, so the first one is refused for the third.
             refused = await read_answer(slow[0])
             assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (
                 429,

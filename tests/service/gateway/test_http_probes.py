@@ -1,4 +1,4 @@
-"""Load balancers ask by HEAD; pages of other origins may call where it is said; unexpected errors have an id."""
+"""HEAD requests of load balancers; calls from pages of allowed origins; unexpected errors with an id."""
 
 import logging
 
@@ -13,7 +13,7 @@ CHANGING = {"date", "x-request-id"}
 
 
 def headers_of(answer: httpx.Response) -> dict[str, str]:
-    # Metrics change between two requests: processor time and memory, for example.
+    # Metrics may change between two requests: processor time and memory, for example.
     changing = CHANGING | ({"content-length"} if answer.url.path == "/metrics" else set())
     return {name: value for name, value in answer.headers.items() if name not in changing}
 
@@ -83,7 +83,7 @@ async def test_an_unexpected_error_is_logged_once_with_the_id_that_its_answer_ha
 
 
 def logged_errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Those of what serves HTTP."""
+    """Errors that the HTTP server logged."""
     return [
         each
         for each in caplog.records

@@ -1,5 +1,5 @@
-"""HTTPS: whom the port believes, and what it shows after its files were renewed. And a certificate for clients alone,
-of another authority than the one inside."""
+"""HTTPS: certificates that the port accepts, the certificate that it shows after its files were renewed, and a
+certificate for clients only, from another authority than the one inside."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def running_alone(directory: Path, **settings):
 
 
 def trusting(directory: Path, holder: Path | None = None) -> ssl.SSLContext:
-    """A client that believes the authority in a directory, with the client's certificate in another or with none."""
+    """A client that trusts the authority in a directory, with or without the client's certificate in another."""
     context = ssl.create_default_context(cafile=directory / "ca.pem")
     if holder is not None:
         context.load_cert_chain(holder / "client.pem", holder / "client.key")
@@ -115,7 +115,7 @@ async def test_a_handshake_that_runs_counts_as_a_connection_until_it_ends(tmp_pa
     async with running_alone(tmp_path, max_connections=1) as gateway:
         _, first = await connected(gateway)
         reader, surplus = await connected(gateway)
-        # Closed in the clear, before any handshake.
+        # The connection is closed without TLS, before any handshake.
         with contextlib.suppress(ConnectionResetError):
             assert await asyncio.wait_for(reader.read(), 30) == b""
         surplus.close()
@@ -168,7 +168,7 @@ def inner(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def public(tmp_path: Path) -> Path:
-    """An authority that the services do not know, and what it has signed for the gateway: site.pem and site.key."""
+    """An authority that the services do not know, and the files that it signed for the gateway: site.pem, site.key."""
     issue_public(tmp_path / "public", Authority.make(365, dt.datetime.now(dt.UTC)))
     return tmp_path / "public"
 
@@ -198,7 +198,7 @@ def running_publicly(public: Path, **settings):
 
 
 async def is_answered_over_grpc(gateway: RunningGateway, authority: Path, holder: Path | None = None) -> bool:
-    """Whether a caller that believes an authority reaches the gateway, with a client's certificate or without."""
+    """Whether a caller that trusts an authority reaches the gateway, with a client's certificate or without."""
     key, certificate = (None if holder is None else (holder / f"client.{end}").read_bytes() for end in ("key", "pem"))
     credentials = grpc.ssl_channel_credentials((authority / "ca.pem").read_bytes(), key, certificate)
     async with grpc.aio.secure_channel(gateway.gateway.grpc_address, credentials) as channel:
@@ -252,7 +252,7 @@ async def test_clients_that_must_show_a_certificate_show_one_of_the_authority_in
 
 
 async def test_a_chain_by_way_of_an_intermediate_authority_is_believed(tmp_path: Path) -> None:
-    """With RSA keys, as many public authorities have them."""
+    """With RSA keys, which many public authorities use."""
     root, intermediate, site = (rsa.generate_private_key(65537, 2048) for _ in range(3))
     certificates = [
         signed("root", root, "root", root, is_authority=True),
@@ -272,7 +272,7 @@ async def test_a_chain_by_way_of_an_intermediate_authority_is_believed(tmp_path:
 def signed(
     name: str, key: rsa.RSAPrivateKey, issuer: str, issuer_key: rsa.RSAPrivateKey, *, is_authority: bool
 ) -> bytes:
-    """A certificate in PEM that is good for an hour."""
+    """A certificate in PEM that is valid for an hour."""
     now = dt.datetime.now(dt.UTC)
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     certificate = (

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: what KServe's and Triton's clients send, and what they get."""
+"""The Open Inference Protocol: requests of KServe's and Triton's clients, and their answers."""
 
 import asyncio
 import json

@@ -89,7 +89,7 @@ async def test_every_kind_of_output_is_a_list_of_json(client):
 
 
 async def test_what_clients_add_to_a_request_is_fine(client):
-    """KServe's name the model in the body; Triton's lets outputs be bytes and reads JSON all the same."""
+    """KServe's client names the model in the body; Triton's client permits binary outputs but also reads JSON."""
     nested = text_input(["hello"], shape=[1, 1], parameters={"binary_data_size": 9})
     for inputs, fields in (
         ([nested], {}),
@@ -134,7 +134,7 @@ async def test_an_error_is_the_protocol_s_and_names_the_field(client, path, body
 
 
 def binary_body(size: int | None = None, **fields) -> tuple[bytes, dict[str, str]]:
-    """A body whose one prompt is bytes behind its JSON, and its headers. Its size is as it is, or another one."""
+    """A body with one prompt as bytes after its JSON, and its headers. `size` replaces its real size."""
     data = struct.pack("<I", 5) + b"hello"
     prompt = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     prompt["parameters"] = {"binary_data_size": len(data) if size is None else size}
@@ -183,7 +183,7 @@ async def test_the_generate_extension_answers_whole_and_in_pieces(client):
     stream = await client.post(f"{MODEL}/generate_stream", json=asked)
     pieces = [json.loads(line.removeprefix("data: ")) for line in stream.text.splitlines() if line]
     assert "".join(piece["text_output"] for piece in pieces) == whole.json()["text_output"]
-    # As the documents of Triton's back ends for vLLM and TensorRT-LLM ask.
+    # As in the documents of Triton's back ends for vLLM and TensorRT-LLM.
     fields = {"stream": False, "max_tokens": 3, "return_num_output_tokens": True}
     for more in ({"parameters": fields}, {"max_tokens": 3, "bad_words": "", "stop_words": ""}):
         again = await client.post(f"{MODEL}/generate", json={"text_input": "hello"} | more)
@@ -204,7 +204,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_in_the
     connection = await connection_to(gateway)
     connection.sendall(request(f"POST {MODEL}/infer", {"content-length": "100", "content-type": "application/json"}))
     connection.sendall(b"{")
-    # The gateway waits for more by the time that it answers another one.
+    # When the gateway answers another request, it waits for more of this one.
     await client.get("/health")
     connection.close()
     for _ in range(3):

@@ -38,7 +38,7 @@ async def test_drain_waits_for_a_request_whose_text_is_being_tokenized(scheduler
         await asyncio.sleep(0)
         may_go_on.set()
         await scheduler.until(lambda: scheduler.live)
-        # Calls are still answered, so none is cut off.
+        # Calls are still answered, so no connection is cut off.
         assert (await error_of(gateway.generation.GenerateStream(stream_request()))).reason == "DRAINING"
         scheduler.emits.set()
         assert len((await early).token_ids) == 30
@@ -124,7 +124,7 @@ def test_as_many_files_may_be_open_as_connections_need(monkeypatch, caplog, high
     allow_open_files(4096)
     assert set_to == [(allowed, highest)]
     assert ("at most 4,096 files may be open, and --max-connections 4096 may need 8,704" in caplog.text) == warned
-    # Where there are enough, nothing changes.
+    # If enough files are allowed, nothing changes.
     allow_open_files(100)
     assert len(set_to) == 1
 

@@ -1,4 +1,4 @@
-"""How far a worker is with loading its model, as a client of the gateway sees it through a real scheduler."""
+"""A worker's progress in loading its model, as a client of the gateway sees it through a real scheduler."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path

@@ -143,7 +143,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 async def asked(rig, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The response to a body and, of a stream, its events, all of which match their schemas."""
+    """The response to a body and, for a stream, its events; all match their schemas."""
     answer = await rig.http.post("/v1/responses", json={"model": "quire-tiny"} | body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):

@@ -1,4 +1,4 @@
-"""OpenAI's API in front of a fake scheduler: what reaches the scheduler, what comes back, whole and as a stream."""
+"""OpenAI's API in front of a fake scheduler: requests to the scheduler, and answers, whole and as a stream."""
 
 import asyncio
 import gzip
@@ -19,7 +19,7 @@ from tests.support.tokenizers import byte_level, write_model_directory
 
 
 async def events_of(response: httpx.Response) -> AsyncIterator[str]:
-    """What stands behind "data: " of each event. Asserts that there is nothing else."""
+    """The text after "data: " of each event. Asserts that there is no other text."""
     async for line in response.aiter_lines():
         if line:
             assert line.startswith("data: "), line
@@ -451,7 +451,7 @@ async def test_an_agents_hint_of_priority_is_heard_as_far_as_its_key_allows(sche
             body = {"messages": HELLO, "max_tokens": 1, "nvext": {"agent_hints": hints}}
             answer = await gateway.http.post(CHAT, json=body, headers=headers)
             assert (answer.status_code, scheduler.submits[-1].priority) == (200, priority)
-            # What is not heard is not silent either.
+            # A hint without effect is reported.
             ignored = "nvext.agent_hints.latency_sensitivity" if "latency_sensitivity" in hints else None
             assert answer.headers.get("x-quire-ignored-fields") == ignored
 

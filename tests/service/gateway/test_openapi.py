@@ -235,7 +235,7 @@ STREAMS = [
 
 
 def data_schema(operation):
-    """Of the events of a stream that are not [DONE]."""
+    """The schema of a stream's events, except [DONE]."""
     data = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
     described_data = data["anyOf"][1] if "anyOf" in data else data
     assert described_data["contentMediaType"] == "application/json"

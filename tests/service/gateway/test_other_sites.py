@@ -1,4 +1,4 @@
-"""Pages of other sites in a browser on the same machine: they spend nobody's time, and read no answers."""
+"""Pages of other sites in a browser on the same machine cannot use the server or read its answers."""
 
 import json
 
@@ -118,7 +118,7 @@ async def test_every_name_of_loopback_is_served(client, host):
     ],
 )
 async def test_a_target_with_a_host_as_proxies_send_it_is_that_host_s_path(client, target, status):
-    # Where both name a host, the target's is it (RFC 9112, 3.2.2).
+    # If both name a host, the target's counts (RFC 9112, 3.2.2).
     answer = await client.get("/", headers={"host": "localhost"}, extensions={"target": target.encode()})
     assert answer.status_code == status
     if "?" in target:
@@ -150,7 +150,7 @@ async def test_hosts_are_checked_on_loopback_or_where_they_are_named(scheduler, 
         JSON,
         {"content-type": "Application/JSON; charset=utf-8"},
         {"content-type": "application/problem+json"},
-        # The server's own pages, and those that were allowed in: a browser asks before it sends this.
+        # Allowed origins, and the server's own pages: a browser sends a preflight request before this one.
         JSON | ORIGIN,
     ],
 )

@@ -1,4 +1,4 @@
-"""Prefixes that clients pin: the same tokens as of later requests, on every replica, and every answer as it is."""
+"""Prefixes that clients pin: the same tokens as in later requests, on every replica, and each replica's answer."""
 
 import pytest
 
@@ -15,7 +15,7 @@ SHORT = common_pb2.StoppingParameters(max_tokens=4)
 
 
 def tokens_of(request):
-    """Of a pin or of a submit."""
+    """Prompt tokens of a pin or of a submit."""
     data = request.token_ids if hasattr(request, "token_ids") else request.prompt_token_ids
     return decode_int32(data, "token_ids").tolist()
 
@@ -96,7 +96,7 @@ async def test_an_error_of_one_replica_is_the_answer_as_it_is(replicas):
     (pin_id,) = first.pins
     assert isinstance(await error_of(unpin(UnpinPrefixRequest(pin_id=pin_id))), Internal)
     assert not first.pins
-    # It may have the pin that the other one does not know.
+    # This replica may have the pin that the other one does not know.
     second.pin_error = Unavailable("no worker is attached", reason="NO_WORKER", retry_after_ms=500)
     error = await error_of(unpin(UnpinPrefixRequest(pin_id="nothing")))
     assert isinstance(error, Unavailable)

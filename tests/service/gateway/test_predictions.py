@@ -1,4 +1,4 @@
-"""A prediction reaches the replicas that draft, from every API that has one, and its usage comes back."""
+"""A prediction reaches the replicas that draft, from every API that takes one, and its usage is returned."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -100,7 +100,7 @@ async def test_copies_of_a_long_prediction_are_bounded(openai) -> None:
 
 
 async def test_a_replica_that_does_not_draft_gets_no_prediction(model) -> None:
-    """It may be of a release that refuses the field."""
+    """Its release may refuse the field."""
     async with (
         FakeScheduler(max_drafts=0, rule=scripted([*SPEECH, EOS])) as scheduler,
         running_gateway(scheduler, model=model, served_model_name="quire-tiny") as gateway,

@@ -1,4 +1,4 @@
-"""What parts and forgets cached prefixes over HTTP, in front of a real scheduler."""
+"""Salts of the prefix cache and its reset over HTTP, in front of a real scheduler."""
 
 from tests.support.two_gateways import two_gateways
 

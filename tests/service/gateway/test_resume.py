@@ -20,7 +20,7 @@ from tests.support.two_gateways import TwoGateways, two_gateways
 
 
 def parts_of(responses: list[Any]) -> dict[str, Any]:
-    """What a stream brought of its one sequence: its tokens, and texts that go on, by their names."""
+    """The parts of a stream's only sequence by name: its tokens, and its texts joined."""
     parts: dict[str, Any] = defaultdict(str, token_ids=[])
     for chunk in (response.chunk for response in responses):
         parts["token_ids"] += chunk.token_ids
@@ -59,7 +59,7 @@ def resume_request(**sequences) -> generation_pb2.ResumeStreamRequest:
 
 
 async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path, model):
-    """Reasoning, text and calls of tools; ids of calls are those of their request."""
+    """Reasoning, text and tool calls; ids of calls follow from the id of their request."""
     request = generation_pb2.ChatStreamRequest(request_id="story", durable=True, stopping={"max_tokens": 300})
     request.messages.add(role="user", content="Is it warm in Rome?")
     request.tools.add(name="get_weather", parameters=json.dumps(WEATHER_SCHEMA))
@@ -74,7 +74,7 @@ async def test_the_rest_of_a_chat_comes_in_the_same_parts(tmp_path, model):
         assert 0 < usage.reasoning_tokens < usage.generated_tokens == len(REASONED_IDS)
         for num_had in range(0, len(responses) - 1, 9):
             had = parts_of(responses[:num_had])
-            # Of all that the model said, so without the ids of calls.
+            # Characters of all texts of the model, which exclude the ids of calls.
             texts = [text for name, text in had.items() if name != "token_ids" and not name.endswith(" id")]
             offset = {"offset": len(had["token_ids"]), "num_characters": sum(map(len, texts))}
             resume = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])
@@ -99,14 +99,14 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     metrics = await read_metrics(port)
     assert metrics["quire_gateway_live_requests"] == 0
     assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2
-    # What there was before is counted where it was read first, and what is read again is not generated again.
+    # The gateway that first read earlier tokens has counted them; tokens that are read again are not counted again.
     assert 0 < metrics["quire_gateway_generated_tokens_total"] < 200
     assert metrics["quire_gateway_prompt_tokens_total"] == 0
 
 
 async def test_impossible_offsets_are_refused_by_name(two):
     for _ in range(2):
-        # The second one takes the place of the first, which is over.
+        # The second request takes the place of the first, which is over.
         await read(two.first.generation.GenerateStream(durable_request()))
     for offset, name in (({"sequence_index": 1}, "sequence_index"), ({"offset": 25}, "offset")):
         asked = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])

@@ -1,4 +1,4 @@
-"""A gateway sends prompts where schedulers say that they are cached."""
+"""A gateway sends a prompt to the scheduler that reports its prefix as cached."""
 
 import numpy as np
 
@@ -43,7 +43,7 @@ async def test_prompts_go_where_they_are_cached_and_by_affinity_while_that_is_un
         await until_true(lambda: num_known(gateway, first) == 6)
         await send(gateway, PROMPT)
         assert (len(first.submits), len(second.submits)) == (2, 1)
-        # Another incarnation says nothing of its cache yet.
+        # A new incarnation has not yet reported its cache.
         await first.restart()
         await until_true(lambda: num_known(gateway, first) is None)
         await first.until_known()

@@ -1,7 +1,7 @@
-"""Requests that schemathesis draws from /openapi.json: whatever they are, the answers are those that it describes.
+"""Requests that schemathesis draws from /openapi.json get answers that it describes.
 
-A body that is drawn from its schema alone is seldom one that the server runs. So most of them are one that runs, with
-two fields of the drawn one.
+The server can seldom run a body that is drawn from the schema only. So most bodies are runnable ones, with two fields
+of the drawn body.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ RUNNING = {
     "/v1/unload_lora_adapter": {"lora_name": "mine"},
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
-# As many as other properties draw in the third tier.
+# In the third tier the number that other properties draw.
 NUM_BODIES, NUM_PATHS = (1000, 50) if is_third_tier() else (20, 4)
 
 
@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn, operation: Any, parameters: dict[str, str]) -> Any:
         kept = draw(st.sets(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else ()
         case.body = RUNNING[operation.path] | {name: case.body[name] for name in kept}
     if isinstance(case.body, dict):
-        # The fake scheduler has one sequence of each request.
+        # The fake scheduler makes one sequence a request.
         case.body = {name: value for name, value in case.body.items() if name not in ("n", "best_of")}
         if operation.path in STREAMING and not draw(st.integers(0, 3)):
             case.body["stream"] = True
@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn, operation: Any, parameters: dict[str, str]) -> Any:
 
 
 def statuses_of(operation: Any, url: str, parameters: dict[str, str]) -> Counter[int]:
-    """Sends drawn requests and checks their answers. Whatever fails is raised, with a command that repeats it."""
+    """Sends drawn requests and checks their answers. A failure is raised with a command that repeats it."""
     seen: Counter[int] = Counter()
 
     @hypothesis.settings(

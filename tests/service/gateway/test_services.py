@@ -1,4 +1,4 @@
-"""What a gateway says about itself: models, limits, readiness, its replicas; and tokens to text and back."""
+"""The gateway's reports on itself: models, limits, readiness, its replicas; and tokens to text and back."""
 
 import asyncio
 
@@ -123,7 +123,7 @@ async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(
         links = gateway.gateway._generator.replicas.links
         await until_true(lambda: scheduler.address not in links)
         assert await counts_after_four() == (6, 6)
-        # Its counters stay.
+        # The counters of a lost replica stay.
         assert "quire_gateway_generated_tokens_total 24.0" in (await gateway.http.get("/metrics")).text
 
 

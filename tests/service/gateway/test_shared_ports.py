@@ -1,4 +1,4 @@
-"""Several gateways behind the same ports, and what finds one of them."""
+"""Several gateways behind the same ports, and ways to find one of them."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ from tests.support.scheduler_process import until
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Its path is short, since unix sockets lie in it."""
+    """A directory with a short path, since unix sockets lie in it."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         yield Path(path)
 
 
 @contextlib.asynccontextmanager
 async def stub_of(address: str) -> AsyncIterator[model_pb2_grpc.ModelServiceStub]:
-    # Channels of one process share connections otherwise.
+    # Without it, channels of one process share connections.
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         yield model_pb2_grpc.ModelServiceStub(channel)
 
@@ -42,7 +42,7 @@ async def id_behind(address: str) -> str:
 
 
 def count_gateways() -> int:
-    """How many run in this event loop."""
+    """The number of gateways in this event loop."""
     return sum(task.get_name() == "readiness" for task in asyncio.all_tasks())
 
 

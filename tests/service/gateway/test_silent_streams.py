@@ -1,4 +1,4 @@
-"""Streams that wait for a token: their headers go out, and those over HTTP say that they are alive."""
+"""Streams that wait for a token: their headers are sent, and HTTP streams send keepalive comments."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ SHORT_S = 0.1
 
 @pytest.fixture(autouse=True)
 def _short_wait(monkeypatch):
-    """For a refusal, before headers go out."""
+    """A short wait for a refusal before headers are sent."""
     monkeypatch.setattr("gateway.api.answers.REFUSAL_S", SHORT_S)
     monkeypatch.setattr("gateway.api.grpc.servicers.REFUSAL_S", SHORT_S)
 
 
 @contextlib.asynccontextmanager
 async def lines_of(scheduler, path, body=None, **settings):
-    """The lines of a stream, whose headers have come."""
+    """The lines of a stream, once its headers have come."""
     async with (
         running_gateway(scheduler, **settings) as gateway,
         gateway.http.stream("POST", path, json=(body or BODIES[path]) | {"stream": True}) as response,
@@ -48,7 +48,7 @@ async def test_headers_come_before_the_first_token_and_comments_while_nothing_co
         silent = []
         while silent.count(COMMENT) < 3:
             silent.append(await anext(lines))
-        # The first events of these APIs have nothing that was generated.
+        # The first events of these APIs have no generated text.
         assert (
             any(silent) if path in ("/v1/responses", "/v1/messages") else silent == [COMMENT, "", COMMENT, "", COMMENT]
         )

@@ -1,4 +1,4 @@
-"""Clients that stop in the middle, of sending or of reading."""
+"""Clients that stop in the middle of sending or of reading."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.support.raw_http import connection_to, read_answer, read_to_end, requ
 from tests.support.scheduler_process import until
 
 SHORT_S = 0.3
-# How an answer ends that is not cut off.
+# The end of an answer that is not cut off.
 LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -69,7 +69,7 @@ async def test_of_too_many_calls_without_a_request_the_oldest_end(scheduler, met
 
 
 async def test_of_too_many_calls_that_need_no_key_the_oldest_end_and_metadata_counts(scheduler):
-    """Anybody may watch the health of a gateway, by as many calls as there are streams, for ever."""
+    """Any client may watch the health of a gateway without end, by the maximum number of streams."""
     max_bytes = 4 << 20
     num_calls, num_held = 200, max_bytes // ((32 << 10) + 20_000)
     async with running_gateway(scheduler, max_message_bytes=10_000, max_total_body_bytes=max_bytes) as gateway:
@@ -98,7 +98,7 @@ async def test_a_call_that_ends_without_a_request_is_malformed(gateway):
 
 
 async def test_an_http_client_that_stops_reading_loses_its_request_and_its_connection(gateway, scheduler):
-    # It has not ended by itself before the connection is cut.
+    # The request must not end by itself before the connection is cut.
     scheduler.step_delay_s = 0.005
     with large_answer(gateway, stream=True) as connection:
         await scheduler.until(lambda: scheduler.aborted)
@@ -127,7 +127,7 @@ async def test_long_answers_that_nobody_takes_have_a_limit_together(scheduler, i
         async def is_over() -> bool:
             return not gateway.gateway._http._bodies.num_bytes
 
-        # A tool that is left out, but shown.
+        # A tool that the gateway ignores, but repeats in the response.
         tool = {"type": "web_search", "filters": "x" * size}
         body = {"input": "hi", "max_output_tokens": 1, "tools": [tool], "background": is_stream}
         path = f"/v1/responses/{(await gateway.http.post('/v1/responses', json=body)).json()['id']}"
@@ -157,7 +157,7 @@ async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, sc
 
 
 def large_answer(gateway, **fields) -> socket.socket:
-    """The connection of a client that has asked for hundreds of kilobytes, little of which lies in the kernel."""
+    """The connection of a client that requested hundreds of kilobytes; the kernel buffers little of them."""
     connection = slow_reader(gateway)
     asked = {"prompt": "slow", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
     body = json.dumps(asked | fields).encode()
@@ -166,8 +166,8 @@ def large_answer(gateway, **fields) -> socket.socket:
 
 
 def slow_reader(gateway) -> socket.socket:
-    """A connection of which little lies in the kernel."""
-    # Connections inherit it.
+    """A connection for which the kernel buffers little."""
+    # Accepted connections inherit it.
     gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -178,7 +178,7 @@ def slow_reader(gateway) -> socket.socket:
 
 
 def is_whole(answer: bytes) -> bool:
-    """Whether a response has its last chunk: a large one comes as it is made, without its length before it."""
+    """Whether a response has its last chunk: a large one is sent while it is made, without its length before it."""
     headers, _, body = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding: chunked" in headers.lower() or not body
     return body.endswith(b"\r\n" + LAST_CHUNK)

@@ -1,5 +1,5 @@
-"""A gateway that stops: nothing that it accepted fails by that, nobody who is idle holds it up, and shared ports are
-left to others."""
+"""A gateway that stops: requests that it accepted do not fail, idle clients do not delay it, and other processes keep
+shared ports."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ REFLECTION = reflection_pb2.ServerReflectionRequest(list_services="")
 
 @contextlib.asynccontextmanager
 async def idle_calls(gateway: RunningGateway) -> AsyncIterator[list]:
-    """A call of reflection that was answered once, and one of KServe and a unary one, both without a request."""
+    """A call of reflection that was answered once, and a KServe call and a unary call without a request."""
     async with grpc.aio.insecure_channel(gateway.gateway.grpc_address) as channel:
         reflection = reflection_stub(channel).ServerReflectionInfo()
         await reflection.write(REFLECTION)
@@ -36,7 +36,7 @@ async def idle_calls(gateway: RunningGateway) -> AsyncIterator[list]:
         unary = channel.stream_stream("/quire.gateway.v1.GenerationService/Generate")()
         for call in (inference, unary):
             await call.wait_for_connection()
-        # A call that has not reached its handler is cancelled by gRPC itself.
+        # gRPC itself cancels a call that has not reached its handler.
         await until_true(lambda: len(gateway.gateway._idle_calls._waiting) == 3)
         yield [reflection, inference, unary]
 
@@ -72,7 +72,7 @@ async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops
         first = await answer_or_end(connections.pop())
         assert first is not None
         assert first.status == (200 if hand_over else 503)
-        # Nothing runs any more; the others come one after the other, until well behind the stop.
+        # No request runs any more; the other connections send one by one, until long after the stop.
         answers = []
         for connection in connections:
             await asyncio.wait([stopping], timeout=0.04)
@@ -86,7 +86,7 @@ async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops
 
 
 async def answer_or_end(connection) -> RawAnswer | None:
-    """The answer to a completion; None where the connection is closed without one, so that clients send it again."""
+    """The answer to a completion; None if the connection is closed without one, so that clients send it again."""
     try:
         connection.sendall(COMPLETION)
         return await read_answer(connection)
@@ -112,13 +112,13 @@ ASKED = {"prompt": "hello", "max_tokens": 4}
 
 @contextlib.asynccontextmanager
 async def own_stub(address: str) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
-    # Channels of one process share connections otherwise.
+    # Without it, channels of one process share connections.
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
 async def until_closed(address: str) -> None:
-    """Waits until nobody listens there."""
+    """Waits until no process listens there."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(30):
         while True:
@@ -127,7 +127,7 @@ async def until_closed(address: str) -> None:
             except ConnectionRefusedError:
                 return
             except ConnectionResetError:
-                # It was in the queue of the port as that was closed.
+                # The connection was in the port's queue when the port was closed.
                 continue
             writer.close()
             await writer.wait_closed()
@@ -135,7 +135,7 @@ async def until_closed(address: str) -> None:
 
 @contextlib.asynccontextmanager
 async def draining(gateway: RunningGateway) -> AsyncIterator[asyncio.Task[None]]:
-    """From the moment both ports are closed until the gateway has stopped."""
+    """Yields once both ports are closed, and waits at the end until the gateway has stopped."""
     stopping = asyncio.create_task(gateway.gateway.stop(60))
     await until_closed(gateway.gateway.grpc_address)
     await until_closed(gateway.gateway.http_address)

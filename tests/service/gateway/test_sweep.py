@@ -1,6 +1,6 @@
-"""Every list, map and text that callers send, filled up to the limits: no other caller notices.
+"""Fills every list, map and text of requests up to the limits: no other caller notices.
 
-The calls are made from the contracts and from /openapi.json, so that a new field is swept, too.
+The calls are made from the contracts and from /openapi.json, so that new fields are included.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from tests.support.measured_gateway import MeasuredGateway, measured_gateway
 from tests.support.tiers import is_third_tier
 
 pytestmark = pytest.mark.extended
-# What a message may have, less what the fields around the filled one take.
+# Maximum size of a message, less the fields around the filled one.
 _ROOM = 4 * 1024 * 1024 - 4096
-# Levels of messages within messages; only those of google.protobuf.Struct go deeper.
+# Levels of messages within messages; only messages of google.protobuf.Struct go deeper.
 _MAX_DEPTH = 5
 _varint: Callable[[int], bytes] = lru_cache(128)(encoder._VarintBytes)  # pyright: ignore[reportAttributeAccessIssue]
 _WIRE_TYPES = {FieldDescriptor.TYPE_DOUBLE: 1, FieldDescriptor.TYPE_FLOAT: 5}
@@ -60,7 +60,7 @@ _VALID: Mapping[str, dict[str, Any]] = {
 """Fields with which a message passes the checks that look at single values."""
 
 
-# What a text may make a reader of it do: words to tokenize, JSON to parse, and a run that is one word.
+# Texts by the work that they cause: words to tokenize, JSON to parse, and a run that is one word.
 _TEXTS: Mapping[str, bytes] = {"words": b"a b ", "lists": b"[],", "one word": b"a"}
 
 
@@ -82,8 +82,8 @@ class HttpCall:
 
 
 def grpc_calls(services: Sequence[ServiceDescriptor], limits: EntryLimits) -> Iterator[GrpcCall]:
-    """Calls for each list, map and text of each method's request: as many entries as there is room for, empty ones and
-    the smallest valid ones; as many as are allowed, small ones and such that they take all room; long texts."""
+    """Calls for each list, map and text of each method's request: the maximum number of entries by size, empty and
+    smallest valid ones; the allowed number of entries, small ones and such that they fill the message; long texts."""
     for service in services:
         for method in service.methods:
             kind = cast(Descriptor, method.input_type)
@@ -111,7 +111,7 @@ def _paths(kind: Descriptor, above: tuple[FieldDescriptor, ...]) -> Iterator[tup
 
 
 def _long(text: bytes) -> bytes:
-    """A text that takes almost all room. It is a list in JSON, if `text` is a value with a comma."""
+    """A text that fills the message. It is a list in JSON if `text` is a value with a comma."""
     return b"[" + text * (_ROOM // len(text) - 64) + b"1]"
 
 
@@ -120,7 +120,7 @@ def _is_text(field: FieldDescriptor) -> bool:
 
 
 def _fillings(field: FieldDescriptor, limits: EntryLimits) -> Iterator[tuple[str, int, Callable[[int], bytes]]]:
-    """Ways to fill a field: how many entries, and what makes the bytes of each."""
+    """Ways to fill a field: the number of entries, and a function that makes the bytes of each."""
     if not field.is_repeated:
         for how, text in _TEXTS.items():
             yield f"{how} as text", 1, lambda _, text=text: _delimited(field.number, _long(text))
@@ -159,7 +159,7 @@ def _entries(field: FieldDescriptor) -> Iterator[tuple[str, Callable[[int], byte
 
 
 def _filled(kind: Descriptor, path: Sequence[FieldDescriptor], entry: Callable[[int], bytes], number: int) -> bytes:
-    """A message with that many entries at `path`, as far as there is room for them."""
+    """A message with `number` entries at `path`, or the number that fits."""
     first = entry(0)
     if entry(1) == first:
         data = first * min(number, _ROOM // len(first))
@@ -199,8 +199,8 @@ _ENTRIES: Mapping[str, bytes] = {"numbers": b"1", "objects": b"{}", "lists": b"[
 
 
 def http_calls(document: Mapping[str, Any], limits: EntryLimits) -> Iterator[HttpCall]:
-    """Calls for each list, object of any fields and text of each body in /openapi.json: as many entries as there is
-    room for, as many as are allowed, small ones and such that they take all room; long texts."""
+    """Calls for each list, object of any fields and text of each body in /openapi.json: the maximum number of entries
+    by size; the allowed number of entries, small ones and such that they fill the body; long texts."""
     for path, operations in document["paths"].items():
         body = operations.get("post", {}).get("requestBody")
         if body is None:
@@ -215,7 +215,7 @@ def http_calls(document: Mapping[str, Any], limits: EntryLimits) -> Iterator[Htt
 def _places(
     document: Mapping[str, Any], schema: Mapping[str, Any], above: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], frozenset[str]]]:
-    """The paths of all fields, with what each may be: "array", "object", "string"."""
+    """The paths of all fields, with the types that each may have: "array", "object", "string"."""
     if len(above) > 6:
         return
     for name, inner in _resolved(document, schema).get("properties", {}).items():
@@ -247,7 +247,7 @@ def _alternatives(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Ite
 
 
 def _values(kinds: Set[str], allowed: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """What a field is filled with, as JSON."""
+    """Values to fill a field with, as JSON."""
     if "array" in kinds:
         for how, entry in _ENTRIES.items():
             number = allowed if how == "objects" else _ROOM // (len(entry) + 1)
@@ -272,7 +272,7 @@ def _object_of(number: int) -> bytes:
 
 
 def _body(path: str, where: Sequence[str | int], value: Callable[[], bytes]) -> bytes:
-    """The body with a value at a place."""
+    """The body with a value at a path."""
     marker = "\u2603"
     inner: Any = marker
     for step in reversed(where[1:]):
@@ -300,7 +300,7 @@ async def gateway() -> AsyncIterator[MeasuredGateway]:
 
 
 async def sweep(gateway: MeasuredGateway, calls: Iterable[tuple[str, Call]]) -> int:
-    """Makes the calls, one after the other. Returns how many."""
+    """Makes the calls, one after the other. Returns their number."""
     num_calls = 0
     for name, call in calls:
         num_calls += 1

@@ -88,7 +88,7 @@ async def test_a_character_that_the_prompt_begins_is_of_the_answer(scheduler, ga
     prompt, max_tokens = [*TOKENIZER.encode("a").ids, *SMILE[:num_bytes]], 5 - num_bytes
     assert await texts_of(gateway, prompt=prompt, max_tokens=max_tokens) == ["😀 the"]
     assert await texts_of(gateway, prompt=prompt, max_tokens=max_tokens, echo=True) == ["a😀 the"]
-    # Nothing will complete it.
+    # No later token will complete the character.
     assert (await texts_of(gateway, prompt=prompt, max_tokens=0, echo=True))[0].rstrip(
         "\N{REPLACEMENT CHARACTER}"
     ) == "a"

@@ -1,4 +1,4 @@
-"""Tools, reasoning and options of templates in chats: what each API has of its own beside what tests of fronts show."""
+"""Tools, reasoning and options of templates in chats: properties of one API, which tests of all fronts do not show."""
 
 import gc
 import json
@@ -48,7 +48,7 @@ async def test_tools_constrain_the_answer(rig):
     assert (sequence.text, sequence.finish_reason) == (CALL, common_pb2.FINISH_REASON_STOP)
 
 
-# Programs that write schemas have patterns with look-around for e-mail addresses.
+# Programs that write schemas use patterns with look-around for e-mail addresses.
 LOOK_AROUND = {"type": "object", "properties": {"to": {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+$"}}}
 
 
@@ -116,7 +116,7 @@ BAD = [
 @pytest.mark.parametrize("depth", [300, 900, 10_000])
 async def test_however_deep_a_schema_is_it_is_no_failure(rig, depth):
     tool = pb.Tool(name="f", parameters='{"type": "object", "minimum": ' + "[" * depth + "]" * depth + "}")
-    # Where garbage of other tests is collected at the bottom of such a value, its finalizers have no stack left.
+    # If garbage of other tests were collected while such a value is read, its finalizers would have no stack left.
     gc.collect()
     code = await rig.gateway.generation.Chat(request(tools=[tool])).code()
     assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
@@ -206,7 +206,7 @@ async def test_an_echo_begins_with_the_last_message(rig, openai):
     assert "".join([c.delta.content or "" async for chunk in stream for c in chunk.choices]) == "how are you"
 
 
-# What is wrong, by fields that only one of the APIs has.
+# Invalid values of fields that only one of the APIs has.
 NO_TOOL = {"type": "function", "function": {"name": "g"}}
 LONG_ID = "x" * 129
 
@@ -227,7 +227,7 @@ LONG_ID = "x" * 129
          "input[0]"),
         ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [
          {"type": "tool_result", "tool_use_id": "x"}]}]}, "messages[0]"),
-        # Tools that are left out count.
+        # Tools that are left out count too.
         ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "web_search"}, {"type": "function",
          "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[1].function.parameters.type"),
         ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "f f"}}]},
@@ -271,7 +271,7 @@ async def test_results_of_calls_go_back_by_items_or_by_the_id_of_the_response(ri
     assert by_items == by_id
     for part in ("Is it warm?", "I need it.", "Let me see.", '"city": "Rome"', "It is hot."):
         assert part in by_id
-    # The client's own stream puts the same items together.
+    # The client's own stream assembles the same items.
     async with openai.responses.stream(model="", input="Is it warm?", tools=[RESPONSE_TOOL]) as stream:
         kinds = [event.type async for event in stream]
         final = await stream.get_final_response()

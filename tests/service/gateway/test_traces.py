@@ -1,6 +1,6 @@
-"""The gateway's spans, as a collector gets them, and what it tells schedulers of them.
+"""The gateway's spans as a collector gets them, and the trace contexts that it sends to schedulers.
 
-What a tracer makes of malformed contexts, and of a collector that is down, is tested with tracers.
+Tests of tracers cover malformed contexts and a collector that is down.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def traced(scheduler: FakeScheduler, collector: TraceCollector) -> AsyncIt
 
 
 def make_traceparent(*, sampled: bool = True) -> tuple[str, str, str]:
-    """The header, and the ids of trace and span in it."""
+    """The header, and its ids of trace and span."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     return f"00-{trace_id}-{span_id}-{'01' if sampled else '00'}", trace_id, span_id
 

@@ -1,4 +1,4 @@
-"""Triton's own Python client against the gateway: what its users call works, and errors reach them as errors."""
+"""Triton's own Python client against the gateway: its calls work, and errors reach its users as errors."""
 
 import asyncio
 import time
@@ -80,7 +80,7 @@ def counts_of(statistics: dict) -> dict[str, int]:
 
 
 async def test_statistics_count_requests_and_their_time_by_how_they_ended(gateway, scheduler, client: TritonClient):
-    # Of a call whose deadline passes before it comes to the scheduler, nothing may be known.
+    # A call whose deadline passes before it reaches the scheduler may not be counted.
     for timeout_s in (0.1, 1, 10):
         with scheduler.standing_still():
             num_submits = len(scheduler.submits)

@@ -1,8 +1,8 @@
-"""Whatever one caller sends, the gateway's event loop is never kept for long: all others share it.
+"""No call of one caller blocks the gateway's event loop for long, since all callers share it.
 
-A turn shall take 20 ms at most. The tests allow more, since shared processors take longer for the same. Without what
-they are about, each of these calls keeps the loop for a hundred milliseconds to minutes. `test_sweep.py` has the calls
-that are refused for the length of one list or text.
+A turn should take at most 20 ms. The tests allow more, since shared processors take longer for the same work. Without
+the tested measures, each of these calls blocks the loop for a hundred milliseconds to minutes. `test_sweep.py` has the
+calls that are refused for the length of one list or text.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ async def a_call_is_given_up(rig: Rig, num_submits: int, **body: Any) -> None:
         before = len(rig.scheduler.submits)
         calling = asyncio.create_task(rig.complete(**body))
         await until_true(lambda: len(rig.scheduler.submits) - before >= num_submits, PATIENCE_S)
-        # Behind it, so that what is made for an echo was made.
+        # This call comes after the first one, so that the work for its echo has been done.
         assert (await rig.http.get("/v1/models")).status_code == 200
         calling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -95,7 +95,7 @@ async def a_long_text_is_tokenized(rig: Rig) -> None:
 
 
 async def a_long_output_comes_at_once(rig: Rig) -> None:
-    """As when a stream is resumed."""
+    """A long output comes at once if, for example, a stream is resumed."""
     rig.scheduler.tokens_per_step = 40_000
     try:
         stopping: Any = {"max_tokens": 40_000, "ignore_eos": True, "stop": STOPS}
@@ -176,7 +176,7 @@ CALLS: dict[str, Callable[[Rig], Awaitable[None]]] = {
 }
 
 
-# The last one takes as long as the others together.
+# The last call takes as long as all others together.
 @pytest.mark.parametrize("name", [*list(CALLS)[:-1], pytest.param(list(CALLS)[-1], marks=pytest.mark.extended)])
 async def test_no_call_keeps_the_event_loop(rig, name):
     await rig.gateway.assert_short_turns(name, lambda: CALLS[name](rig), LONGEST_TURN_MS)

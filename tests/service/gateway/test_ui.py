@@ -1,4 +1,4 @@
-"""/ui: who gets the page, what its headers forbid, and what its feed says."""
+"""/ui: access to the page, the restrictions in its headers, and its feed."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ OPERATOR = Access(is_operator=True)
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(gateway) -> AsyncIterator[httpx.AsyncClient]:
-    """Of a gateway that asks for no keys."""
+    """The page of a gateway that needs no keys."""
     yield gateway.http
 
 
@@ -35,7 +35,7 @@ def keys(tmp_path) -> KeysFile:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
-    """Of a gateway that asks for keys."""
+    """The page of a gateway that needs keys."""
     keys.add("nobody")
     async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
         # Keys that a test adds are known to the next call.
@@ -50,7 +50,7 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def events_of(http: httpx.AsyncClient, url: str, last: str) -> list[tuple[str, dict]]:
-    """The events of the feed up to the first one of the name `last`."""
+    """The events of the feed up to the first one named `last`."""
     found: list[tuple[str, dict]] = []
     async with asyncio.timeout(30), http.stream("GET", url) as answer:
         assert answer.status_code == 200
@@ -102,7 +102,7 @@ async def test_a_service_is_killed_from_the_page_only_in_a_demonstration(open_pa
         supervisor.bind(str(path))
         supervisor.settimeout(10)
         async with running_gateway(scheduler, demo_socket=path) as running:
-            # A form of another site's page has another type than JSON.
+            # A form of another site's page cannot have the type JSON.
             wrong: list[dict[str, Any]] = [
                 {"content": b'{"service": "worker"}'},
                 {"json": {"service": "gateway"}},
@@ -135,7 +135,7 @@ async def test_a_refusal_is_a_clear_page_with_a_form_for_the_key(page, keys):
     assert "set-cookie" not in refused.headers
     assert (await page.post("/ui/key", data={"key": "wrong"})).status_code == 401
     assert (await page.post("/ui/key", data={"key": "x" * 8192})).status_code == 401
-    # Those who try keys are seen, here as elsewhere.
+    # Attempts with wrong keys are counted, here as elsewhere.
     operator = {"authorization": f"Bearer {keys.add('staff', access=OPERATOR)}"}
     metrics = (await page.get("/metrics", headers=operator)).text
     assert 'refused_callers_total{reason="INVALID_API_KEY"} 2.0' in metrics
@@ -151,7 +151,7 @@ async def test_the_key_of_the_form_opens_the_page_and_the_chat_until_it_is_given
     assert (await page.get("/ui/")).status_code == 200
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
     assert (await page.post("/ui/v1/chat/completions", json=body)).status_code == 200
-    # The cookie is for paths below /ui alone, and for pages of this gateway.
+    # The cookie is only for paths below /ui, and only for pages of this gateway.
     assert (await page.post("/v1/chat/completions", json=body)).status_code == 401
     assert (await page.get("/ui/", headers={"sec-fetch-site": "cross-site"})).status_code == 401
     name = answer.headers["set-cookie"].partition("=")[0]
@@ -181,7 +181,7 @@ async def test_gateways_at_several_ports_of_one_host_keep_their_own_sign_ins(pag
         "quire-operator",
         "quire-operator-8000",
     ]
-    # A browser sends those of all ports of the host, and of other programs there.
+    # A browser sends the cookies of all ports of the host, even those set by other programs.
     shown = f'other={{"a": 1}}; {held["h:8001"]}'
     for host, status in (("h:8001", 200), ("h:8000", 401), ("h", 401)):
         assert (await page.get("/ui/", headers={"host": host, "cookie": shown})).status_code == status

@@ -1,4 +1,4 @@
-"""Schedulers of other versions, or with another model, beside and before those that fit."""
+"""Schedulers of other versions, or with another model, together with and before ones that fit."""
 
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import Unavailable
@@ -8,7 +8,7 @@ from tests.support.scheduler_process import until
 
 
 async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_ready_says_why(caplog):
-    """Both are refused by what their welcome says, as of a scheduler that does not check what a gateway says."""
+    """The gateway refuses both by their welcome, as if the scheduler did not check the gateway's hello."""
     async with (
         FakeScheduler(protocol=ProtocolVersions(8, 9), checks_hello=False) as newer,
         FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"), checks_hello=False) as other,
@@ -27,7 +27,7 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
         assert f"the scheduler speaks versions 8 to 9 of quire.scheduler.v1, {ours}" in reason
         assert "have different models: tokenizer" in reason
         assert reason.count("give both the same one by --model") == 1
-        # However often it tries, and it does, it says so once.
+        # It tries again and again, but logs the refusal once.
         connections = newer.connections
         await newer.until(lambda: newer.connections > connections + 2)
     lines = [record.getMessage() for record in caplog.records if "quire.scheduler.v1" in record.getMessage()]

@@ -1,4 +1,4 @@
-"""With --vllm-metric-names a gateway shows what vLLM's dashboards and autoscalers read, over all of its replicas."""
+"""With --vllm-metric-names a gateway has the series of vLLM's dashboards and autoscalers, over all of its replicas."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ from tests.support.scheduler_process import until
 from tests.support.two_gateways import TwoGateways, two_gateways
 
 # The series that the dashboards in vLLM's repository (examples/observability) name, and the labels by which they
-# select or group them: vLLM, performance_statistics and query_statistics; of vllm_overview, vllm_instances,
-# vllm_kv_cache, vllm_speculative_decoding and vllm_service_status those that are about what Quire has.
+# select or group them: all of vLLM, performance_statistics and query_statistics; of vllm_overview, vllm_instances,
+# vllm_kv_cache, vllm_speculative_decoding and vllm_service_status only the series for features of Quire.
 SECONDS = "quire_gateway_http_answer_seconds"
 HISTOGRAMS = (
     "e2e_request_latency_seconds",
@@ -41,7 +41,7 @@ SERIES = (
     *("prompt_tokens_cached_by_source_total", "iteration_tokens_total_count", "iteration_tokens_total_sum"),
     "iteration_tokens_total_bucket",
 )
-# What autoscalers and the gateway API inference extension read besides.
+# Further series that autoscalers and the gateway API inference extension read.
 OTHERS = (
     *("request_inference_time_seconds_bucket", "time_per_output_token_seconds_bucket"),
     *("request_params_n_bucket", "request_params_max_tokens_bucket", "request_num_preemptions_bucket"),
@@ -55,7 +55,7 @@ async def two(tmp_path) -> AsyncIterator[TwoGateways]:
 
 
 async def series_of(gateway: RunningGateway) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What a gateway shows under vLLM's names, by name and labels."""
+    """A gateway's series under vLLM's names, by name and labels."""
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for key, value in (await read_metrics(int(gateway.http_url.rpartition(":")[2]))).items():
         if key.startswith("vllm:"):
@@ -66,7 +66,7 @@ async def series_of(gateway: RunningGateway) -> dict[tuple[str, frozenset[tuple[
 
 
 def total(series: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
-    """The sum of a metric's series that have these labels."""
+    """The sum of a metric's series with these labels."""
     return sum(value for (of, has), value in series.items() if of == name and labels.items() <= has)
 
 
@@ -106,14 +106,14 @@ async def test_what_requests_took_is_counted_at_the_replica_that_ran_them(two):
     assert total(series, "request_num_preemptions_bucket", le="0.0") == 3
     other = await series_of(two.second)
     assert not total(other, "generation_tokens_total")
-    # A step is of all gateways.
+    # Steps count for all gateways.
     computed = total(series, "prompt_tokens_total") - sources[1] + 24 - 3
     assert total(series, "iteration_tokens_total_sum") == total(other, "iteration_tokens_total_sum") >= computed
     assert total(series, "iteration_tokens_total_count") >= 8
 
 
 async def test_each_gateway_reports_what_runs_and_waits_of_its_own_requests(two):
-    """So the sum over gateways is right, as it is over vLLM's servers. Steps in flight that get no answer keep later
+    """So the sum over gateways is right, as it is over vLLM's servers. Steps in flight without an answer keep later
     requests in the queue."""
     two.stand_still()
     calls = [gateway.generation.GenerateStream(stream_request()) for gateway in (two.first, two.first, two.second)]

@@ -1,4 +1,4 @@
-"""Tools, formats of answers and options of templates of the client, against a gateway."""
+"""The client's tools, answer formats and template options, against a gateway."""
 
 import json
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The port of a service's metrics: what it serves, and to whom where it speaks TLS."""
+"""The port of a service's metrics: its pages, and the clients that it admits if it uses TLS."""
 
 import contextlib
 import socket
@@ -66,7 +66,7 @@ def test_metrics_are_served_until_stop_with_their_colons_whatever_the_scraper_ac
 
 
 def test_no_name_is_looked_up_at_the_start(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where name servers do not answer, a look-up holds up the event loop for many seconds, and health with it."""
+    """If name servers do not answer, a look-up blocks the event loop, and with it health, for many seconds."""
     for name in ("getfqdn", "gethostbyaddr", "gethostname"):
         monkeypatch.setattr(socket, name, lambda *_: pytest.fail("it looks a name up"))
     server = MetricsServer.start("0.0.0.0", 0, registry)
@@ -107,7 +107,7 @@ def test_connections_beyond_the_limit_are_closed_until_one_ends(encrypted: Metri
 
 
 def eventually(attempt: Callable[[], str]) -> str:
-    """What an attempt gives that fails at first."""
+    """The result of an attempt that fails at first."""
     give_up_at = time.monotonic() + 60
     while True:
         try:

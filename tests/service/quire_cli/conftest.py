@@ -35,7 +35,7 @@ def run(
 
 @pytest.fixture
 def model_directory(tmp_path: Path) -> Path:
-    """A directory that looks like a model to whoever does not load it."""
+    """A directory that looks like a model until it is loaded."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

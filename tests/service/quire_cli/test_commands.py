@@ -139,7 +139,7 @@ def test_status_shows_health_models_and_replicas_as_text_and_as_json(run: Run, g
 
 @pytest.fixture
 def other(gateway: FakeGatewayThread) -> Iterator[FakeGatewayThread]:
-    """Besides `gateway`."""
+    """A second gateway."""
     with running_fake_gateway() as other:
         yield other
 
@@ -250,7 +250,7 @@ def test_input_that_is_no_utf8_is_one_line(gateway: FakeGatewayThread) -> None:
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) -> None:
     terminal, device = pty.openpty()
-    # Scripts start what runs in the background with Ctrl-C ignored.
+    # Scripts start background processes with Ctrl-C ignored.
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     command = [*ignoring, sys.executable, "-m", "quire_cli.main", "chat", "--address", gateway.address]
     chat = subprocess.Popen(command, stdin=device, stdout=device, stderr=device, start_new_session=True)

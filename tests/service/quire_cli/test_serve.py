@@ -14,7 +14,7 @@ import pytest
 from tests.support.processes import is_alive, lines_of, wait_true
 
 EXIT_GRACE_S = 40.0
-# Runs the command with stand-ins that note their pid at start, and their name when they are asked to end.
+# Runs the command with stand-ins that write down their pid at start, and their name when they are told to end.
 DRIVER = (
     f"EXIT_GRACE_S = {EXIT_GRACE_S}"
     + """
@@ -71,7 +71,7 @@ class Serve:
         return [int(line.split()[2]) for line in lines_of(self.log) if line.startswith("started")]
 
     def wait_ready(self) -> str:
-        """Returns the first line of stdout, and sees that all stand-ins have started."""
+        """Returns the first line of stdout, and checks that all stand-ins have started."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         wait_true(lambda: len(self.pids()) >= 2)
@@ -88,7 +88,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> It
     started: list[Serve] = []
 
     def start(worker_code: str = "") -> Serve:
-        # Short, since unix sockets lie in it.
+        # A short path, since unix sockets lie in it.
         started.append(Serve(tmp_path_factory.mktemp("s"), model_directory, worker_code))
         return started[-1]
 

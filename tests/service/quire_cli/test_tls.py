@@ -1,4 +1,4 @@
-"""All commands that call a gateway, where it speaks TLS and asks for certificates."""
+"""All commands that call a gateway, if it uses TLS and requires certificates."""
 
 import socket
 from collections.abc import Callable, Iterator

@@ -45,7 +45,7 @@ def make_frame(seconds: float, generated: int) -> scheduler_pb2.WatchResponse:
 
 @pytest.fixture
 async def url(tmp_path, monkeypatch):
-    """Of a gateway whose scheduler has generated 100 tokens a second for two seconds."""
+    """The URL of a gateway whose scheduler has generated 100 tokens a second for two seconds."""
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     scheduler = FakeScheduler(frames=[make_frame(1.0, 0), make_frame(3.0, 200)])
     await scheduler.start()
@@ -71,8 +71,8 @@ async def test_without_a_terminal_top_prints_one_plain_snapshot_of_each_replica(
 
 
 def make_deployment(num_replicas: int) -> Deployment:
-    """Replicas of one step and one request that waits, each; the last one has not said anything yet if there are
-    several."""
+    """Replicas with one step and one waiting request each; if there are several, the last one has not sent anything
+    yet."""
     deployment = Deployment()
     addresses = [f"unix:/tmp/quire-{index}/scheduler.sock" for index in range(num_replicas)]
     replicas = [{"address": each, "connected": True, "ready": True, "problem": None} for each in addresses]
@@ -83,7 +83,7 @@ def make_deployment(num_replicas: int) -> Deployment:
 
 
 def drawn(deployment: Deployment, width: int, height: int) -> list[str]:
-    """What is on a screen of this size."""
+    """The lines on a screen of this size."""
     console = Console(width=width, height=height, record=True, file=io.StringIO())
     console.print(Screen(picture(deployment, "http://h:1", width, height)))
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -120,7 +120,7 @@ def test_history_is_bars_of_eight_heights_with_gaps_where_nothing_is_known() -> 
     assert sparkline(range(5), [0, 1, None, 4, 8], 6, 1) == " ▁▂ ▅█"
     assert sparkline(range(3), [5, 8, 0], 2, 1) == "█▁"
     assert sparkline([], [], 3, 1) == "   "
-    # Two samples a column.
+    # Each column shows two samples.
     assert sparkline(range(6), [0, 2, None, None, 3, 5], 4, 2) == " ▃ █"
 
 
@@ -139,7 +139,7 @@ def test_the_charts_of_ten_minutes_fit_a_terminal_of_80_columns_and_24_lines() -
     assert any(line.endswith("the last 10 min") for line in lines)
     assert "Ctrl-C ends" in lines
     assert max(map(len, lines)) <= 80
-    # Tables have the lines that are left.
+    # Tables get the remaining lines.
     for height, num_tables in ((24, 0), (28, 1), (32, 2)):
         lines = drawn(deployment, 80, height)
         assert (
@@ -192,7 +192,7 @@ async def test_only_operators_watch(capsys, tmp_path, monkeypatch):
 
 
 async def read_until(descriptor: int, text: str) -> str:
-    """What a program wrote to its terminal, until it says this."""
+    """The output of a program to its terminal up to `text`."""
     loop, found = asyncio.get_running_loop(), ""
     try:
         async with asyncio.timeout(60):
@@ -207,7 +207,7 @@ async def read_until(descriptor: int, text: str) -> str:
 async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
-    # Where the environment names a size, that one counts.
+    # The size in the environment takes precedence.
     environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [sys.executable, "-m", "quire_cli.main", "top", "--url", url]
     program = await asyncio.create_subprocess_exec(
@@ -215,7 +215,7 @@ async def test_top_draws_in_a_terminal_and_ctrl_c_ends_it(url):
     )
     os.close(theirs)
     assert "last steps of" in await read_until(ours, "requests that wait at")
-    # Another size is drawn at the next picture.
+    # A new size applies to the next picture.
     ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     await read_until(ours, "Ctrl-C ends")
     program.send_signal(signal.SIGINT)

@@ -23,7 +23,7 @@ async def scheduler(worker, tmp_path):
 
 @pytest.fixture
 async def stream(scheduler):
-    """Of a gateway that gives no time to come back."""
+    """The stream of a gateway without a grace period."""
     opened, _ = await GatewayStream.open(scheduler)
     yield opened
     opened.close()

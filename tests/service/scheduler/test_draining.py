@@ -1,4 +1,4 @@
-"""A scheduler that drains says so, and goes on saying it: gateways send new requests elsewhere."""
+"""A draining scheduler reports that it drains, also to new streams, and gateways send new requests elsewhere."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def test_health_says_that_it_does_not_serve_also_when_a_worker_comes_back(
         await until_state(
             scheduler, lambda state: state.workers[0].attached and state.workers[0].worker_generation != before
         )
-        # Whatever was said before is read before the answer to this.
+        # Earlier messages are read before the answer to this request.
         await stream.submit(make_submit(1))
         await stream.read_until_over(1)
         assert stream.failed[1].reason == "DRAINING"
@@ -55,7 +55,7 @@ async def test_health_says_that_it_does_not_serve_also_when_a_worker_comes_back(
 async def open_with_waiting_request(
     scheduler: scheduler_pb2_grpc.SchedulerServiceStub, submit: scheduler_pb2.Submit
 ) -> GatewayStream:
-    """A stream by which a request was taken that waits for the worker, which is gone."""
+    """A stream with an accepted request that waits for the lost worker."""
 
     stream, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
     await stream.submit(submit)

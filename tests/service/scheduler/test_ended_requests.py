@@ -1,4 +1,4 @@
-"""Requests that are ended from outside: by Cancel, with their tenant and id, or by an abort that asks for the cost."""
+"""Requests that are ended from outside: by Cancel, with tenant and id, or by an abort that requests the usage."""
 
 import grpc.aio
 import pytest
@@ -74,7 +74,7 @@ async def test_the_usage_of_what_was_aborted_comes_and_again_to_whoever_resumes_
     assert usage.generated_tokens >= 3
     assert usage.prefill_ms > 0
     assert usage.decode_ms > 0
-    # The other one has never had a token.
+    # The other request has never had a token.
     usage_of_other = stream.completed[5].usage
     assert usage_of_other.queue_ms + usage_of_other.prefill_ms > 0
     assert (usage_of_other.generated_tokens, usage_of_other.decode_ms) == (0, 0)

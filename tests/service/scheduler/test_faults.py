@@ -1,4 +1,4 @@
-"""The scheduler service when gateways and workers leave, hang, come back, are slow, or say what makes no sense."""
+"""The scheduler service if gateways and workers leave, hang, come back, are slow, or send nonsense."""
 
 import asyncio
 import contextlib
@@ -45,8 +45,8 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
 
 
 async def test_the_older_of_two_schedulers_at_one_worker_ends_and_the_newer_one_keeps_it(worker, tmp_path):
-    """As where one address is in the --workers of both: neither would finish a step if they took it in turns. One that
-    drains ends, too."""
+    """Two schedulers may have the same address in --workers: if they took turns, neither would finish a step. The
+    older one also ends if it drains."""
     async with contextlib.AsyncExitStack() as stack:
         task = await stack.enter_async_context(scheduler_task(str(tmp_path / "0"), worker.address))
         for number, drains in ((1, False), (2, True)):

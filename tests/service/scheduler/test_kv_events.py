@@ -1,4 +1,4 @@
-"""KV events against a subscriber written from vLLM's format: what it makes of them is what the cache holds."""
+"""KV events with a subscriber written from vLLM's format: its mirror equals the cache."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ async def run_requests(stub, handles: range, prompt_len: int = 18, max_tokens: i
 
 
 def content_of(stub):
-    """Names of what an idle scheduler's cache holds, as events name them."""
+    """Names of the blocks in an idle scheduler's cache, as events name them."""
 
     async def content() -> set[int]:
         await wait_nothing_in_use(stub)
@@ -127,7 +127,7 @@ async def test_whoever_subscribes_first_gets_all_and_who_comes_later_replays_it(
                 assert first.num_replays == 0
                 with subscribed(tmp_path, "kv@pod@model") as late:
                     async with following(late):
-                        # It may have to wait for an event to see that there are others before.
+                        # It may learn only from a new event that there were earlier ones.
                         handle = 6
                         while not late.next_number:
                             await run_requests(stub, range(handle, handle + 1))
@@ -150,7 +150,7 @@ async def test_only_replays_of_the_right_form_are_answered(tmp_path, capsys):
 
 
 async def test_what_is_missing_or_taken_is_named(tmp_path, monkeypatch):
-    # Left behind by a scheduler that was killed.
+    # A killed scheduler left these sockets behind.
     for name in ("events", "replay"):
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(tmp_path / name))

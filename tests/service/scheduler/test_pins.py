@@ -42,7 +42,7 @@ async def assert_refused(call, code, reason, message):
 
 
 async def test_refusals_say_what_and_why(worker, tmp_path):
-    # Pins are computed with the seed 0.
+    # Pins are computed with seed 0.
     worker.config = FakeWorkerConfig(num_blocks=128, failing_seeds=frozenset([0]))
     invalid, not_found, lost = (
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -59,7 +59,7 @@ async def test_refusals_say_what_and_why(worker, tmp_path):
             (pin(stub, range(32)), lost, "PIN_LOST", "ended before its blocks were computed"),
         ):
             await assert_refused(call, *expected)
-        # One that a request has left in the cache is pinned at once.
+        # A prefix that a request has left in the cache is pinned at once.
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, prompt_token_ids=encode_int32(range(33)), tenant="a"))
         await stream.read_until_over(1)

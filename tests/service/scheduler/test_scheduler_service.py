@@ -24,7 +24,7 @@ from tests.support.scheduler_process import (
 
 
 def hostile(shape: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
-    """Sampling that no gateway would send."""
+    """Sampling parameters that no gateway would send."""
     return {"prompt_len": 40, "sampling": shape or {}, "row_sampling": make_row_sampling(**sampling)}
 
 
@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_len": 0}, "prompt"),
     ({"prompt_token_ids": encode_int32([1, 1000])}, "1000"),
     ({"max_tokens": 0}, "max_tokens"),
-    # A list of that many would take 32 GB.
+    # A list of this length would take 32 GB.
     ({"n": 2**32 - 1, "emitted": [1]}, "4294967295 sequences; at most 256 run"),
     (hostile(temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
     (hostile({"n": 3}, temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
@@ -108,7 +108,7 @@ async def test_a_gateway_that_asks_is_told_what_all_gateways_were_served(schedul
     served = (await state_of(scheduler, gateway_id="g")).served
     assert (served.generated_tokens, served.running_sequences) == (5, 0)
     assert 0 < served.first_token_ms_p50 == served.first_token_ms_p95
-    # So are those that begin to watch now.
+    # New watchers get the same numbers.
     watching = scheduler.Watch(scheduler_pb2.WatchRequest())
     numbers = (await watching.read()).numbers
     watching.cancel()
@@ -133,7 +133,7 @@ async def test_block_tables_are_shown_with_who_shares_each_block(worker, tmp_pat
         assert (sequence.request_id, sequence.status) == ("request-1", scheduler_pb2.SEQUENCE_STATUS_RUNNING)
         assert sum(block.filled for block in sequence.block_table) == sequence.num_computed_tokens
         answer = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest(request_id="request-1"))
-        # What a step in flight computes counts as filled.
+        # Tokens that a step in flight computes count as filled.
         assert [
             [(block.block_id, block.filled, block.ref_count) for block in each.block_table] for each in answer.sequences
         ] == [[(0, 4, 2), (1, 3, 2)]] * 2
@@ -146,7 +146,7 @@ async def test_block_tables_are_shown_with_who_shares_each_block(worker, tmp_pat
 
 
 async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
-    """In the file of `--trace-steps`, which a tracing page opens."""
+    """The parts in the file of `--trace-steps`, which a tracing page opens."""
     path = tmp_path / "steps.json"
     async with attached_scheduler(tmp_path, worker.address, trace_steps=str(path)) as scheduler:
         stream, _ = await GatewayStream.open(scheduler)

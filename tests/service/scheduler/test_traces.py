@@ -1,4 +1,4 @@
-"""The scheduler's spans, as a collector gets them."""
+"""The scheduler's spans as a collector gets them."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ from tests.support.trace_collector import CollectedSpan, TraceCollector, trace_c
 
 OK, ERROR = 0, 2
 TIGHT = FakeWorkerConfig(num_blocks=9, num_host_blocks=16, block_size=4, failing_seeds=frozenset({13}))
-"""Nine blocks of four tokens: two requests that grow cannot both stay."""
+"""Nine blocks of four tokens: two growing requests do not fit."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def scheduler(worker, tmp_path, collector, request):
 
 
 def traced_submit(handle: int, **fields) -> tuple[scheduler_pb2.Submit, str, str]:
-    """A submission, and the ids of trace and span that it names."""
+    """A submission, and its ids of trace and span."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     context = scheduler_pb2.TraceContext(traceparent=f"00-{trace_id}-{span_id}-01")
     return make_submit(handle, trace_context=context, **fields), trace_id, span_id

@@ -1,5 +1,5 @@
 """A scheduler between workers and gateways of other releases, with other models, or with a worker that comes back with
-another pool: gateways learn of it, and requests move over."""
+another pool: gateways are notified, and requests move over."""
 
 import logging
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ FITTING = ModelFingerprint(config="c1", tokenizer="t1")
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What the scheduler logs."""
+    """The scheduler's log."""
     monkeypatch.setattr(logging.getLogger("scheduler_svc"), "handlers", [caplog.handler])
     return caplog
 
@@ -70,7 +70,7 @@ async def answer_to(
 async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_speaks_one_in_common(
     worker: FakeWorker, tmp_path, monkeypatch, log: pytest.LogCaptureFixture, who_refuses: str, versions: str
 ) -> None:
-    """Also where the worker is of a release that does not look at what the scheduler speaks."""
+    """Also if the worker's release does not check the scheduler's protocol."""
 
     def speak(versions: ProtocolVersions) -> None:
         monkeypatch.setattr(convert, "compatibility", SimpleNamespace(WORKER_PROTOCOL=versions))
@@ -94,10 +94,10 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
 async def test_gateways_that_do_not_fit_are_refused_and_logged_once_each(
     worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
 ) -> None:
-    """In words of tests/unit/quire/test_compatibility.py, for reasons of tests/contract."""
+    """tests/unit/quire/test_compatibility.py has the words, tests/contract the reasons."""
     worker.config = FakeWorkerConfig(fingerprint=OF_WORKER)
     async with attached_scheduler(tmp_path, worker.address) as stub:
-        # They come again and again, in turns.
+        # They come again and again, in turn.
         for name in ("a", "b", "a", "b"):
             refusal = await answer_to(stub, make_hello(name, model=ModelFingerprint("c2", "t1")))
             assert isinstance(refusal, QuireError)
@@ -132,17 +132,17 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
             assert failure.message == f"{line}; this request began with the one before and cannot go on: send it again"
         assert [each for each in log.messages if line in each] == [f"{line}; 2 live requests fail"]
         assert (await state_of(stub)).gpu_pool.pinned_blocks == 0
-        # No tokenizer reads what was over.
+        # The tokenizer of the new model cannot read requests that are over.
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await stub.FindDurable(scheduler_pb2.FindDurableRequest(request_id="request-4"))
         assert isinstance(from_rpc_error(lost.value), NotFound)
-        # A gateway that has the tokenizer of before is told so, one that fits is served.
+        # A gateway with the earlier tokenizer is refused, one that fits is served.
         refusal = await answer_to(stub, make_hello("gateway-a"))
         assert isinstance(refusal, QuireError)
         assert "have different models: tokenizer t2 and t1; give" in refusal.message
         again, welcome = await GatewayStream.open(stub, "gateway-b", grace_period_ms=60_000)
         assert ModelFingerprint.of(welcome.model) == changed
-        # What it did not take in of the stream before is said again.
+        # Events of the earlier stream that it did not acknowledge are sent again.
         await again.submit(resubmit(stream, 1, max_tokens=500))
         await again.submit(make_submit(3))
         await again.read_until_over(1, 3)

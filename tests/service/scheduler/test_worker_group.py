@@ -1,5 +1,5 @@
-"""A scheduler's links to workers: where nobody ever speaks, where much is said at once, what it takes for one group of
-ranks, and when that is lost."""
+"""A scheduler's links to workers: peers that stay silent, many messages at once, the conditions for one group of ranks,
+and the loss of a group."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ NO_TOKENIZER = ModelFingerprint("c1", "", "w1")
 async def running_rank(
     rank: int, generation: int = 5, fingerprint: ModelFingerprint = UNKNOWN_MODEL
 ) -> AsyncIterator[str]:
-    """One of two."""
+    """One of two ranks."""
     config = FakeWorkerConfig(block_size=4, rank=rank, world_size=2, generation=generation, fingerprint=fingerprint)
     worker = FakeWorker(config, heartbeat_interval_s=0.05)
     yield await worker.start()
@@ -81,7 +81,7 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(mon
         monkeypatch.setattr(WorkerLink, "write", write_late_to_the_second)
         plan = make_plan()
         sending = asyncio.create_task(link.send(plan))
-        # The first rank has answered long before, as its signs of life go by.
+        # The first rank has answered long before, since its heartbeats come.
         assert [await link.receive() for _ in range(6)] == [None] * 6
         late.set()
         await sending
@@ -96,7 +96,7 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(mon
         ((1, 0), (5, 5), (A, A), "is rank 1 of 2; --workers names it as rank 0 of 2"),
         ((0,), (5, 5), (A, A), "is rank 0 of 2; --workers names it as rank 0 of 1"),
         ((0, 1), (5, 6), (A, A), "it belongs to another start of the group"),
-        # Only those that have one could enforce constraints.
+        # Only a group whose ranks all have a tokenizer.json can enforce constraints.
         ((0, 1), (5, 5), (A, NO_TOKENIZER), "worker {1}, rank 1, has no tokenizer.json"),
         ((0, 1), (5, 5), (NO_TOKENIZER, A), "worker {0}, rank 0, has no tokenizer.json"),
         (
@@ -125,7 +125,7 @@ async def test_ranks_that_make_no_group_are_refused(
 async def test_a_request_that_ranks_sample_differently_fails_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where only one of them can enforce its constraint."""
+    """For example, only one of them can enforce the request's constraint."""
     monkeypatch.setattr(step_loop, "_LAST_BACKOFF_S", step_loop._FIRST_BACKOFF_S)
     place = FakeWorkerConfig(world_size=2, generation=5)
     ranks = [FakeWorker(replace(place, rank=0)), FakeWorker(replace(place, rank=1, failing_seeds=frozenset([1])))]
@@ -147,7 +147,7 @@ async def test_a_request_that_ranks_sample_differently_fails_alone(
 async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_have_compiled_it() -> None:
     async with (
         running_rank(0, fingerprint=A) as first,
-        # It lacks what it does not need of the model.
+        # It lacks the parts of the model that it does not need.
         running_rank(1, fingerprint=C) as second,
         attached(first, second) as link,
     ):
@@ -164,7 +164,7 @@ async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_h
 
 
 _UNKNOWN_FIELD_OF_16_MIB = b"\xfa\x7f\x80\x80\x80\x08"
-"""Field 2047, which no message has, and how many bytes follow."""
+"""Field 2047, which no message has, with its length."""
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_where_another_one_c
 
 
 async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
-    """All rows may be assigned at once, each with much of its own: here what a newer gateway sends and nobody reads."""
+    """All rows may be assigned at once, each with large fields: here unknown fields, as of a newer gateway."""
     worker = FakeWorker()
     link = await WorkerLink.attach(await worker.start(f"unix:{tmp_path / 'w.sock'}"), 1, timeout_s=60)
     assign = [make_assign(row, [1, 2, 3], [row + 1]) for row in range(5)]
@@ -224,7 +224,7 @@ async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_refuses_while_another_one_has_failed_logs_no_error(monkeypatch):
-    """As where all ranks load their model."""
+    """For example while all ranks load their model."""
 
     has_begun = asyncio.Event()
 
@@ -241,7 +241,7 @@ async def test_a_rank_that_refuses_while_another_one_has_failed_logs_no_error(mo
     attaching = asyncio.create_task(WorkerLink.attach("unix:/nobody", 1, timeout_s=300))
     await has_begun.wait()
     attaching.cancel()
-    # pytest.raises would keep the tasks.
+    # pytest.raises would keep references to the tasks.
     with contextlib.suppress(asyncio.CancelledError):
         await attaching
     del attaching

@@ -59,7 +59,7 @@ async def test_prompt_logprobs_are_those_of_the_model_and_never_take_all_logits_
 
 @pytest.mark.parametrize("chunk", [2, 9])
 async def test_a_row_whose_prompt_has_bad_logits_fails_when_it_samples(tmp_path: Path, chunk: int) -> None:
-    """Whichever chunk the position is in, and until another sequence has the row."""
+    """In whichever chunk the position is, and until another sequence gets the row."""
     model = TinyCausalLM()
     healthy = int(model.naive_logits(PROMPT).argmax())
     spoilt = model.naive_logits(PROMPT[:3])
@@ -69,7 +69,7 @@ async def test_a_row_whose_prompt_has_bad_logits_fails_when_it_samples(tmp_path:
         return logits
 
     async def prefill(client: StepClient) -> worker_pb2.StepResult:
-        """Rows 2 and 3 of the same prompt; 3 asks for its log probabilities, and 4 samples from it too."""
+        """Rows 2 and 3 have the same prompt; row 3 requests its log probabilities, and row 4 samples from it too."""
         assign = [make_assign(2, PROMPT, [12, 13, 14]), make_assign(3, PROMPT, BLOCKS, prompt_logprobs=2, logprobs=1)]
         result = worker_pb2.StepResult()
         for start in range(0, len(PROMPT), chunk):

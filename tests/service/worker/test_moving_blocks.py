@@ -1,4 +1,4 @@
-"""Blocks move between two workers over gRPC: whole, final ones of one namespace, and no others."""
+"""Blocks move between two workers over gRPC: only whole, sealed blocks of one namespace."""
 
 import asyncio
 import hashlib
@@ -32,7 +32,7 @@ HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(3)]
 
 @dataclass
 class Pair:
-    """Two workers, each with a session of a scheduler."""
+    """Two workers, each with a scheduler's session."""
 
     addresses: list[str]
     source: StepClient
@@ -45,7 +45,7 @@ class Pair:
         await self.source.write(worker_pb2.RunRequest(offer_blocks=offer))
 
     async def move(self, blocks: list[int], hashes: list[bytes], **source: Any) -> list[int]:
-        """The indices of the blocks that did not come."""
+        """Moves blocks; returns the indices of blocks that did not come."""
         fields = {"kv_namespace": self.target.info.kv_namespace, "endpoints": self.addresses[:1], "lease": LEASE}
         move = worker_pb2.MoveBlocks(
             number=1,
@@ -81,7 +81,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 async def compute(
     client: StepClient, blocks: list[int], computed: int = 0, row: int = 0, prompt: list[int] = PROMPT
 ) -> tuple[bytes, bytes]:
-    """The token that follows the prompt, of which the first tokens are in the pool, and its log probability."""
+    """The next token after the prompt and its log probability; the pool has the first `computed` tokens."""
     result = await client.run(
         assign=[make_assign(row, prompt, blocks, logprobs=0)],
         batch=make_batch([row], [len(prompt) - computed], [computed]),
@@ -91,13 +91,13 @@ async def compute(
 
 async def test_a_sequence_goes_on_from_the_blocks_of_another_worker(pair: Pair) -> None:
     await compute(pair.source, [7, 3, 5])
-    # The last token alone, as at the other worker.
+    # Only the last token, as at the other worker.
     drawn = await compute(pair.source, [7, 3, 6], computed=8, row=1)
     await pair.offer([7, 3], HASHES[:2])
     assert await pair.move([11, 12], HASHES[:2]) == []
     assert (await answer(pair.source, "fetched")).done
     assert await compute(pair.target, [11, 12, 13], computed=8) == drawn
-    # Zeros instead would say something else, or this would show nothing.
+    # Zeros in the blocks must give another token, or this test would show nothing.
     assert await compute(pair.target, [21, 22, 23], computed=8, row=1) != drawn
     async with attached_client(pair.addresses[1], 2) as later:
         sealed = later.attached
@@ -197,13 +197,13 @@ async def ask(client: StepClient, blocks: list[int], hashes: list[bytes], timeou
 
 
 async def from_disk(client: StepClient, blocks: list[int], hashes: list[bytes], timeout_ms: int = 5_000) -> list[int]:
-    """The indices of the blocks that did not come."""
+    """Reads blocks from disk; returns the indices of blocks that did not come."""
     await ask(client, blocks, hashes, timeout_ms)
     return decode_int32((await answer(client, "moved")).failed, "failed").tolist()
 
 
 async def seal(client: StepClient, blocks: list[int]) -> worker_pb2.TierChanged:
-    """Computes the prompt into these blocks and seals the full ones. Returns what the disk has then."""
+    """Computes the prompt into these blocks and seals the full ones. Returns the new blocks on disk."""
     await client.run(
         assign=[make_assign(0, PROMPT, blocks)],
         batch=make_batch([0], [len(PROMPT)], [0]),
@@ -254,7 +254,7 @@ async def test_what_comes_from_a_slow_disk_after_its_time_is_not_written(
     monkeypatch.setattr(BlockFile, "read", read_late)
     assert await from_disk(with_disk, [11, 12], HASHES[:2], timeout_ms=1_000) == [0, 1]
     assert is_reading.is_set()
-    # Another sequence has the blocks now.
+    # Another sequence now has the blocks.
     other = PROMPT[::-1]
     await compute(with_disk, [11, 12, 14], row=1, prompt=other)
     drawn = await compute(with_disk, [11, 12, 15], computed=8, row=2, prompt=other)

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: what they compute together, and how each of them ends."""
+"""Ranks in separate processes: their common results, and how each of them ends."""
 
 import subprocess
 import threading
@@ -37,7 +37,7 @@ def running_rank(
 def running_ranks() -> RunRanks:
     @contextmanager
     def run(what: str, by: str, size: int = 2) -> Iterator[list[Rank]]:
-        """Ranks that have met."""
+        """Ranks after their rendezvous."""
         port = free_port()
         with ExitStack() as stack:
             ranks = [stack.enter_context(running_rank(rank, size, port, what, by)) for rank in range(size)]
@@ -65,7 +65,7 @@ def test_ranks_compute_the_same_and_end_in_order(running_ranks: RunRanks, by: st
         lines = [rank.stdout.readline() for rank in ranks]
         assert lines == ["[3.0, 3.0] [[0.0, 1.0, 2.0, 3.0, 4.0]] (3, -1)\n"] * 2
         stop_all(ranks)
-        # The first one has the store, and ends first.
+        # Rank 0 has the store, and ends first.
         assert [ended(rank, "\n") for rank in ranks] == [(0, ""), (0, "")]
 
 
@@ -94,7 +94,7 @@ def test_ranks_leave_when_a_step_fails_on_one_of_them(running_ranks: RunRanks, b
 def test_ranks_leave_at_once_when_another_one_dies_in_a_sum_or_while_they_wait(
     running_ranks: RunRanks, victim: int, by: str
 ) -> None:
-    """And not after ten seconds of silence."""
+    """Rather than after ten seconds of silence."""
     with running_ranks("wait", by, size=3) as ranks:
         summing, waiting = (ranks[rank] for rank in range(3) if rank != victim)
         ranks[victim].kill()
@@ -115,7 +115,7 @@ def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again
 def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
     port = free_port()
     with running_rank(0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
-        # Rank 1 as far as it came, and its successor.
+        # Rank 1 up to its loss, and its successor.
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
         assert [store.add("entered/1", 1) for _ in range(2)] == [1, 2]
         status, errors = ended(survivor)

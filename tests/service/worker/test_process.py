@@ -1,4 +1,4 @@
-"""The worker as a process of its own: ready, drained, or refused with one line."""
+"""The worker as a separate process: ready, drained, or refused with one line."""
 
 import asyncio
 import signal
@@ -21,14 +21,14 @@ from worker_svc.protocol.stream import SERVICE_NAME
 from worker_svc.settings import WorkerSettings
 
 START_S = 120.0
-# As `python -m worker_svc`, in a process that fails where it imports torch.
+# Like `python -m worker_svc`, in a process that fails if it imports torch.
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from worker_svc.__main__ import main
 sys.exit(main())
 """
-# Loads without end, and has another status where the interpreter ends.
+# Loads without end, and exits with another status if the interpreter ends.
 LOADS_FOREVER = """
 import atexit, os, sys, threading, types
 from worker_svc import app
@@ -51,7 +51,7 @@ async def start(*flags: str) -> Process:
 
 
 async def refusal(*flags: str) -> str:
-    """What a worker says that cannot start, and needs no torch to know; it must leave with status 2."""
+    """The message of a worker that cannot start, without loading torch; it must exit with status 2."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WITHOUT_TORCH, *flags, stdout=PIPE, stderr=PIPE
     )
@@ -94,7 +94,7 @@ async def test_the_embedded_model_is_served_until_a_signal(tmp_path: Path) -> No
 
 
 async def test_a_worker_that_is_stopped_in_a_long_load_leaves_its_thread_alone(tmp_path: Path) -> None:
-    """The end of the interpreter under a thread that runs native code crashed one of forty workers."""
+    """Ending the interpreter under a thread that runs native code crashed one of forty workers."""
     address = tmp_path / "worker"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", LOADS_FOREVER, "--listen", f"unix:{address}", stdout=PIPE, stderr=PIPE
@@ -129,7 +129,7 @@ async def test_a_worker_that_cannot_start_says_why_in_one_line_before_it_imports
 async def test_a_worker_that_cannot_load_its_model_leaves_the_port_and_tells_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here and not in a process of its own: what a ConfigurationError becomes there, the tests above show."""
+    """Runs in this process: the tests above show how a worker process reports a ConfigurationError."""
     monkeypatch.setattr("worker_svc.app.configure_logging", lambda *_: None)
     path = tmp_path / "worker"
     flags = ["--listen", f"unix:{path}", "--device", "cpu", "--kv-cache-memory", "10"]

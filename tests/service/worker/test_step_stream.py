@@ -1,4 +1,4 @@
-"""The step stream of the real worker where its device, its rows and its pool are at stake."""
+"""The step stream of the real worker, with faults of its device, its rows and its pool."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ async def test_a_failed_step_ends_the_session_and_the_worker_can_be_attached_aga
 
 
 async def test_a_block_that_is_written_again_loses_its_seal_unless_the_step_seals_it(service: Service) -> None:
-    """By a batch, a copy and a swap; what leaves for the host keeps its own."""
+    """Written by a batch, a copy or a swap; blocks that are swapped out keep their seals."""
     async with attached_client(service.address, 1) as client:
         await client.run(sealed_block_ids=encode_int32([2, 9, 11, 12, 13, 14]), sealed_hashes=b"h" * 192)
         await client.run(

@@ -1,4 +1,4 @@
-"""The checks of the GPU kernels and of a worker's graphs and swaps see what is wrong, be it a single row."""
+"""The checks of the GPU kernels and of a worker's graphs and swaps find faults, even in a single row."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.support.graph_recorder import CallingRecorder
 
 
 def checks_with(monkeypatch: pytest.MonkeyPatch, **changes: Callable[..., Any]) -> Iterator[Check]:
-    """All checks of the reference in float32, with some operations replaced."""
+    """All checks with the reference in float32, with some operations replaced."""
     plain = {name: getattr(reference, name) for name in cuda.__all__}
     monkeypatch.setattr(gpu_checks, "cuda", SimpleNamespace(**plain | changes))
     for _, group in check_groups("cpu", (torch.float32,)):
@@ -48,7 +48,7 @@ def test_a_row_of_zeros_or_of_no_numbers_among_long_contexts_is_seen() -> None:
     actual = expected.to(torch.bfloat16)
     assert compare("attention", actual, expected).passed
     actual[0] = 0
-    # Of all rows together it is less than what rounding may cost.
+    # Over all rows together the error is less than the limit for rounding.
     assert (actual - expected).norm() / expected.norm() < LIMITS[torch.bfloat16]
     check = compare("attention", actual, expected)
     assert check.error == 1

@@ -1,4 +1,4 @@
-"""A few hundred of the mutations of `python -m bench hostile_files`: each is loaded or refused by one line."""
+"""A few hundred mutations of `python -m bench hostile_files`: each is loaded or refused by one line."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The measurements without a server, on few sequences: what their numbers count, and what they refuse to count."""
+"""The measurements without a server, on few sequences: what their numbers count, and inputs that they refuse."""
 
 import json
 import shlex

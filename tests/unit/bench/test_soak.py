@@ -1,4 +1,4 @@
-"""The long run, made short."""
+"""A short version of the long run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""docs/api.md lists every reason that the services give, and no other; docs/operations.md explains some of them."""
+"""docs/api.md lists exactly the reasons that the services give; docs/operations.md explains some of them."""
 
 import ast
 import re
@@ -60,8 +60,8 @@ def given_reasons() -> set[str]:
 
 
 def reasons_in(source: str) -> Iterator[str]:
-    """Texts given as `reason=...`, those of errors of their own, and those that make a RequestFailure, an event."""
-    # To parse all files takes a second.
+    """Texts given as `reason=...`, default reasons of error classes, and texts that make a RequestFailure, an event."""
+    # Parsing all files takes a second.
     for node in ast.walk(ast.parse(source)) if GIVEN.search(source) else ():
         if isinstance(node, ast.Assign) and "default_reason" in (getattr(each, "id", "") for each in node.targets):
             yield from filter(REASON.fullmatch, [text_of(node.value)])

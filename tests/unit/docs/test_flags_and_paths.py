@@ -1,4 +1,4 @@
-"""What documents name is there: flags in a command, files and folders in the repository, headings in their document."""
+"""Documents name only things that exist: flags in a command, files and folders, headings in their document."""
 
 import ast
 import dataclasses
@@ -24,14 +24,14 @@ DOCUMENTS = [
     *sorted(document for folder in FOLDERS for document in (ROOT / folder).rglob("*.md")),
 ]
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
-# Where flags are added by hand.
+# Modules that add flags by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
-# What other programs take: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
+# Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
     *("--target", "--values", "--extra-index-url", "--no-deps", "--fifo", "--no-enable-prefix-caching"),
 }
-# Spoken of as what there is not.
+# Files that documents mention as absent.
 ABSENT = {"setup.py"}
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -87,7 +87,7 @@ def leads(document: Path, link: str) -> bool:
 
 
 def flags_of_settings() -> Iterator[str]:
-    """Those of the services and of every command of `quire`."""
+    """Flags of the services and of every command of `quire`."""
     modules = [
         importlib.import_module(module.name) for module in pkgutil.walk_packages(quire_cli.__path__, "quire_cli.")
     ]
@@ -120,7 +120,7 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def paths_in(document: Path) -> Iterator[str]:
-    """What stands as code and looks like a file of ours, or a folder or file below one of our folders."""
+    """Code that looks like a file of ours, or like a folder or file below one of our folders."""
     for text in CODE.findall(document.read_text(encoding="utf-8")):
         if PATH.fullmatch(text) and (text.endswith(OUR_ENDINGS) or is_below_ours(text)):
             yield text
@@ -132,7 +132,7 @@ def is_below_ours(text: str) -> bool:
 
 
 def is_there(path: str, document: Path, files: set[str]) -> bool:
-    """From the root, from the document's folder, or as the end of a path: `core/pins.py`."""
+    """Whether a path exists from the root, from the document's folder, or as the end of a path: `core/pins.py`."""
     name = path.rstrip("/")
     if "*" in name:
         matches = re.compile(translate(name)).match
@@ -142,7 +142,7 @@ def is_there(path: str, document: Path, files: set[str]) -> bool:
 
 @cache
 def headings(document: Path) -> set[str]:
-    """The headings, and other places that have a name, as links name them."""
+    """The headings, and other named places, as links name them."""
     text = document.read_text(encoding="utf-8")
     lines = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}

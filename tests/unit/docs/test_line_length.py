@@ -1,4 +1,4 @@
-"""Lines of text files have at most 120 columns. Data, licences and what tools write are exempt."""
+"""Lines of text files have at most 120 columns. Data, licences and generated files are exempt."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ GENERATED_FOLDER = ROOT / "deploy" / "rendered"
 def test_no_line_is_wider_than_120_columns() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     tracked = [ROOT / name for name in listed.stdout.split("\0") if name]
-    # In an unpacked archive: what lies outside of the folders of builds and of tools.
+    # For an unpacked archive: all files outside the folders of builds and of tools.
     files = tracked or [path for path in ROOT.rglob("*") if not SKIPPED.search(str(path.relative_to(ROOT)))]
     wide = [
         f"{file}:{number}: {len(line)} columns"

@@ -1,4 +1,4 @@
-"""docs/metrics.md has the metrics that there are, and no other."""
+"""docs/metrics.md has exactly the metrics that exist."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def scheduler_registry() -> CollectorRegistry:
 
 
 def exported_by(registry: CollectorRegistry) -> dict[str, str]:
-    """The type of each metric, by its name as it is scraped."""
+    """The type of each metric, by its name in a scrape."""
     return {
         f"{family.name}_total" if family.type == "counter" else family.name: family.type
         for family in registry.collect()

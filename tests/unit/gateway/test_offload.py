@@ -150,7 +150,7 @@ async def test_a_caller_that_leaves_as_its_turn_comes_passes_it_on(make_jobs, nu
     left, behind = jobs.start("a", "left", SHORT), jobs.start("a", "behind", SHORT)
     await until_waiting()
     jobs.release()
-    # The loop hears of the end of the function in the next turns.
+    # The loop is notified of the function's end in the next turns.
     time.sleep(0.05)  # noqa: ASYNC251 (the loop is to stand still)
     for _ in range(num_turns):
         await asyncio.sleep(0)

@@ -31,7 +31,7 @@ def test_places_do_not_grow_with_the_replicas_of_a_year():
     for day in range(365):
         records.keep([f"{day}", f"{day + 1}"])
         add(records, f"{day}", 1)
-        # Of long ago.
+        # Tokens of a replica that left long ago.
         add(records, f"{day - 9}", 1)
     assert sum(counts(records)) == 2 * 365
     assert len(counts(records)) <= 4

@@ -26,7 +26,7 @@ async def test_nobody_waits_for_the_many_calls_of_another_tenant() -> None:
         group.create_task(call("many", thread.run(is_free.wait, 10)))
         tasks = [group.create_task(call(tenant, thread.run(done.append, name))) for tenant, name in asked]
         await asyncio.sleep(0)
-        # Whoever leaves gives up the work that has not begun, and its turn.
+        # A cancelled call gives up its work if that has not begun, and its turn.
         tasks[1].cancel()
         await asyncio.wait(tasks[1:2])
         is_free.set()

@@ -1,4 +1,4 @@
-"""Long work that many calls do at once leaves the event loop to others, and tenants have turns alike."""
+"""Long work of many concurrent calls leaves the event loop to others, and tenants get equal turns."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +39,7 @@ async def test_a_call_that_is_cancelled_passes_its_turn_on():
     shared, log = TenantTurns(), list[str]()
     calls = [asyncio.create_task(shared.do("acme", in_pieces(log, str(number), 3))) for number in range(6)]
     await asyncio.sleep(0)
-    # One that has just been given its turn, and one that waits.
+    # One call that has just been given its turn, and one that waits.
     for call in (calls[1], calls[4]):
         call.cancel()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -67,7 +67,7 @@ async def test_functions_that_cannot_pause_run_one_at_a_time_tenants_in_turn_whe
         most_at_once = max(most_at_once, len(log) - before)
     assert most_at_once == 1
     assert sorted(log) == sorted(names)
-    # Not behind all calls of the other tenant.
+    # Not after all calls of the other tenant.
     assert log.index("other") < 3
     assert [repr(call.exception()) if call.exception() else call.result() for call in calls] == [
         "ONE",

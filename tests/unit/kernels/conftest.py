@@ -8,7 +8,7 @@ from tests.support.cpu_kernels import IMPLEMENTATION_PARAMS, make_implementation
 
 @pytest.fixture(params=IMPLEMENTATION_PARAMS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    """Each implementation in turn that this machine has for the CPU; `kernels.ops` uses it."""
+    """Each implementation that this machine has for the CPU, in turn; `kernels.ops` uses it."""
     chosen = make_implementation(request.param)
 
     def choose(device: torch.device) -> Implementation:

@@ -1,4 +1,4 @@
-"""Memory of weights: side by side, and gone with the last of them."""
+"""Memory of weights is contiguous, and is freed with the last of them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A pool of int8 against a floating one of the same numbers, and moves of its blocks."""
+"""An int8 pool compared with a floating-point pool of the same numbers, and moves of its blocks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BLOCK_SIZE = 5
 
 
 def make_pool(num_blocks: int, num_kv_heads: int, head_dim: int) -> torch.Tensor:
-    """Values and scales that nobody wrote: scales of NaN."""
+    """Values and scales that were not written: scales are NaN."""
     shape = (2, num_blocks, num_kv_heads, BLOCK_SIZE, line_bytes(head_dim))
     return torch.full(shape, -1, dtype=torch.int8)
 

@@ -1,4 +1,4 @@
-"""Paged attention against dense attention in float64."""
+"""Paged attention compared with dense attention in float64."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class Batch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As attention takes them."""
+        """The tensors in the order of attention's arguments."""
         return self.query, self.kv_cache, self.block_tables, self.query_start_loc, self.seq_lens
 
     @property
@@ -100,7 +100,7 @@ def naive_attention(batch: Batch, scale: float = 0.3, **options: Any) -> torch.T
 
 
 def alone_rows(batch: Batch) -> Iterator[Batch]:
-    """Each row as a batch of its own."""
+    """Each row as a separate batch."""
     for row in range(len(batch.seq_lens)):
         start, end = batch.query_start_loc[row : row + 2].tolist()
         yield replace(
@@ -120,7 +120,7 @@ def assert_matches_naive(batch: Batch, **options: Any) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-# Of six heads: those that nobody minds, those that take most, and those in between.
+# Sinks of six heads: negligible, dominant, and in between.
 SINKS = torch.tensor([-20.0, 0.0, 1.5, 8.0, -1.0, 3.0])
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (1, 5), (7, 7), (1, 90)]
 

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and activations against their formulas in float64."""
+"""Norms, rotary embeddings and activations compared with their formulas in float64."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_rms_norm_and_that_the_sum_of_weight_and_offset_is_not_rounded(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
-    # 1 and so little is 1 in bfloat16.
+    # The sum of 1 and so small a number is 1 in bfloat16.
     little = torch.full(shape[-1:], 2**-8).to(dtype)
     assert not torch.equal(ops.rms_norm(x, little, 1e-3, 1.0), ops.rms_norm(x, torch.ones_like(little), 1e-3))
     total = x + residual

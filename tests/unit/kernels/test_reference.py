@@ -1,4 +1,4 @@
-"""How the reference cuts its work, which must not change what it computes."""
+"""The reference's split of its work does not change its results."""
 
 import pytest
 import torch

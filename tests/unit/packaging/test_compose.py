@@ -1,5 +1,5 @@
-"""compose.yaml, alone and with deploy/compose.tls.yaml: the services start with flags that exist, in an order that
-works, and only the gateway is reachable. With TLS each service holds no key but its own."""
+"""compose.yaml, by itself and with deploy/compose.tls.yaml: the services start with flags that exist, in an order that
+works, and only the gateway is reachable. With TLS each service holds only its own key."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ def with_tls() -> dict[str, Any]:
 
 
 def settings_of(services: dict[str, Any], name: str, **more: str) -> Any:
-    """What the service would run with, with the environment that compose gives it, and more of it."""
+    """Settings of the service, with the environment that compose gives it, and with `more`."""
     service, *flags = services[name]["command"]
     environment = {key: default_of(value) for key, value in services[name]["environment"].items()} | more
     return load_settings(SETTINGS[service], flags, environment, program=f"quire {service}")
@@ -58,7 +58,7 @@ def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, An
             assert settings_of(each, name).keys_files == ()
             given = settings_of(each, name, QUIRE_KEYS_FILE="/keys/keys.json")
             assert given.keys_files == (Path("/keys/keys.json"),)
-    # Keys can be read by their owner alone: services run as that one.
+    # Only the owner of keys can read them: services run as that user.
     assert services["gateway"]["user"] == "${QUIRE_USER:-10001:10001}"
     assert {default_of(service["user"]) for service in with_tls.values()} == {"1000:1000"}
     assert {service["environment"]["USER"] for service in with_tls.values()} == {"quire"}
@@ -76,7 +76,7 @@ def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, 
     assert published == [f"127.0.0.1:50051:{gateway.grpc_port}", f"127.0.0.1:8000:{gateway.http_port}"]
     for name in ("worker", "scheduler"):
         assert "ports" not in services[name]
-    # Prometheus and Grafana neither.
+    # Prometheus and Grafana are also published only on loopback.
     for service in services_of(COMPOSE).values():
         assert all(default_of(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
 
@@ -118,7 +118,7 @@ def test_images_are_pinned_run_as_nobody_in_particular_and_say_whether_they_serv
         stage = dockerfile.partition(f"FROM base AS {target}\n")[2].partition("\nFROM ")[0]
         (address,) = re.findall(r'^HEALTHCHECK .*"(\S+)"\]$', stage, re.MULTILINE)
         if target == "gateway":
-            # Clients may be shown a certificate that is not of the container's address, or no certificate of ours.
+            # The certificate for clients may lack the container's address, or be from another authority.
             assert f"ENV QUIRE_LOCAL_SOCKET={address.removeprefix('unix:')}\n" in stage
             continue
         host, _, port = address.rpartition(":")

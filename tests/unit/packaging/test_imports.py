@@ -1,4 +1,4 @@
-"""Who needs what at run time, beyond what import-linter sees: what a module imports, and generated code."""
+"""Modules needed at run time, beyond the view of import-linter: modules that imports load, and generated code."""
 
 import ast
 import json
@@ -12,18 +12,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_cli")
 
-# Imports the modules in turn and prints, for each, what is imported by then.
+# Imports the modules in turn and prints, for each, all modules that are imported by then.
 IMPORT_IN_TURN = """
 import importlib, json, sys
 print(json.dumps([importlib.import_module(name) and list(sys.modules) for name in sys.argv[1:]]))
 """
 
-# Packages of the extra `worker`: whatever imports none of them runs without it.
+# Packages of the extra `worker`: a module that imports none of them runs without it.
 WORKER = ("torch", "triton", "safetensors", "transformers")
 TRACES = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto")
 SERVICES = ("gateway", "worker_svc", "scheduler_svc")
 
-# Each process imports its modules one after the other, so none of them may bring what a later one must not.
+# Each process imports its modules in turn, so none of them may import a module that a later one must not.
 PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
     {
         "quire": ("grpc", "numpy"),
@@ -35,12 +35,12 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
         "simulator.engine": (),
         "scheduler_svc.__main__": (),
         "scheduler_svc.service.app": TRACES,
-        # Of the worker, what listens and what refuses flags.
+        # The worker's parts that listen and refuse flags.
         "worker_svc.app": TRACES,
         "gateway.__main__": (),
         "gateway.app": TRACES,
     },
-    # A worker starts when this is imported, and takes longest.
+    # A worker starts once this is imported, and takes longest.
     {"quire_cli.serve": ("pydantic", "quire.client", "quire.rpc.server")},
     {"kernels": ("numpy",), "quire.model_source": ("grpc", "tokenizers")},
 ]
@@ -58,7 +58,7 @@ def test_modules_stay_light(modules: Mapping[str, tuple[str, ...]]) -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
-# Parameters keep this form from the front ends to the sampler. The scheduler's core sees none of it (.importlinter).
+# Parameters keep this form from the front ends to the sampler. The scheduler's core does not see it (.importlinter).
 PARAMETERS = "quire.common.v1.common_pb2"
 
 
@@ -98,7 +98,7 @@ def may_see_generated_code(file: Path) -> bool:
 
 def imported_names(file: Path) -> Iterator[str]:
     text = file.read_text(encoding="utf-8")
-    # To parse all files takes a second.
+    # Parsing all files takes a second.
     for node in ast.walk(ast.parse(text)) if "_pb2" in text else ():
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""What the Helm chart makes, and what the check of it finds. That nothing is wrong with it: tests/unit/tools."""
+"""The output of the Helm chart, and the faults that its check finds. tests/unit/tools shows that it has none."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ def container_of(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def replaced(container: str, argument: str, by: str) -> Change:
-    """An argument that is another one."""
+    """Replaces an argument."""
 
     def change(document: dict[str, Any]) -> None:
         arguments = container_of(document, container)["args"]
@@ -48,7 +48,7 @@ def replaced(container: str, argument: str, by: str) -> Change:
 
 
 def set_to(value: Any, *path: str | int) -> Change:
-    """A field of the document, or of a container where the path begins with its name, that has another value."""
+    """Sets a field of the document, or of a container if the path begins with its name."""
 
     def change(document: dict[str, Any]) -> None:
         target: Any = document if path[0] == "spec" else container_of(document, str(path[0]))
@@ -81,13 +81,13 @@ WITHOUT_READERS = {
         ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "outside"}]}}, "httpRoute.backendCA is empty"),
         (WITHOUT_READERS, "kvEvents.from is empty"),
         ({"autoscaling": {"kind": "keda", "min": 5}}, "autoscaling.min is 5, above autoscaling.max, 4"),
-        # Nobody but those whom a Secret is shown may read it.
+        # A token belongs in a Secret, which few may read.
         ({"settings": {"HF_TOKEN": "hf_x"}}, "settings.HF_TOKEN: a ConfigMap shows it"),
-        # What the chart sets too would be of no effect.
+        # A setting that the chart also sets would have no effect.
         ({"settings": {"QUIRE_MODEL": "/models/a"}}, "settings.QUIRE_MODEL: the chart sets it"),
-        # null takes a default away, which a template would read.
+        # null removes a default that a template would read.
         ({"tls": None}, "tls"),
-        # Helm drops fields that Kubernetes does not know, or writes what it reads as another type.
+        # Helm drops fields that Kubernetes does not know, or writes values of another type.
         ({"replica": {"worker": {"resources": {"request": {"cpu": 1}}}}}, "request"),
         ({"gateway": {"keysSecret": "a: b"}}, "keysSecret"),
     ],
@@ -190,7 +190,7 @@ def test_rules_alerts_and_names_of_jobs_are_those_of_compose() -> None:
 POD = ("spec", "template", "spec")
 GATEWAY, REPLICA = (DEFAULT, "Deployment", "quire-gateway"), (DEFAULT, "StatefulSet", "quire-replica")
 OF_RANKS = (RANKS, "LeaderWorkerSet", "quire-replica")
-# A document, what is changed in it, and a part of what the check says.
+# A document, a change in it, and a part of the check's message.
 BROKEN = [
     (GATEWAY, replaced("gateway", "--grpc-port=50051", "--grpc-prot=50051"), "--grpc-prot=50051"),
     (

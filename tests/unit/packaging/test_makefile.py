@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[3]
 )
 def test_torch_index_adds_an_index_to_the_installation(arguments: tuple[str, ...], expected: bool) -> None:
     command = ["make", "--dry-run", "--always-make", "serve", *arguments]
-    # Without MAKEFLAGS and TORCH_INDEX of the `make test` that runs this.
+    # Without MAKEFLAGS and TORCH_INDEX of the calling `make test`.
     environment = {"PATH": os.environ["PATH"]}
     printed = subprocess.run(
         command, cwd=_ROOT, env=environment, check=True, capture_output=True, text=True, timeout=60

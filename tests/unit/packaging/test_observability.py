@@ -1,5 +1,5 @@
-"""Dashboards, rules and alerts: each expression parses, each metric is one that a service has, each alert has a section
-of the runbook; and compose starts what reads them."""
+"""Dashboards, rules and alerts: each expression parses, each metric exists in a service, each alert has a section of
+the runbook; and compose starts the programs that read them."""
 
 import json
 import re
@@ -26,7 +26,7 @@ ALERTS = [rule for rule in RULES if "alert" in rule]
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every expression, and where it is."""
+    """Every expression, and its place."""
     for rule in RULES:
         yield rule.get("alert") or rule["record"], rule["expr"]
     for path in sorted(DIRECTORY.glob("*.json")):
@@ -36,7 +36,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def known_names() -> set[str]:
-    """What a scrape brings, by docs/metrics.md, which another test compares with the services; and what rules make."""
+    """Names in a scrape, by docs/metrics.md, which another test compares with the services; and names of rules."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \|", text, re.MULTILINE)
     names = {name for name, kind in rows if kind != "histogram"}

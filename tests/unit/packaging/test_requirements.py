@@ -1,4 +1,4 @@
-"""What an install brings: no torch where none is needed, one exact version of everything where we develop."""
+"""Packages of an install: no torch where none is needed, one exact version of everything for development."""
 
 import re
 import tomllib
@@ -71,7 +71,7 @@ def test_the_changelog_has_a_dated_section_of_each_release_and_one_for_what_come
     releases = [re.fullmatch(r"(\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)", section) for section in sections[1:]]
     assert all(releases)
     newest, here = (tuple(map(int, version.split(".")[:3])) for version in (releases[0][1], VERSION))
-    # A release's own commit has its section; what stands after it is the next one in development.
+    # The commit of a release has the release's version; later commits have the next version in development.
     assert newest < here if ".dev" in VERSION else newest == here
 
 

@@ -1,4 +1,4 @@
-"""Our own rules of all contracts (docs/api_head.md); those of buf are checked by `make check`."""
+"""Our own rules of all contracts (docs/api_head.md); `make check` checks buf's rules."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tools.proto_descriptors import FILE_SERVICES, SERVICE_METHODS, read_protos
 
 ALL_FILES = read_protos(Path(__file__).resolve().parents[3] / "protos")
-# A public standard's names are its own; ours have rules.
+# A public standard has its own names; our contracts have rules.
 FILES = [file for file in ALL_FILES if file.descriptor.package != "inference"]
 DURATIONS_AND_SIZES = re.compile(r"(^|_)(timeout|time_to_live|grace_period|retry_after|memory|space)(_ms|_us|_bytes)?$")
 

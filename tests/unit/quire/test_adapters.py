@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them are read, and what cannot be used is refused in one line that names file and value."""
+"""Adapters in PEFT's format are read; unusable ones are refused in one line that names file and value."""
 
 import json
 import math
@@ -97,7 +97,7 @@ def test_initialisations_that_leave_the_weights_as_they_are_are_read(tmp_path: P
 
 
 def test_what_velora_needs_for_gradients_is_left_out(tmp_path: Path) -> None:
-    """As PEFT 0.21.2 saves it."""
+    """PEFT 0.21.2 saves such tensors."""
     write_adapter(tmp_path, velora_config={"init_type": "batch_average", "num_groups": 8, "scale": 1.0})
     names = {f"base_model.model.{Q}.lora_{side}.weight": shape for side, shape in (("A", [4, 16]), ("B", [16, 4]))}
     write_tensors(tmp_path / WEIGHTS_FILE, {**names, f"base_model.model.{Q}.lora_velora_embed": [6]})

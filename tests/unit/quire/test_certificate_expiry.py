@@ -1,4 +1,4 @@
-"""How long certificates are valid, read without a library that reads certificates."""
+"""The expiry of certificates, read without a library for certificates."""
 
 import datetime as dt
 from pathlib import Path
@@ -21,7 +21,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_times_of_both_types_are_read_and_of_several_certificates_the_first_one_to_expire_counts(
     tmp_path: Path,
 ) -> None:
-    """From 2050 on certificates have the time in another form."""
+    """From 2050 on certificates have the time in another format."""
     now, texts = dt.datetime.now(dt.UTC).replace(microsecond=0), list[str]()
     for days in (30, 3, 40 * 365):
         (directory := tmp_path / str(days)).mkdir()
@@ -45,6 +45,6 @@ def test_the_metric_follows_the_file_and_is_absent_without_one(directory: Path, 
     path.write_bytes((directory / "worker.pem").read_bytes())
     assert seconds_left() == pytest.approx(expires_at(path.read_text()) - dt.datetime.now(dt.UTC).timestamp(), abs=60)
     before = seconds_left()
-    # Bundles of authorities have their names between the certificates, in any encoding.
+    # Bundles of authorities have names between the certificates, in any encoding.
     path.write_bytes(b"# F\xf5tan\xfas\xedtv\xe1ny \xc5\x91\n" + (directory / "worker.pem").read_bytes())
     assert seconds_left() == pytest.approx(before, abs=60)

@@ -1,4 +1,4 @@
-"""Which releases and models fit each other, and what is said where they do not."""
+"""Compatibility of releases and of models, and messages if they do not fit."""
 
 import json
 import shutil
@@ -120,7 +120,7 @@ def with_header(header: str) -> bytes:
     ],
 )
 def test_parts_that_are_missing_or_broken_are_empty(directory: Path, content: bytes) -> None:
-    """Whoever needs them says what is wrong."""
+    """The code that needs them reports the fault."""
     (directory / "tokenizer.json").unlink()
     (directory / "model.safetensors").write_bytes(content)
     found = fingerprint(directory)

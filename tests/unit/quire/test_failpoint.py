@@ -1,4 +1,4 @@
-"""Failpoints: their names, and what files in a watched directory make of them."""
+"""Failpoints: their names, and the effects of files in a watched directory."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Headers of GGUF files that nobody wrote with care: damaged, malicious, of another kind."""
+"""Headers of damaged and malicious GGUF files, and of files of another kind."""
 
 import struct
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: configuration, tokenizer, templates."""
+"""A GGUF file's description of its model: configuration, tokenizer, templates."""
 
 import json
 import sys
@@ -104,12 +104,12 @@ def test_sentence_pieces_are_merged_by_their_scores(
         found = tokens_of(file, text)
         assert found == byte_fallback().encode(text).ids, text
         if not text.startswith(" "):
-            # There transformers adds no second one, as SentencePiece does.
+            # transformers adds no second one there, like SentencePiece.
             assert found[1:] == expected.encode(text, add_special_tokens=False), text
         assert tokenizer.decode(found, include_special_tokens=False) == text
     file = write_gguf(tmp_path / "n.gguf", model, further={"tokenizer.ggml.add_space_prefix": False})
     assert tokens_of(file, "the") != tokens_of(file, " the")
-    # As a converter writes it that has a tokenizer.json alone: then tokens are in the order of their merges.
+    # A converter with only a tokenizer.json writes such scores: then tokens are in the order of their merges.
     monkeypatch.setattr(
         gguf.GGUFWriter, "add_token_scores", lambda self, scores: add_scores(self, [-1000.0] * len(scores))
     )
@@ -152,7 +152,7 @@ def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_pa
     [
         ({"rope.scaling.type": "none"}, None),
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        # As converters wrote it before 2024.
+        # Converters wrote it so before 2024.
         ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
             {
@@ -257,7 +257,7 @@ def test_pieces_of_gemma_are_merged_in_their_order_and_runs_of_spaces_stay_whole
     content = json.loads(byte_fallback().to_str())
     pieces = content["model"]
     names = [name for name in pieces["vocab"] if name != "▁▁"]
-    # As in Gemma: behind the bytes, with spaces, and added.
+    # As in Gemma: after the bytes, with spaces, and added.
     runs = [" " * length for length in (2, 3, 4)]
     names[259:259] = runs
     pieces["vocab"] = {name: index for index, name in enumerate(names)}
@@ -315,7 +315,7 @@ FIELDS = fields_of()
 
 @pytest.mark.parametrize(("model", "expected"), [("llama", [1, 2, 0, None]), ("gpt2", [None] * 4)])
 def test_sentence_pieces_have_the_special_tokens_of_llama_cpp(model: str, expected: list[int | None]) -> None:
-    """Otherwise a file that leaves them out would have texts without end."""
+    """Otherwise a file that lacks them would have texts without end."""
     fields = fields_of(model=model, tokens=["<unk>", "<s>", "</s>"])
     assert [fields.token_id(name) for name in ("bos", "eos", "unknown", "padding")] == expected
 
@@ -340,7 +340,7 @@ def test_pieces_are_merged_from_all_pairs_of_pieces(vocabulary: dict[str, tuple[
 
 
 def count_lines(run: Callable[[], object]) -> int:
-    """How many lines of Python `run` executes, each as often as it does."""
+    """The number of lines of Python that `run` executes, with repetitions."""
     counted = 0
 
     def trace(_: FrameType, event: str, __: object) -> Any:
@@ -359,7 +359,7 @@ def count_lines(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("length", [40, 400])
 def test_merges_are_found_in_steps_that_do_not_grow_with_the_length_of_tokens(length: int) -> None:
-    """Each of the last tokens begins and ends with all that came before, and none of them is a pair of tokens."""
+    """Each of the last tokens begins and ends with all earlier text, and none of them is a pair of tokens."""
     first, last = ("".join(chr(start + index) for index in range(length)) for start in (0x4E00, 0xAC00))
     tokens = [*(first[:size] for size in range(1, length)), *(last[-size:] for size in range(1, length))]
     tokens += [f"{first[:-1]}{number}{last[1:]}" for number in range(300)]

@@ -21,7 +21,7 @@ def test_a_distribution_is_the_histogram_of_prometheus_client():
     distribution.add(values[0])
     distribution.add_all(values[1:])
     distribution.add_all(np.array([]))
-    # Values may stand for several observations.
+    # A value may stand for several observations.
     for value, times in ((0.3, 3), (5.0, 2)):
         for _ in range(times):
             histogram.observe(value)

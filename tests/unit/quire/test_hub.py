@@ -1,4 +1,4 @@
-"""Models of a hub: what is downloaded, how it goes on after a break, and what the errors say."""
+"""Models of a hub: downloaded files, resumption after a break, and error messages."""
 
 import errno
 import json
@@ -89,7 +89,7 @@ def names(snapshot: Path) -> set[str]:
 
 
 def keep(cache: Path, content: bytes) -> None:
-    """Leaves this of the weights, as a process does that is killed while it downloads them."""
+    """Leaves this part of the weights, like a process that was killed during the download."""
     pull(MODEL, Parts.WITHOUT_WEIGHTS)
     digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
     (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(content)
@@ -100,7 +100,7 @@ def error_of(name: HubName, parts: Parts = Parts.ALL) -> str:
         pull(name, parts)
     told = str(caught.value)
     assert "\n" not in told
-    # Else a service that is started while the hub is away is not started again.
+    # Otherwise a service that starts while the hub is away would not be restarted.
     is_away = re.search("broke|later|cannot be reached|stopped answering", told) is not None
     assert isinstance(caught.value, TemporaryError) == is_away, told
     return told
@@ -118,7 +118,7 @@ def test_names_of_a_hub_are_told_apart_from_paths(tmp_path: Path, monkeypatch: p
     assert {text: HubName.parse(text) for text in known} == known
     assert [str(each) for each in known.values()] == list(known)
     assert not any(map(HubName.parse, ("name", "./org/name", "a/b/c", "org/a.gguf", "a/b@", "a/b:", "a/b/c.gguf:Q8_0")))
-    # What exists is a path.
+    # A name that exists as a path is a path.
     monkeypatch.chdir(tmp_path)
     assert hub_name("org/name") == HubName("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -174,13 +174,13 @@ def test_a_quantization_names_a_gguf_file(hub: LocalHub, cache: Path, monkeypatc
     assert pulled("org/many:Q4_K_M") == pulled("org/many:q4_k_m") == "m-q4_k_m.gguf"
     assert pulled("org/many:UD-Q5_K_M") == "m-UD-Q5_K_M.gguf"
     assert pulled("org/many:Q8_0") == "m-Q8_0-00001-of-00002.gguf"
-    # Without one: Q4_K_M, else the first.
+    # Without a name: Q4_K_M, or else the first.
     assert pulled("org/many") == "m-q4_k_m.gguf"
     assert pulled("org/gguf") == "a.gguf"
-    # A directory of weights wins over files, and has files all the same.
+    # A directory of weights wins over files, but also has files.
     assert names(pull(HubName("org/both"))) == {*SMALL, "model.safetensors"}
     assert pulled("org/both:IQ4_XS") == "m-IQ4_XS.gguf"
-    # A gateway reads the same file as a worker, also where a configuration is beside it.
+    # A gateway reads the same file as a worker, even if there is also a configuration.
     assert [pull(HubName("org/configured"), each).name for each in Parts] == ["m-q4_k_m.gguf"] * 2
     for text, problem in (
         (
@@ -214,7 +214,7 @@ def test_a_cut_download_goes_on_where_it_ended_also_where_its_address_has_expire
     [
         (WEIGHTS[: 5 << 17], False, len(WEIGHTS) - (5 << 17)),
         (WEIGHTS, False, 0),
-        # A hub without ranges sends the file anew.
+        # A hub without ranges sends the whole file again.
         (WEIGHTS[:1000], True, len(WEIGHTS)),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_file_that_stalls_is_given_up(hub: LocalHub, cache: Path, monkeypatch:
             "HF_HUB_DOWNLOAD_TIMEOUT sets another time); what has arrived is kept, `quire pull org/model` goes on from "
             "there"
         )
-        # What `huggingface_hub` repeats is not repeated again.
+        # Attempts that `huggingface_hub` repeats are not repeated again.
         wait_true(lambda: 100 - len(hub.cuts["model.safetensors"]) >= 6)
         assert 100 - len(hub.cuts["model.safetensors"]) == 6
     finally:
@@ -356,7 +356,7 @@ def test_a_signal_ends_a_download(hub: LocalHub, cache: Path) -> None:
         with pytest.raises(Stopped, match=r"^stopped by SIGTERM; what has arrived of org/model is kept$"):
             fetch(MODEL)
     finally:
-        # The thread lives on where the process does: what the hub answers now ends it.
+        # Here the process lives on, and so does the thread until the hub's answer ends it.
         hub.status = 404
         hub.held.set()
         (abandoned,) = (thread for thread in threading.enumerate() if thread.name == "download")
@@ -368,7 +368,7 @@ def test_what_the_cache_has_needs_no_space(hub: LocalHub, cache: Path, monkeypat
     pull(MODEL, Parts.WITHOUT_WEIGHTS)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
-    # Of another content, as of a revision whose download was given up.
+    # Other content, as from a revision whose download was given up.
     (cache / "models--org--model" / "blobs" / f"{'0' * 64}.quire.incomplete").write_bytes(WEIGHTS)
     assert "needs 2.0 MiB more; 1.0 MiB are free" in error_of(MODEL)
     keep(cache, WEIGHTS[: 1 << 20])

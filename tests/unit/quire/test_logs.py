@@ -1,4 +1,4 @@
-"""Logs: their two forms, the request that a record is about, and the level, which signals change."""
+"""Logs: their two formats, the request of a record, and the level, which signals change."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ LOGGER = logging.getLogger("some.module")
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[logging.Logger]:
-    """The root logger, which gets its handlers and level back."""
+    """The root logger, whose handlers and level are restored."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []

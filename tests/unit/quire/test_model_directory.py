@@ -22,7 +22,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Writes a model directory: config.json with what is given, other files by name."""
+    """Writes a model directory: config.json with these fields, other files by name."""
 
     def write(config: object | None = None, **files: object) -> Path:
         directory = tmp_path / "my-model"
@@ -77,7 +77,7 @@ UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["</s>", -1.5]]}}
     [
         ("<|im_end|>", BPE, None, (5, 2, 9)),
         ({"__type": "AddedToken", "content": "<|im_end|>"}, BPE, {}, (5, 2, 9)),
-        # As in transformers, which gives a listed token the id of the list.
+        # transformers also gives a listed token the id of the list.
         ("<|im_end|>", BPE, {"7": {"content": "<|im_end|>"}}, (5, 2, 7)),
         ("</s>", BPE, None, (5, 2)),
         ("</s>", UNIGRAM, None, (5, 2, 1)),
@@ -90,7 +90,7 @@ UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["</s>", -1.5]]}}
 def test_the_eos_token_of_the_tokenizer_ends_a_text_too(
     make: Make, eos: object, tokenizer: object, decoder: object, expected: tuple[int, ...]
 ) -> None:
-    """As in vLLM, SGLang, TGI and llama.cpp: many fine-tunes for chats set it in the tokenizer's files only."""
+    """Same as in vLLM, SGLang, TGI and llama.cpp: many chat fine-tunes set it only in the tokenizer's files."""
     files = {} if tokenizer is None else {"tokenizer": tokenizer}
     config = {"eos_token": eos} | ({} if decoder is None else {"added_tokens_decoder": decoder})
     model = ModelDirectory.open(make(generation_config={"eos_token_id": [5, 2]}, tokenizer_config=config, **files))
@@ -179,7 +179,7 @@ def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) 
     assert "cannot read" in error_of(tmp_path)
     with pytest.raises(ConfigurationError, match=r"^model directory ~no-such-user/x cannot be found: .*home directory"):
         resolve_model("~no-such-user/x")
-    # What is no name of the hub is a path.
+    # A text that is no name of the hub is a path.
     for path in ("./nowhere", "a/b/c", "name", "models/x.gguf"):
         with pytest.raises(ConfigurationError, match="does not exist; --model takes"):
             resolve_model(path)
@@ -201,7 +201,7 @@ def test_a_broken_config_is_refused(make: Make, content: bytes, message: str) ->
 
 
 def test_the_template_that_counts(make: Make) -> None:
-    """A file wins over the tokenizer's configuration, whose "default" counts; a processor's is the last one."""
+    """A file wins over the tokenizer's configuration, whose "default" counts; a processor's template is the last."""
     directory = make(chat_template={"chat_template": "processor's"})
     assert ModelDirectory.open(directory).chat_template == "processor's"
     templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]

@@ -1,4 +1,4 @@
-"""Limits of containers count, not only the processors of the machine."""
+"""Limits of containers count, in addition to the processors of the machine."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ AVAILABLE = len(os.sched_getaffinity(0))
 
 @pytest.fixture
 def limited(tmp_path: Path):
-    """Control groups in a directory of ours: their files, and the groups that this process is in."""
+    """Control groups in a test directory: their files, and the groups of this process."""
 
     def limited(own: str, **files: str) -> int:
         for name, text in files.items():
@@ -30,7 +30,7 @@ def test_the_tightest_group_around_the_process_counts_also_of_version_1_and_wher
     files = {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}
     assert limited("3:memory:/\n2:cpu,cpuacct:/\n", **files) == 1
     assert limited("2:cpu,cpuacct:/\n", **(files | {"cpu/cpu.cfs_quota_us": "-1"})) == AVAILABLE
-    # It is rounded down, to one at the least.
+    # The limit is rounded down, but to at least 1.
     for quota, expected in (("50000", 1), ("190000", 1), ("max", AVAILABLE), ("99900000", AVAILABLE)):
         assert limited("0::/kubepods/pod7\n", **{"cpu.max": f"{quota} 100000"}) == expected
 
@@ -64,7 +64,7 @@ def test_a_system_that_tells_nothing_has_no_limit(tmp_path: Path) -> None:
 
 
 def test_cores_are_told_from_their_threads_and_lie_by_numa_node(tmp_path: Path) -> None:
-    """Of a machine of two nodes, whose processors take turns in their numbers, with two cores of two threads each."""
+    """A machine of two nodes with two cores of two threads each; processor numbers alternate between the nodes."""
     for number, processors in enumerate(("0,2,4,6", "1,3,5,7")):
         (tmp_path / f"node/node{number}").mkdir(parents=True)
         (tmp_path / f"node/node{number}/cpulist").write_text(f"{processors}\n")

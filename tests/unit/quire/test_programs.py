@@ -1,4 +1,4 @@
-"""Programs against a client that answers from memory: what they ask for, in which order, and how they end."""
+"""Programs with a client that answers from memory: their requests in order, and their ends."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from quire.rpc.errors import Internal, InvalidArgument, PermissionDenied, QuireE
 
 
 class FakeClient:
-    """A token is a character. Those of "b" are the most likely ones."""
+    """A token is a character. "b" is more likely than the others."""
 
     def __init__(self) -> None:
         self.pins: list[str] = []
         self.unpinned: list[str] = []
         self.tokenized: list[str] = []
         self.errors: list[QuireError] = []
-        """What the next pins raise."""
+        """Errors that the next pins raise."""
         self.error_of_unpin: QuireError | None = None
         self.hangs = False
         self.hanging: asyncio.Queue[None] = asyncio.Queue()

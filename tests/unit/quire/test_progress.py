@@ -1,4 +1,4 @@
-"""How far a load is: as a value on its way, and as a line for people."""
+"""Progress of a load: as a value in a message, and as a line of text."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Flags, environment and defaults into a dataclass."""
+"""Flags, environment and defaults become a dataclass."""
 
 import importlib
 import re
@@ -63,7 +63,7 @@ def test_flags_of_every_type_are_read() -> None:
     argv = "it --listen=x --count 4 --share 1e-3 --verbose --model /m --peers c,d --ports 1,2 --memory 2KiB --mode slow"
     loaded = load(*argv.split(), "--num-blocks=7")
     assert loaded == Settings("it", "x", 4, 0.001, True, Path("/m"), ("c", "d"), (1, 2), (), 2048, "slow", 7)
-    # Of repeated flags the last one counts, and tuples add up.
+    # The last of repeated flags counts, and tuples add up.
     assert load("--count=1", "--count=2").count == 2
     assert load("--peers=a,b", "--peers=c").peers == ("a", "b", "c")
     assert load("--texts=a, b", "--texts=c").texts == ("a, b", "c")
@@ -215,7 +215,7 @@ def test_flags_and_variables_win_over_the_file_and_the_file_over_defaults(
     assert (loaded.count, loaded.share, loaded.peers, loaded.ports) == (5, 0.75, ("c", "d"), ())
     loaded = load_settings(FileSettings, [], {"QUIRE_CONFIG": str(file)}, program="quire thing")
     assert loaded.count == 4
-    # Help shows common flags first, and no variables where none is read.
+    # Help shows common flags first, and no variables if none are read.
     with pytest.raises(SystemExit):
         load_settings(FileSettings, ["--help"], None, program="quire thing")
     shown = capsys.readouterr().out

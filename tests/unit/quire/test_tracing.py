@@ -1,4 +1,4 @@
-"""Traces: where they go, what they continue, and what is there without them."""
+"""Traces: their endpoints, the contexts that they continue, and the effect of none."""
 
 import logging
 import sys
@@ -30,7 +30,7 @@ PARENT = TraceContext(f"00-{TRACE_ID}-{SPAN_ID}-01")
 
 
 class StubbornExporter(SpanExporter):
-    """Fails, succeeds or blocks as it is told."""
+    """Fails, succeeds or blocks as the test says."""
 
     def __init__(self) -> None:
         self.result: SpanExportResult | Exception = SpanExportResult.SUCCESS
@@ -181,7 +181,7 @@ def test_closing_gives_up_on_a_collector_that_does_not_answer() -> None:
         tracer.start("work", None, {}).end()
     tracer.close()
     assert inner.is_shut_down.is_set()
-    # The rest was dropped, and not tried batch by batch.
+    # The remaining spans were dropped, not retried batch by batch.
     assert inner.num_batches == 1
 
 

@@ -1,4 +1,4 @@
-"""What `quire batch` does to the file of its output, before any server starts."""
+"""Changes of `quire batch` to its output file before any server starts."""
 
 import json
 from pathlib import Path

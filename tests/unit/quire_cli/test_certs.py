@@ -1,4 +1,4 @@
-"""`quire certs`: what it writes, and what it leaves alone."""
+"""`quire certs`: files that it writes, and files that it does not touch."""
 
 import datetime as dt
 import os
@@ -31,7 +31,7 @@ def test_every_role_gets_a_key_for_its_owner_alone_and_a_certificate_that_a_seco
     for name in ("ca.key", *(f"{role}.key" for role in Role)):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     authority, worker = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "worker.pem").read_bytes()
-    # Readable for the group of a service, which may be another user's.
+    # Readable for the group of a service, which may belong to another user.
     owner = (4711, 4712) if os.getuid() == 0 else (os.getuid(), os.getgid())
     (tmp_path / "worker.key").chmod(0o640)
     os.chown(tmp_path / "worker.key", *owner)
@@ -57,7 +57,7 @@ def test_what_would_make_no_certificates_is_one_line(tmp_path: Path, capsys: pyt
         (directory / name).unlink()
         assert "the authority cannot be read" in refusal(directory)
         assert not (directory / name).exists()
-    # The key of another authority.
+    # The key belongs to another authority.
     (directory / "ca.key").write_bytes(key)
     other = tmp_path / "other"
     assert main(["certs", "--tls-dir", str(other)]) == 0
@@ -71,7 +71,7 @@ def test_a_renewal_keeps_hosts_and_directories_unless_it_names_others(tmp_path: 
     assert main([*call, *(["--by-role"] if by_role else []), "--host", "gpu-1.example,*.replicas,10.0.0.7"]) == 0
     files = {path for path in tmp_path.rglob("*.pem") if path.name != "ca.pem"}
     before = {path: (names_of(path), path.read_bytes()) for path in files}
-    # A renewal of the authority, and after it one of the certificates.
+    # The authority is renewed, and after it a certificate.
     assert main([*call, "--renew-authority"]) == 0
     assert main(call) == 0
     assert {path for path in tmp_path.rglob("*.pem") if path.name != "ca.pem"} == files
@@ -134,7 +134,7 @@ def test_a_new_authority_is_trusted_beside_the_old_one_and_signs_at_the_next_cal
     assert main(call) == 0
     assert certificates_of(tmp_path / "ca.pem") == [new, old]
     assert {signer_of(role) for role in Role} == {new.subject}
-    # Without the old one, which is deleted by hand, everything goes on.
+    # Without the old authority, which is deleted by hand, everything works.
     (tmp_path / "ca.pem").write_bytes(new.public_bytes(serialization.Encoding.PEM))
     assert main(call) == 0
     assert {signer_of(role) for role in Role} == {new.subject}

@@ -1,4 +1,4 @@
-"""`quire completion`: what the shell completes."""
+"""`quire completion`: completions in the shell."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from quire_cli.main import COMMANDS, main
 
-# Asks the script as bash does when the user presses Tab.
+# Calls the script as bash does when the user presses Tab.
 _ASK = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 ))

@@ -15,7 +15,7 @@ from quire_cli.main import main
 
 @pytest.fixture(autouse=True)
 def worker_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading torch is what the worker's own tests do."""
+    """Loading torch is left to the worker's own tests."""
     monkeypatch.setattr("worker_svc.examination.examine_device", lambda: iter([Finding("torch", Verdict.OK, "9.9")]))
 
 

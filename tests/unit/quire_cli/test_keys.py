@@ -1,4 +1,4 @@
-"""`quire keys`: what it prints, what it writes, what it refuses."""
+"""`quire keys`: its output, its file, and its refusals."""
 
 import json
 import stat

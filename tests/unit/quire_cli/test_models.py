@@ -1,4 +1,4 @@
-"""`quire models`: what it finds, and what it says of each model."""
+"""`quire models`: the models that it finds, and its line for each."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_models_of_the_cache_and_of_directories_are_listed(
     assert len(lines) == 5
     assert lines[1].split() == ["quire-tiny", "BF16", "3,352,832", "6.4", "MiB", "1000.0", "KiB"]
     assert main(["models", str(tmp_path / "none")]) == 2
-    # `quire doctor` looks at what is there of a model.
+    # `quire doctor` checks the files that a model has.
     assert cached(HubName("org/llama")) == whole
     assert cached(HubName("org/without-weights")) is None
     assert cached(HubName("org/nothing", None, None, "Q8_0")) is None
@@ -116,7 +116,7 @@ def test_an_odd_configuration_hides_no_other_model(
 def test_keys_of_a_model_whose_configuration_leaves_out_its_heads(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As that of Gemma 3 of 4B, 12B and 27B."""
+    """Same as for Gemma 3 of 4B, 12B and 27B."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""`quire simulate`: same seed, same file; sweeps find what limits; bad input is refused in one line."""
+"""`quire simulate`: same seed, same file; sweeps find the limit; bad input is refused in one line."""
 
 import itertools
 import json
@@ -106,7 +106,7 @@ def test_settings_of_a_sweep_that_are_done_before_an_interruption_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.json"
-    # The first setting breaks the SLO at each of the five rates that are tried.
+    # The first setting misses the SLO at each of the five rates.
     interrupt_at(monkeypatch, 6)
     flags = ("--hardware", "a100-40gb", "--dataset", "fixed", "--output-len", "2", "--sweep-duration", "160")
     sweep = ("--slo", "ttft=1ms", "--sweep", "policy=fcfs:fair")

@@ -1,4 +1,4 @@
-"""Drafts with synthetic acceptance: what they save follows from the cost model."""
+"""Drafts with synthetic acceptance: their savings follow from the cost model."""
 
 from dataclasses import replace
 

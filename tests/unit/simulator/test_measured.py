@@ -1,4 +1,4 @@
-"""Cost models fitted to traces: what a made-up worker takes is found again, and bad files are refused in one line."""
+"""Cost models fitted to traces: a made-up worker's costs are found again, and bad files are refused in one line."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ REPLICA = json.dumps({"name": "replica", "ph": "M", "args": SIZES}) + ",\n"
 
 
 def step(ts: object) -> str:
-    """One answered step whose times are this one."""
+    """One answered step with this time."""
     events = ({"name": name, "ts": ts, "dur": 1, "args": {"step": 1}} for name in ("plan", "send", "apply"))
     return "".join(f"{json.dumps(event)},\n" for event in events)
 
@@ -79,6 +79,6 @@ def test_least_squares_never_go_below_zero() -> None:
         solution = non_negative_least_squares(matrix, target)
         assert (solution >= 0).all()
         gradient = matrix.T @ (matrix @ solution - target)
-        # The conditions of Karush, Kuhn and Tucker.
+        # The Karush-Kuhn-Tucker conditions.
         assert (gradient > -1e-6).all()
         assert np.abs(gradient[solution > 0]).max(initial=0) < 1e-6

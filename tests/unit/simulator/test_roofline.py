@@ -22,7 +22,7 @@ def work(**fields: int) -> StepWork:
     return StepWork(**dict.fromkeys(names, 0) | fields)
 
 
-# The paper's table 1: hardware, model, GB of parameters, GiB of KV pool, thousands of slots, and how far off ours are.
+# The paper's table 1: hardware, model, GB of parameters, GiB of KV pool, thousands of slots, and our deviation.
 TABLE_1 = [
     ("a100-40gb", "opt-13b", 26, 12, 15.7, 0.02),
     ("a100-40gb-x4", "opt-66b", 132, 21, 9.7, 0.03),

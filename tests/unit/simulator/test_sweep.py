@@ -1,4 +1,4 @@
-"""The search for the highest rate: it brackets, bisects, and names what limits."""
+"""The search for the highest rate: it brackets, bisects, and names the limit."""
 
 import pytest
 

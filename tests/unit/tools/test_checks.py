@@ -1,5 +1,5 @@
-"""What `make check` runs finds what is wrong: compose files, clocks that modules read by themselves, files that were
-edited by hand. It fails where a tool that it needs is missing."""
+"""The programs of `make check` find faults: in compose files, in modules that read clocks by themselves, in generated
+files that were edited by hand. A check fails if a tool that it needs is missing."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_compose_file_that_is_wrong_is_refused(tmp_path: Path, capfd: pytest.C
     file.write_text("services: {press: {image: press, port: 80}}\n", encoding="utf-8")
     assert check_compose.main([str(file)]) != 0
     assert "compose schema: failed" in capfd.readouterr().out
-    # Allowed by the schema, and refused by docker compose.
+    # The schema allows it, and docker compose refuses it.
     file.write_text("services: {press: {image: press, depends_on: [paper]}}\n", encoding="utf-8")
     assert check_compose.main([str(file)]) != 0
     said = capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""The families of models in the documentation."""
+"""The table of model families in the documentation."""
 
 from tests.real.families import DOCUMENT, NOT_TRIED, REFUSED, TYPES, documented
 

@@ -1,4 +1,4 @@
-"""Files that are not imported because the tier has no test in them."""
+"""Files that are not imported because they have no test of the tier."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it(tmp_path: Pa
         "some.py": ("@pytest.mark.extended\ndef test_it(): ...\n", True, True, True),
         "none.py": ("def test_it(): ...\n", True, False, False),
         "real.py": ("pytestmark = pytest.mark.real\n", False, True, True),
-        # The conftest.py beside it has a fixture that gives parameters markers.
+        # The conftest.py in its folder has a fixture that gives parameters markers.
         "kernels/none.py": ("def test_it(kernels): ...\n", True, True, True),
     }
     (tmp_path / "kernels").mkdir()
@@ -24,7 +24,7 @@ def test_a_file_is_imported_for_the_tiers_that_may_have_tests_in_it(tmp_path: Pa
         (path := tmp_path / name).write_text(text)
         assert [may_select(tier, path) for tier in (FIRST, SECOND, REAL)] == expected
         assert all(may_select(each, path) for each in ("", "asyncio and extended", "extended or"))
-    # No other helper gives markers of tiers.
+    # No other helper marks tests with tiers.
     helpers = [path for path in TESTS.rglob("*.py") if not path.name.startswith("test_") and path.name != "conftest.py"]
     marking = [path.name for path in helpers if re.search(r"mark\.(extended|all_isas)", path.read_text())]
     assert sorted(marking) == ["cpu_kernels.py", "tiers.py"]

@@ -1,4 +1,4 @@
-"""The courses are those that made the embedded weights, and each takes steps and saves what came of them."""
+"""The courses equal the ones that made the embedded weights; each takes steps and saves the results."""
 
 import hashlib
 from dataclasses import replace
@@ -15,7 +15,7 @@ from assets.training.train import COURSES, Course, take
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 TWINS = [course.twin for course in COURSES if course.twin]
 LESSONS = [lesson for course in (*COURSES, *TWINS) for lesson in course.lessons]
-# Of the first 100 documents of each lesson, by the generators that made the weights.
+# Digests of the first 100 documents of each lesson, by the generators that made the weights.
 DIGESTS = [
     "4e31ec359e0d63e3", "eaef12770e79dc99", "5be369b8befa5b1c", "c69f7998e4ea2cea", "259aa2cba6661407",
     "d2162ef845b7123b", "76bbbeb3924cb622", "e7e014aecb7fdd3a", "1e4d251c28720058", "de78a41155d9a5ff",

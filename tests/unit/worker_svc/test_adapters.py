@@ -1,4 +1,4 @@
-"""LoRA adapters of a model: as if they were merged into its weights, each row with its own."""
+"""LoRA adapters of a model give the same results as if merged into its weights, each row with its own."""
 
 import functools
 import json
@@ -82,7 +82,7 @@ def make_runner(model: CausalLM, adapter_slots: Sequence[int] = (1, 0, 2, 3)) ->
 
 
 def assert_alone_as_together(model: CausalLM, adapter_slots: Sequence[int] = (1, 0, 2, 3)) -> None:
-    """Rows of one batch have the bits that each of them has alone, and rows without an adapter those of the model."""
+    """A row has the same bits in a batch as by itself, and a row without an adapter has the model's bits."""
     together = make_runner(model, adapter_slots)
     alone = [make_runner(model, adapter_slots) for _ in adapter_slots]
     for spans in STEPS:
@@ -204,7 +204,7 @@ def test_loads_that_do_not_end_hold_up_no_other_until_there_are_too_many(
 def test_modules_of_the_language_model_within_another_model_are_known(
     make: Callable[[str], Made], tmp_path: Path, name: str
 ) -> None:
-    """As of Gemma 3 with images, in transformers 5 and before; the last is that of an adapter of the base model."""
+    """Names of Gemma 3 with images, in transformers 5 and before; the last is of an adapter of the base model."""
     made = make("llama-mqa-80")
     _, slots = made.load()
     shutil.copytree(made.adapters[0], tmp_path / "adapter")
@@ -257,7 +257,7 @@ def test_weights_may_be_in_several_files_or_in_one_of_torch(
 def test_parts_of_merged_layers_are_adapted_apart(
     make: Callable[[str], Made], tmp_path: Path, part: str, count: int, merged: str, first: int
 ) -> None:
-    """As by adapters of Phi-3 that were trained on weights that had been split."""
+    """Such adapters of Phi-3 were trained on weights that had been split."""
     model, slots = make("phi3-partial").load()
     a, b = torch.randn(2, 64), torch.randn(count, 2)
     padded = torch.nn.functional.pad(b, (0, 0, first, 192 - first - count))
@@ -324,7 +324,7 @@ def test_numbers_that_are_not_finite_are_refused(make: Callable[[str], Made], tm
 def test_numbers_that_the_dtype_of_the_model_does_not_hold_are_refused(
     make: Callable[[str], Made], tmp_path: Path
 ) -> None:
-    """Torch's tables multiply all slots with all tokens, so infinity in one would be NaN in rows of the others."""
+    """Torch's tables multiply all slots with all tokens, so infinity in one slot would be NaN in other slots' rows."""
     made = make("llama-gqa-untied-32")
     model, slots = made.load(torch.float16)
     rows = make_runner(model, [1])

@@ -1,4 +1,4 @@
-"""What `quire doctor` says of the device, on a machine with a GPU."""
+"""The report of `quire doctor` on the device, on a machine with a GPU."""
 
 import importlib.metadata
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from worker_svc import examination
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Those of the distributions that are installed, beside a GPU that Triton works for."""
+    """Versions of the installed distributions, with a GPU that Triton supports."""
     versions = {"transformers": "5.1", "gguf": "0.2"}
 
     def version(name: str) -> str:

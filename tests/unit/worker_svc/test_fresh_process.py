@@ -1,6 +1,6 @@
-"""What only a process shows that has just been started: what a worker imports, its threads, and where they are bound.
+"""Properties that only a new process shows: a worker's imports, its threads, and the processors that they are bound to.
 
-Bound threads stay bound, and what a process has imported stays so. Each of these tests has a process of its own, forked
+Bound threads stay bound, and imported modules stay imported. Each of these tests has a process of its own, forked
 from one that has imported a worker.
 """
 
@@ -22,7 +22,7 @@ PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
 def told(*words: str) -> Any:
-    """What such a process prints."""
+    """The output of such a process."""
     with running_fork(forked_worker("tests.support.fresh_worker"), *words) as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
@@ -53,7 +53,7 @@ def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:
 
 @pytest.mark.skipif(len(PROCESSORS) < 2, reason="the threads of a single processor are not bound")
 def test_threads_that_a_team_ends_and_the_next_one_creates_again_are_bound_as_before() -> None:
-    """Without a place of its own, the new thread would have the processor of the thread that creates it."""
+    """Without a processor of its own, the new thread would be bound to its creator's."""
     command = (sys.executable, "-m", "tests.support.fresh_team")
     free = {name: value for name, value in os.environ.items() if name not in OWN_BINDING}
     ran = subprocess.run(command, env=free, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -1,4 +1,4 @@
-"""Weights of GGUF files: those that transformers reads from the same file."""
+"""Weights of GGUF files equal the weights that transformers reads from the same file."""
 
 import math
 import zlib
@@ -56,7 +56,7 @@ def make(directory: Path, family: str):
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
-# What no file says is as llama.cpp has it: scores are scaled by the size of heads, one layer of six has no window.
+# Values that no file has are llama.cpp's: scores are scaled by the size of heads, one layer of six has no window.
 FURTHER = {
     "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
     "gemma2": Family("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 20, **CAPS}),
@@ -133,7 +133,7 @@ CODED_SIZES: dict[str, Any] = {
 
 
 def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
-    """As files of Q4_K_M have it: a part of the matrices have longer codes."""
+    """Codes as in files of Q4_K_M: some of the matrices have longer codes."""
     is_long = "attn_v" in name or "ffn_down" in name or name == "output"
     coding = Coding.Q6_K if is_long else Coding.Q4_K
     num_rows = math.prod(data.shape[:-1])
@@ -159,15 +159,15 @@ CODED = {
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, family: str, num_ranks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the logits are those of the dequantized weights, bit for bit."""
+    """The logits, too, are the dequantized weights', bit for bit."""
     experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 256}
     sizes: dict[str, Any] = {**CODED_SIZES, **(experts if "moe" in family else {})}
-    # Inputs of each rank that are whole groups.
+    # Each rank's inputs are whole groups.
     sizes |= {"phi3": {"hidden_size": 512}, "gemma3": {"head_dim": 64}}.get(family, {})
     make_model(tmp_path / "model", CODED[family], tie_word_embeddings=tied, **sizes)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
     codings = codings_in_use(file, num_ranks, monkeypatch)
-    # No file has the router in codes.
+    # The router has no codes in any file.
     of_router = {None} if "moe" in family or family == "mixtral" else set()
     assert codings == {True: {Coding.Q4_K, Coding.Q6_K, *of_router}, False: {None}}
 
@@ -175,7 +175,7 @@ def test_weights_are_multiplied_as_the_file_has_them(
 def test_weights_are_rounded_to_int8_from_the_numbers_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that the output layer shares with the embedding, too."""
+    """Even weights that the output layer shares with the embedding."""
     make_model(tmp_path / "model", CODED["qwen2"], tie_word_embeddings=True, **CODED_SIZES)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
     found = codings_in_use(file, 1, monkeypatch, quantization=Quantization.INT8_WEIGHT_ONLY)
@@ -211,7 +211,7 @@ def test_tensors_that_a_converter_has_merged_are_read_apart(tmp_path: Path, fami
 
 
 def write_tensors(file: Path, **tensors: tuple[np.ndarray, Kind | None]) -> None:
-    """A file of these tensors alone, by names with "__" for each point."""
+    """Writes a file with only these tensors; names have "__" for each point."""
     writer = gguf.GGUFWriter(file, "llama")
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name.replace("__", "."), data, raw_dtype=kind)
@@ -302,7 +302,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_tensor_that_the_model_would_ignore_is_refused(tmp_path: Path, family: str) -> None:
-    """The bias of attention's output, which Llama of transformers has with those of its inputs or not at all."""
+    """The bias of attention's output, which Llama of transformers has with its inputs' biases or not at all."""
     make(tmp_path / "model", family)
     (weights,) = (tmp_path / "model").glob("*.safetensors")
     save_file({**load_file(weights), "model.layers.1.self_attn.o_proj.bias": torch.ones(128)}, weights)

@@ -1,4 +1,4 @@
-"""GGUF files that Quire writes: what is read from them is the model that they were written from."""
+"""GGUF files that Quire writes: reading them gives the model that was written."""
 
 import gc
 import json
@@ -55,7 +55,7 @@ def test_a_file_has_the_weights_and_tokens_of_its_directory(tmp_path: Path, fami
     for name, weight in found.items():
         exact: dict[str, Any] = {"rtol": 0, "atol": 1e-6 if family.startswith("gemma") else 0}
         torch.testing.assert_close(weight.read(), expected[name].float(), **exact)
-    # Names and layouts as the package's table has them.
+    # Names and layouts as in the package's table.
     by_package = write_by_package(tmp_path / "p.gguf", tmp_path / "model")
     ours, theirs = (GgufHeader.read(each) for each in (file, by_package))
     assert {name: each.shape for name, each in ours.tensors.items()} == {
@@ -71,7 +71,7 @@ def test_a_file_has_the_weights_and_tokens_of_its_directory(tmp_path: Path, fami
 def test_a_head_beside_the_embedding_or_in_its_place_is_written_as_it_is_served(
     tmp_path: Path, family: str, case: str
 ) -> None:
-    """Of a model whose configuration says that they are one matrix."""
+    """The model's configuration says that they are one matrix."""
     make_model(tmp_path / "model", family)
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,9 +103,9 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-# Fields that config.json has, of which the rest is what transformers assumes.
+# Fields of config.json; transformers has defaults for the rest.
 LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
-    # As the published models of 4B have it, with another pattern and rotation.
+    # Same as the published models of 4B, but with another pattern and rotation.
     "gemma3": (
         Family("Gemma3", {**HEADS, "head_dim": 256, "max_position_embeddings": 131072}, "Gemma3TextConfig"),
         ("hidden_size", "intermediate_size", "vocab_size"),
@@ -132,7 +132,7 @@ LEFT_OUT: dict[str, tuple[Family, tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", LEFT_OUT)
 def test_what_a_configuration_leaves_out_is_written_as_it_is_served(tmp_path: Path, family: str) -> None:
-    """Fields that are missing, and those by which transformers 4 said what others say today."""
+    """Fields that are missing, and older forms of fields from transformers 4."""
     made, kept, further = LEFT_OUT[family]
     make_model(tmp_path / "model", made, num_hidden_layers=further.get("num_hidden_layers", 2))
     path = tmp_path / "model" / "config.json"
@@ -178,7 +178,7 @@ def test_a_vocabulary_of_pieces_is_written(tmp_path: Path) -> None:
 
 
 def test_a_token_that_the_model_has_no_vector_for_is_not_written(tmp_path: Path) -> None:
-    """As that to pad with, which fine-tuned models may have beside a vocabulary that was not enlarged."""
+    """For example the padding token, which fine-tuned models may add without enlarging the vocabulary."""
     make(tmp_path / "model", "llama")
     own = tokenizer_of(tmp_path / "model")
     own.add_special_tokens(["[PAD]"])
@@ -223,7 +223,7 @@ def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
 
 @parametrize_once("format", list(FORMATS))
 def test_every_format_is_served_and_computes_what_its_dequantized_weights_do(tmp_path: Path, format: str) -> None:
-    """Of the embedded model, whose down projections have 704 inputs: no multiple of 256."""
+    """The embedded model's down projections have 704 inputs: no multiple of 256."""
     source = resolve_model(None)
     file = write(source, tmp_path / "m.gguf", format)
     plain = tmp_path / "plain"
@@ -256,7 +256,7 @@ def test_every_format_is_served_and_computes_what_its_dequantized_weights_do(tmp
     ("kind", "largest"), [("Q4_K", 0.0085), ("Q5_K", 0.0022), ("Q6_K", 0.0006), ("IQ4_NL", 0.0095), ("IQ4_XS", 0.0095)]
 )
 def test_codes_are_near_the_numbers(kind: str, largest: float) -> None:
-    """By the mean squared error as a share of the mean square; that of plain rounding is higher."""
+    """The mean squared error as a share of the mean square; plain rounding has a higher one."""
     generator = np.random.default_rng(0)
     normal, heavy = generator.standard_normal((64, 512)), generator.standard_t(4, (64, 512))
     for data in (normal * 0.02, heavy, normal * 1e-3, normal + 2, normal - 2):

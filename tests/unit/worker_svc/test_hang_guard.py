@@ -1,4 +1,4 @@
-"""When a worker takes its device for one that hangs."""
+"""Conditions under which a worker regards its device as hanging."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from worker_svc.device.device_loop import end_when_hung
 
 
 class Device:
-    """Is busy for as long as it is told, look by look; ends the test's task after the last one."""
+    """Is busy for the given times, look by look; ends the test's task after the last one."""
 
     def __init__(self, busy_ms: Iterable[int]) -> None:
         self._busy_ms = iter(busy_ms)
@@ -34,5 +34,5 @@ async def test_a_device_that_stays_in_a_step_for_twice_the_timeout_ends_the_proc
 
 async def test_long_steps_and_idleness_end_nothing() -> None:
     assert await Device([0, 0, 150, 190, 200, 5, 199, 0] * 3).watch(0.1) == []
-    # A step only seems long after a pause of the process.
+    # After a pause of the process a step only seems long.
     assert await Device([0, 10, 9000, 3, 9000, 0, 4]).watch(0.1) == []

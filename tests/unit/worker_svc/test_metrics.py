@@ -17,7 +17,7 @@ def test_steps_that_finished_are_counted_with_their_tokens_failures_and_times() 
     assert value("quire_worker_row_failures_total") == 1
     assert value("quire_worker_steps_total") == 1
     assert value("quire_worker_step_seconds_sum", {"stage": "model"}) == 0.003
-    # A row that was refused is no failure of its logits, and a chunk that is not finite is one.
+    # A refused row does not count as a failure of its logits, but a chunk that is not finite does.
     metrics.step_finished(replace(output, failed_rows=(0, 1), refusals={0: "no token fits"}))
     assert value("quire_worker_row_failures_total") == 2
     metrics.step_finished(replace(output, failed_rows=(), non_finite_chunks=(2, 3)))
@@ -25,7 +25,7 @@ def test_steps_that_finished_are_counted_with_their_tokens_failures_and_times() 
 
 
 def test_each_token_of_a_sample_is_counted() -> None:
-    """As of a step with drafts, or in which the model ran several times."""
+    """For example in a step with drafts, or in which the model ran several times."""
     metrics = WorkerMetrics()
     output = StepOutput(1, int32([4, 1]), np.zeros(5, np.int32), None, (), (), StepTimings(10, 20, 3000, 400))
     metrics.step_finished(replace(output, num_tokens=int32([3, 2])))

@@ -1,4 +1,4 @@
-"""Quantized weights of safetensors files: those of the format's reference, and products of them bit for bit."""
+"""Quantized weights of safetensors files equal the format's reference, and so do products, bit for bit."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "awq": (awq, AWQ),
     "awq-128": (partial(awq, group=128), AWQ | {"group_size": 128}),
-    # As AutoRound 0.16.1 writes it by default.
+    # AutoRound 0.16.1 writes this by default.
     "awq-symmetric": (partial(awq, symmetric=True), AWQ | {"zero_point": False, "sym": True}),
     "gptq": (gptq, GPTQ),
     "gptq-sym": (partial(gptq, symmetric=True), GPTQ | {"sym": True}),
@@ -89,7 +89,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("name", [*FORMATS, "gptq-in-mixed-order"])
 def test_weights_are_those_of_the_reference(tmp_path: Path, name: str) -> None:
-    """Served in bfloat16. Where scales are float16, the reference here is the exact product."""
+    """Weights in bfloat16. If scales are float16, the reference here is the exact product."""
     expected = make(tmp_path, name)
     checkpoint = open_checkpoint(tmp_path)
     assert len(expected) == 14
@@ -111,7 +111,7 @@ def test_weights_are_those_of_the_reference(tmp_path: Path, name: str) -> None:
 def test_of_several_groups_a_module_is_in_the_one_that_names_it_as_compressed_tensors_has_it(
     tmp_path: Path, targets: list[str]
 ) -> None:
-    """Names come before expressions, those before all linear layers, each of them in alphabetical order."""
+    """Names come before expressions, and expressions before all linear layers, each in alphabetical order."""
     (four, config), (eight, other) = (
         compressed_format("pack-quantized", num_bits=bits, strategy="group", group_size=32) for bits in (4, 8)
     )
@@ -130,7 +130,7 @@ def test_of_several_groups_a_module_is_in_the_one_that_names_it_as_compressed_te
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the logits are those of the dequantized weights, bit for bit."""
+    """The logits, too, are the dequantized weights', bit for bit."""
     make(tmp_path, name)
     codings = codings_in_use(tmp_path, num_ranks, monkeypatch)
     # The output layer has no codes, and blocks of FP8 may end within the inputs of a rank.
@@ -140,7 +140,7 @@ def test_weights_are_multiplied_as_the_file_has_them(
 
 
 def test_in_float16_weights_are_those_of_awq_and_gptq_themselves(tmp_path: Path) -> None:
-    """Which multiply codes by scales in float16."""
+    """Both multiply codes by scales in float16."""
     expected = make(tmp_path, "gptq")
     checkpoint = open_checkpoint(tmp_path)
     for weight, numbers in expected.items():
@@ -183,7 +183,7 @@ def test_the_log_says_that_inputs_are_not_rounded(tmp_path: Path, caplog: pytest
     ],
 )
 def test_weights_know_whether_products_may_round_their_inputs(tmp_path: Path, name: str, rounds: bool) -> None:
-    """To FP8, where the format does so with a scale for each token."""
+    """Products may round inputs to FP8 if the format does so with a scale for each token."""
     expected = make(tmp_path, name)
     checkpoint = open_checkpoint(tmp_path)
     for weight, numbers in expected.items():

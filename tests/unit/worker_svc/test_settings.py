@@ -16,7 +16,7 @@ def load(*argv: str, program: str = "worker") -> WorkerSettings | ServeSettings:
     [
         (["--kv-disk-space=1GiB"], r"--kv-disk-space is 1073741824, and there is no --kv-disk; give --kv-disk DIR"),
         (["--num-gpu-blocks=9", "--kv-cache-memory=1MiB"], r"--num-gpu-blocks \(9\) and --kv-cache-memory \(1048576\)"),
-        # OpenMP ends a process that cannot have its threads, which would be started again without end.
+        # OpenMP ends a process that cannot have its threads, so that it would restart without end.
         (["--num-threads=1000000"], r"--num-threads: .* the greatest value is 1024"),
         (["--speculate=off,ngram"], r"--speculate is off,ngram; off excludes the others"),
     ],

@@ -47,7 +47,7 @@ def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> 
 
 
 def make_phi_3(tmp_path: Path, max_model_len: int | None) -> CausalLM:
-    """Up to 32 tokens by its first rotation, up to 128 by its extended one."""
+    """A model for 32 tokens by its first rotation, and for 128 by its extended one."""
     if not (tmp_path / "config.json").exists():
         factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
         lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
@@ -131,7 +131,7 @@ def test_a_model_of_embeddings_is_served_with_a_warning(tmp_path: Path, caplog: 
         ("F16", torch.float32, (), "6.0 GiB"),
         ("BF16", torch.bfloat16, ("--quantization", "int8-dynamic"), "1.5 GiB"),
         ("BF16", torch.bfloat16, ("--quantization", "int8-weight-only"), None),
-        # Codes, of which only the file says how many bits they have.
+        # Codes; only the file says how many bits they have.
         ("I32", torch.bfloat16, (), "3.0 GiB"),
     ],
 )
@@ -192,7 +192,7 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
         "--speculate=off",
     )
     worker = make_worker(TinyCausalLM(), load(*flags), DeviceLoop())
-    # Of 1, 2 and 3 rows; the warm-up decodes twice.
+    # Graphs of 1, 2 and 3 rows; the warm-up decodes twice.
     assert num_graphs == [3]
     assert recorder.replays.total() == 2
     assert worker.info.pool.num_gpu_blocks == 12
@@ -210,7 +210,7 @@ def test_kinds_of_guesses_that_are_named_beside_auto_are_not_left_out(monkeypatc
 
 @pytest.mark.parametrize("flag", ["--max-num-batched-tokens", "--max-model-len", "--block-size", "--max-num-seqs"])
 def test_a_worker_of_the_least_size_starts(flag: str) -> None:
-    """Of the embedded model, whose recorded forward pass has no room for more."""
+    """Uses the embedded model, whose recorded forward pass has no room for more."""
     settings = load("--num-gpu-blocks", "64", flag, "1")
     model = load_model(resolve_model(settings.model), device=torch.device("cpu"), dtype=torch.float32)
     make_worker(model, settings, DeviceLoop())
@@ -220,15 +220,15 @@ def test_a_worker_of_the_least_size_starts(flag: str) -> None:
     ("rank", "size", "num_threads", "cores", "expected"),
     [
         (0, 1, 3, [[1], [4], [5]], [1, 4, 5]),
-        # Ranks of one machine take cores of their own.
+        # Ranks of one machine use different cores.
         (0, 2, 2, [[0], [1], [2], [3]], [0, 1]),
         (1, 2, 2, [[0], [1], [2], [3]], [2, 3]),
-        # Where cores run two threads, each thread here gets a core, or all of them are used.
+        # If cores run two threads, each thread here gets a core, or all of them are used.
         (0, 1, 2, [[0, 2], [1, 3]], [0, 1]),
         (1, 2, 1, [[0, 2], [1, 3]], [1]),
         (0, 1, 4, [[0, 2], [1, 3]], [0, 2, 1, 3]),
         (0, 1, 1, [[0, 1]], [0]),
-        # Fewer or more threads than cores stay unbound, a single processor needs no binding, and nothing may be known.
+        # More or fewer threads than cores are not bound, nor is a single processor, nor an unknown machine.
         (0, 1, 1, [[0], [1]], []),
         (0, 1, 3, [[0, 2], [1, 3]], []),
         (0, 1, 1, [[0]], []),

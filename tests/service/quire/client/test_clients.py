@@ -1,4 +1,4 @@
-"""Both clients against a fake gateway over real gRPC: what they send, what they answer, and how calls end."""
+"""Both clients against a fake gateway over real gRPC: their requests, their results, and how calls end."""
 
 import asyncio
 import math
@@ -101,7 +101,7 @@ async def test_leaving_a_stream_early_cancels_the_call(client: EitherClient, gen
 async def test_a_stream_that_is_forgotten_without_being_closed_cancels_its_call(
     client: EitherClient, generation: FakeGeneration, how: str
 ) -> None:
-    """grpc.aio 1.80 does that by itself, 1.83 and later do not."""
+    """grpc.aio 1.80 cancels by itself, 1.83 and later do not."""
 
     async def forget() -> None:
         stream = client.client.generate_stream("endless")

@@ -1,4 +1,4 @@
-"""Both clients with several gateways: who is called, and what happens when one is gone."""
+"""Both clients with several gateways: which gateway is called, and the effects of a lost one."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ Kind = type[Client] | type[AsyncClient]
 
 @contextlib.asynccontextmanager
 async def two_gateways(*addresses: str, tls: ServerTls | None = None) -> AsyncIterator[tuple[RpcServer, RpcServer]]:
-    """Two that call themselves "first" and "second"."""
+    """Two gateways with the ids "first" and "second"."""
     wanted = addresses or ("127.0.0.1:0", "127.0.0.1:0")
     first, second = [
         await start_fake_gateway(address, FakeGeneration(), tls, gateway_id=gateway_id)
@@ -52,7 +52,7 @@ async def who_answers(client: EitherClient) -> str:
 
 
 async def until_answered_by(client: EitherClient, *gateway_ids: str) -> None:
-    """Calls until each of them has answered, which takes a connection to each."""
+    """Calls until each gateway has answered, which takes a connection to each."""
     missing = set(gateway_ids)
     async with asyncio.timeout(30):
         while missing:
@@ -76,7 +76,7 @@ async def test_calls_go_to_each_in_turn_but_to_who_is_not_there_or_dies_until_it
 async def test_names_sockets_and_addresses_of_both_families_are_called(kind: Kind, tmp_path: Path) -> None:
     async with two_gateways() as (first, second):
         names = [server.address.replace("127.0.0.1", "localhost") for server in (first, second)]
-        # There may be no IPv6 here; then those that are mapped go by IPv4.
+        # The machine may have no IPv6; mapped addresses use IPv4 then.
         for addresses in (["[::1]:1", first.address, second.address], names):
             async with client_of(kind, *addresses) as client:
                 await until_answered_by(client, "first", "second")

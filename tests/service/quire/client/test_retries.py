@@ -1,4 +1,4 @@
-"""Both clients against a gateway that fails the first calls: what is called again, and what is the caller's error."""
+"""Both clients against a gateway that fails the first calls: calls that are retried, and errors for the caller."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ async def test_an_idempotent_call_is_made_four_times_and_more_often_by_a_policy(
 async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy_and_given_up_where_nobody_comes(
     kind, num_gateways: int
 ) -> None:
-    """gRPC says it in other words where there are several gateways."""
+    """gRPC's message differs if there are several gateways."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(num_gateways)]
     impatient = EitherClient(kind(addresses, retry=RetryPolicy(attempts=None, first_delay_s=0.001)))
     with pytest.raises(Unavailable):

@@ -1,4 +1,4 @@
-"""Operators change the log level of a process that runs, by the port for operators and by `quire log-level`."""
+"""Operators change the log level of a running process, by the operators' port and by `quire log-level`."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from tests.support.processes import until_true
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[logging.Logger]:
-    """Configured as a service does, and set back."""
+    """The root logger, configured as in a service, and reset at the end."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     configure_logging("worker", "warning")
@@ -38,7 +38,7 @@ async def admin() -> AsyncIterator[str]:
 
 
 async def called(*words: str) -> int:
-    """`quire log-level`, while the event loop serves."""
+    """Runs `quire log-level` while the event loop serves."""
     return await asyncio.to_thread(main, ["log-level", *words])
 
 

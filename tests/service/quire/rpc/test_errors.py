@@ -81,7 +81,7 @@ async def requests_of(*requests: bytes) -> AsyncIterator[bytes]:
 
 
 async def call(channel: grpc.aio.Channel, kind: str, request: bytes) -> list[bytes]:
-    """Calls a method of any kind; returns what came."""
+    """Calls a method of any kind; returns its answer."""
     method = f"/{SERVICE}/{kind}"
     if kind == "UnaryUnary":
         return [await channel.unary_unary(method)(request)]
@@ -103,7 +103,7 @@ Ends = Counter[tuple[str, str]]
 
 
 class Refuses(grpc.aio.ServerInterceptor):
-    """Refuses calls that say so, whatever their method."""
+    """Refuses calls whose request says so, whatever their method."""
 
     async def intercept_service(self, continuation, handler_call_details):
         if ("refuse", "1") in (handler_call_details.invocation_metadata or ()):
@@ -153,7 +153,7 @@ async def test_answers_and_errors_of_calls_of_every_kind_arrive_and_unexpected_o
     assert error.retry_after_ms is None
     error = await failure_of(channel, kind, b"full")
     assert (type(error), error.reason, error.retry_after_ms) == (ResourceExhausted, "QUEUE_FULL", 1500)
-    # What a handler aborts with keeps its meaning.
+    # A status with which a handler aborts keeps its meaning.
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(channel, kind, b"abort")
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.DATA_LOSS, "aborted by hand")

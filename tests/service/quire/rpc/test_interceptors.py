@@ -1,4 +1,4 @@
-"""How requests are read: bytes that are no message are the caller's fault, and a server that stopped ends a stream."""
+"""Reading requests: invalid messages are the caller's fault, and a server that stopped ends a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -58,7 +58,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(
 
 
 async def test_a_stream_of_requests_ends_where_the_server_stopped() -> None:
-    """What a handler left running may read on then, and gRPC's error for that is no fault of the handler."""
+    """A task that a handler left running may still read then; gRPC's error for that is no fault of the handler."""
     has_begun, has_stopped = asyncio.Event(), asyncio.Event()
     reading: list[asyncio.Task[list[bytes]]] = []
 

@@ -1,4 +1,4 @@
-"""`run_service` in processes of its own, since it is about signals and exit statuses."""
+"""`run_service` in separate processes, since the tests are about signals and exit statuses."""
 
 import re
 import signal
@@ -71,7 +71,7 @@ def test_a_second_signal_kills(start) -> None:
 
 
 def test_the_first_process_of_a_container_is_ended_by_a_second_signal_too(start) -> None:
-    """The kernel gives it no signal that it does not handle."""
+    """The kernel does not deliver a signal that this process does not handle."""
     process = start("lambda: forever(60)", "import os; os.getpid = lambda: 1")
     assert read_line(process) == "up\n"
     process.send_signal(signal.SIGTERM)

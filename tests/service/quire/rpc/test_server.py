@@ -1,4 +1,4 @@
-"""What every service's server offers besides its own methods."""
+"""Methods that every service's server has in addition to its own."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ async def health_of(address: str, service: str) -> int:
 
 
 async def read_not_serving(watch: Any) -> None:
-    """Reads until the stream fails. Its status may overtake the last message; either says that nothing is served."""
+    """Reads until the stream fails. Its status may overtake the last message; either shows that nothing is served."""
     while True:
         assert (await watch.read()).status == NOT_SERVING
 
@@ -106,7 +106,7 @@ async def test_a_unix_socket_serves_and_is_not_stolen_unless_it_was_left_behind(
 
 
 def own_connection(address: str) -> grpc.aio.Channel:
-    """Channels of one process share connections otherwise."""
+    """A channel with its own connection: channels of one process otherwise share connections."""
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
@@ -137,7 +137,7 @@ async def test_hand_over_waits_until_clients_that_call_all_the_time_have_left_an
                 await asyncio.sleep(0.02)
 
     async def call_and_hand_over() -> None:
-        # A connection that is made while its port is closed is reset.
+        # A connection that is made while the port is being closed is reset.
         await until_true(lambda: min(counts) > 0)
         await first.hand_over(0.25)
         await first.stop(60)
@@ -174,7 +174,7 @@ for num_turns in range(8):
 
 
 async def test_a_start_that_is_cancelled_ends_the_process_in_order(tmp_path: Path) -> None:
-    """As by a signal while a service begins to listen: gRPC logs tracebacks of its own tasks then, or hangs."""
+    """As by a signal while a service begins to listen: gRPC then logs tracebacks of its own tasks, or hangs."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", START_AND_CANCEL, str(tmp_path)), stderr=asyncio.subprocess.PIPE
     )
@@ -202,7 +202,7 @@ async def test_an_admin_port_in_use_leaves_no_server_behind() -> None:
 
 
 async def test_it_shows_what_the_connections_of_the_server_have_done() -> None:
-    """That it is for operators alone is shown in test_admin.py."""
+    """test_admin.py shows that it is only for operators."""
     server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], admin_port=0)
     assert server.admin is not None
     for _ in range(3):
@@ -211,7 +211,7 @@ async def test_it_shows_what_the_connections_of_the_server_have_done() -> None:
         stub = channelz_stub(channel)
 
         async def has_counted() -> bool:
-            """gRPC counts a call when it is over at the server, which may be after its answer has come."""
+            """gRPC counts a call when the server has ended it, which may be after its answer has come."""
             servers = (await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=30)).server
             return sum(each.data.calls_succeeded for each in servers) >= 3
 

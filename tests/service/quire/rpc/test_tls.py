@@ -1,4 +1,4 @@
-"""Who gets through to a service that speaks TLS, and who is refused with what."""
+"""Admission to a service with TLS: clients that it accepts, and the errors that the others get."""
 
 import datetime as dt
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +38,7 @@ async def worker(tmp_path: Path, authority: Authority) -> AsyncIterator[RpcServe
 
 
 async def reflect(channel: grpc.aio.Channel) -> object:
-    """A method that is not health."""
+    """Calls a method other than health."""
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     call = reflection_stub(channel).ServerReflectionInfo(iter([request]), timeout=30)
     return await call.read()
@@ -55,7 +55,7 @@ async def error_of(channel: grpc.aio.Channel) -> QuireError:
     ("certified", "believed", "others"),
     [
         ("replicas.test", "replicas.test", (None, "other.test")),
-        # For all pods of a service.
+        # A name for all pods of a service.
         ("*.worker.quire.svc", "worker-1.worker.quire.svc", (None, "worker-1.other.quire.svc")),
     ],
 )
@@ -144,7 +144,7 @@ def add_method(server: grpc.aio.Server, kind: str, parse: Callable[[bytes], obje
 
 
 async def raw_error(address: str, tls: TlsIdentity, kind: str) -> QuireError:
-    """What a call of that method ends with."""
+    """The error that ends a call of that kind of method."""
     async with open_channel(address, tls=tls) as channel:
         sent = iter([b"sent"]) if kind.startswith("stream") else b"sent"
         call = getattr(channel, kind)("/test.Service/Method")(sent, timeout=30)
@@ -185,7 +185,7 @@ async def test_new_files_hold_for_new_connections_and_running_ones_go_on(worker:
         old = grpc.aio.secure_channel(worker.address, before.channel_credentials())
         assert isinstance(await error_of(old), Unavailable)
         assert await reflect(running)
-    # Damaged ones leave the old ones in force.
+    # Damaged files leave the old certificate in force.
     (tmp_path / "worker.pem").write_text("damaged")
     for _ in range(2):
         async with open_channel(worker.address, tls=TlsIdentity.of(tmp_path, Role.SCHEDULER)) as channel:

@@ -43,7 +43,7 @@ sys.exit(2)
 
 
 class Supervision:
-    """A process under supervision, and all that is said about it."""
+    """A supervised process, and all messages about it."""
 
     def __init__(self, code: str, report: Callable[[str], None] | None = None) -> None:
         self.reports: list[str] = []
@@ -56,7 +56,7 @@ class Supervision:
 
     async def until_up(self) -> int:
         """Waits for the line "up"; returns the pid."""
-        # A child may print before the loop hears from its thread that it has started.
+        # A child may print before the loop's thread reports that it has started.
         await until_true(lambda: "up" in self.output and self.process.is_running)
         return self.process.pid
 
@@ -79,7 +79,7 @@ async def supervise() -> AsyncIterator[Callable[[str], Supervision]]:
     ("number", "status", "how", "times"),
     [
         (signal.SIGKILL, 0, "was killed by SIGKILL", 1),
-        # Told to end, or without its peer, it is started again at once however often.
+        # A process that was told to end, or lost its peer, always restarts at once.
         (signal.SIGTERM, 0, "ended with status 0", 4),
         (signal.SIGTERM, 75, "ended with status 75", 4),
     ],
@@ -104,7 +104,7 @@ def unread_stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch, os.fdopen(write_end, "w") as pipe:
         patch.setattr(sys, "stderr", pipe)
         yield
-        # What could not be written would be tried again when the file is closed.
+        # Text that could not be written would be tried again when the file is closed.
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), write_end)
 
@@ -228,7 +228,7 @@ async def test_a_line_of_any_length_and_bytes_does_no_harm(supervise) -> None:
     assert max(map(len, supervision.output)) < 1_000_000
 
 
-# Says "up" when it listens, stops itself, and never answers.
+# Prints "up" when it listens, stops itself, and never answers.
 SERVICE = """
 import asyncio, os, signal, sys
 from quire.rpc.server import RpcServer

@@ -29,8 +29,8 @@ STAND_INS = Programs(worker=WAITS, scheduler=WAITS, gateway=GATEWAY)
 
 @pytest.fixture(autouse=True)
 def temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The server's temporary directories in a place of their own, which must be empty at the end."""
-    tmp_path_factory.getbasetemp()  # pytest's own is made on first use, and must not be made there
+    """A separate place for the server's temporary directories, which must be empty at the end."""
+    tmp_path_factory.getbasetemp()  # Makes pytest's own directory now, which must not be made there.
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield
@@ -93,12 +93,12 @@ async def test_a_package_that_is_not_installed_is_one_line(
         await make_server(model_directory).__aenter__()
 
 
-# Several gateways share their ports.
+# Several gateways that share their ports.
 
 
 async def id_behind(address: str) -> str:
-    """Which gateway a new connection to the address reaches; the stand-ins call themselves by their process groups."""
-    # Channels of one process share connections otherwise.
+    """The gateway that a new connection to the address reaches; the stand-ins' ids are their process groups."""
+    # Without it, channels of one process share connections.
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub = model_pb2_grpc.ModelServiceStub(channel)

@@ -1,4 +1,4 @@
-"""Keys: how they are made and shown, the file of keys, and the callers that they stand for while the file changes."""
+"""Keys: how they are made and shown, the file of keys, and the callers of each key while the file changes."""
 
 import asyncio
 import json
@@ -98,7 +98,7 @@ def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_mode(tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
 def test_a_file_that_root_changes_stays_its_owners(tmp_path):
-    """The gateway, which runs as its owner, could not read it otherwise."""
+    """Otherwise the gateway, which runs as its owner, could not read it."""
     path = tmp_path / "keys.json"
     write_keys(path, [])
     os.chown(path, 4711, 4712)

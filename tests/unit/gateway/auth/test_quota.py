@@ -1,4 +1,4 @@
-"""Limits of one key: what is admitted, what it costs, what a refusal says; and the bucket that measures a rate."""
+"""Limits of one key: admission, cost, and messages of refusals; and the bucket that measures a rate."""
 
 import math
 
@@ -11,7 +11,7 @@ from quire.rpc.errors import Cancelled, Internal, ResourceExhausted, Unauthentic
 
 
 class Clock:
-    """Time that the test tells."""
+    """Time that the test sets."""
 
     def __init__(self):
         self.now = 1000.0
@@ -141,7 +141,7 @@ def test_changed_limits_hold_at_once_and_forget_nothing(clock):
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=40),
 )
 def test_no_more_prompts_are_admitted_than_the_time_pays_for(per_minute, arrivals):
-    """Whatever comes when: admitted prompts fit into one full bucket and what flowed into it meanwhile."""
+    """In any order of events, admitted prompts fit into one full bucket plus its refill meanwhile."""
     clock = Clock()
     started_at, admitted = clock.now, 0
     account = Account(Limits(tokens_per_minute=per_minute), clock)

@@ -1,4 +1,4 @@
-"""The ledger applies what a scheduler says to the right live requests, and says what remains to be done."""
+"""The ledger applies a scheduler's messages to the right live requests, and returns the remaining actions."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ async def test_a_stop_string_ends_the_request_here(ledger, clock):
     outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
     assert outcome.ended_here == [live]
     assert live.awaits_usage
-    # It does not fail any more.
+    # It can no longer fail.
     assert ledger.apply(REPLICA, make_batch(failed=[RequestFailed(live.handle, Internal("NaN"))])).failed == []
     live.end_if_complete()
     events = [event async for event in live.events()]

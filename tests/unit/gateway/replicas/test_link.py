@@ -1,5 +1,4 @@
-"""The stream to a scheduler: how it comes back, and how requests are submitted. The rest is tested with fake
-schedulers."""
+"""The stream to a scheduler: reconnection, and submission of requests. Tests with fake schedulers cover the rest."""
 
 import dataclasses
 import random
@@ -47,7 +46,7 @@ def test_a_durable_request_is_found_again_as_it_was_submitted(searches):
     request = dataclasses.replace(request, answer_format=answer_format, **asked)
     live = LiveRequest(request, 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
     found = request_from_submit(submit_message(live).submit)
-    # Bad words are known as tokens alone, inside of what the worker gets.
+    # Bad words are known only as tokens, inside the worker's part.
     parameters.sampling.ClearField("bad_words")
     for field in dataclasses.fields(request):
         expected, value = getattr(request, field.name), getattr(found, field.name)
@@ -82,7 +81,7 @@ def test_a_request_that_is_cancelled_before_it_was_sent_is_not_submitted():
     link = SchedulerLink("s:1", gateway_id="g", grace_period_ms=1, model=UNKNOWN_MODEL, listener=listener)
     link.is_connected = True
     lives = [LiveRequest(make_request(), handle, (), max_chunk_tokens=1, clock=lambda: 0.0) for handle in (1, 2, 3)]
-    # A scheduler may have the last one already.
+    # A scheduler may already have the last one.
     for live, live.submissions in zip(lives, (1, 1, 2), strict=True):
         link.submit(live)
     link.withdraw(lives[0])

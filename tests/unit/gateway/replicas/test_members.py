@@ -1,4 +1,4 @@
-"""Replicas of a DNS name: those that it gets are linked, those that it loses are left when their requests are over."""
+"""Replicas of a DNS name: new ones are linked, and lost ones are left when their requests are over."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ A, B, C = "10.0.0.1:50052", "10.0.0.2:50052", "10.0.0.3:50052"
 
 
 class Link:
-    """Stands for a stream, which the test opens and breaks."""
+    """Stands in for a stream, which the test opens and breaks."""
 
     def __init__(self, address: str, *, host_name: str | None = None) -> None:
         self.address, self.host_name = address, host_name
@@ -33,11 +33,11 @@ class Link:
 
 
 class Rig:
-    """Members of one name, whose answers the test gives."""
+    """Members of one name; the test gives its addresses."""
 
     def __init__(self, *targets: str, interval_s: float = 0.001) -> None:
         self.answer: set[str] | OSError = {A}
-        # Come before it.
+        # Addresses that come before it.
         self.answers: list[set[str]] = []
         self.num_asked = 0
         self.busy: set[str] = set()
@@ -128,7 +128,7 @@ async def test_an_address_that_the_name_lost_is_left_when_its_stream_breaks():
 async def test_a_stream_that_breaks_has_its_name_resolved_at_once():
     async with running(Rig(interval_s=3600)) as rig:
         await rig.until(A)
-        # Replaced by another machine.
+        # Another machine replaced it.
         rig.answer = {B}
         rig.made[A].is_connected = False
         rig.members.lost(A)

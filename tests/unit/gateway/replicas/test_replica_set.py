@@ -1,4 +1,4 @@
-"""Which replica a request goes to: by prefix and load, and away from one without a worker or without room."""
+"""Selection of a request's replica: by prefix and load, and away from one without a worker or without room."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,12 +39,12 @@ CONNECT_TIMEOUT_S = 0.05
 
 @pytest.fixture(autouse=True)
 def _one_look(monkeypatch):
-    """The second one would take longer than all delays here."""
+    """The second look would take longer than all delays here."""
     monkeypatch.setattr("gateway.replicas.replica_set.LAST_LOOK_S", 0.0)
 
 
 class Scheduler:
-    """Stands for a connected scheduler and its worker, which `serve` answers for."""
+    """Stands in for a connected scheduler and its worker, whose answers `serve` gives."""
 
     def __init__(self, address: str, replicas: Replicas, serve: Callable[["Scheduler", LiveRequest], None]) -> None:
         self.address = address
@@ -123,7 +123,7 @@ class Scheduler:
 
 
 class Cluster:
-    """A gateway's ledger and replicas over stand-ins for schedulers."""
+    """A gateway's ledger and replicas, with stand-ins for schedulers."""
 
     def __init__(self, num_replicas: int, serve: Callable[[Scheduler, LiveRequest], None]) -> None:
         self.ledger = Ledger(max_chunk_tokens=64)
@@ -161,7 +161,7 @@ async def test_a_request_leaves_prefill_with_its_first_token_or_for_the_next_pro
     assert (prefill.submitted, decode.submitted) == ([first.handle], [short.handle])
     begin(decode, short)
     begin(prefill, first)
-    # The other one has a stream, and this one has no prompts: it stays until one comes.
+    # The decode replica has a stream, and the prefill replica has no prompts: the request stays until one comes.
     assert prefill.released == []
     second = cluster.place("second", num_tokens=300)
     assert prefill.released == [first.handle]
@@ -171,14 +171,14 @@ async def test_a_request_leaves_prefill_with_its_first_token_or_for_the_next_pro
     third = cluster.place("third", num_tokens=300)
     begin(prefill, second)
     assert prefill.released == [first.handle, second.handle]
-    # Where the blocks cannot be fetched it would be computed a second time.
+    # If the blocks cannot be fetched, the prompt would be computed a second time.
     decode.welcome.kv_namespace = "other"
     begin(prefill, third)
     assert prefill.released == [first.handle, second.handle]
 
 
 def running_at(cluster: Cluster, first: Scheduler, num_tokens: int = 1) -> LiveRequest:
-    """A stream that the first scheduler runs, where all others take offers."""
+    """A stream that the first scheduler runs; all others take offers."""
     for other in cluster.schedulers:
         other.welcome.takes_offers = True
         other.is_ready = other is first
@@ -195,7 +195,7 @@ async def test_a_stream_runs_on_until_another_replica_has_room_for_it():
     live = running_at(cluster, first)
     first.drain()
     assert (first.released, other.offered) == ([], [live.handle])
-    # It takes more blocks by now than it was offered with.
+    # By now it takes more blocks than in the offer.
     first.tell(runs=[TokenRun(live.handle, 0, 1, [7] * 5)])
     other.tell(has_room=[live.handle])
     assert (first.released, other.offered) == ([], [live.handle] * 2)
@@ -203,7 +203,7 @@ async def test_a_stream_runs_on_until_another_replica_has_room_for_it():
     assert (first.released, other.submitted) == ([live.handle], [])
     first.tell(moved=[RequestMoved(live.handle, None)])
     assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
-    # A late one changes nothing.
+    # A late answer changes nothing.
     other.tell(has_room=[live.handle])
     assert (first.released, other.aborted) == ([live.handle], [])
     cluster.replicas.release(live)
@@ -220,7 +220,7 @@ async def test_all_replicas_are_asked_after_a_while_and_the_first_with_room_gets
     slow, fast = others
     fast.tell(has_room=[live.handle])
     assert (slow.aborted, fast.aborted, first.released) == ([live.handle], [], [live.handle])
-    # What keeps room is lost: it goes to another one.
+    # The replica that keeps room is lost: the request goes to another one.
     fast.lose_stream()
     first.tell(moved=[RequestMoved(live.handle, None)])
     assert live.replica == slow.address
@@ -235,7 +235,7 @@ async def test_a_stream_leaves_a_replica_that_drains_in_the_end_and_one_that_is_
     first.drain(leave_after_s=0.01)
     await until_true(lambda: first.released)
     first.tell(moved=[RequestMoved(live.handle, None)])
-    # Its place in the queue is the one of the offer.
+    # It takes the offer's place in the queue.
     assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
     cluster.replicas.release(live)
     assert other.aborted == [live.handle]
@@ -259,7 +259,7 @@ async def test_a_replica_that_knows_no_offers_is_not_asked():
 
 async def test_hints_of_length_move_load_as_far_as_max_tokens_and_until_the_tokens_came():
     def shares(first: int | None, rest: int | None, *, num_first_tokens: int = 0) -> list[int]:
-        """How many of 21 requests for one prompt each of two replicas gets, most first."""
+        """Shares of two replicas of 21 requests for one prompt, the larger first."""
         cluster = Cluster(2, lambda *_: None)
         live = cluster.place("first", expected_tokens=first, max_tokens=1000)
         (home,) = (each for each in cluster.schedulers if each.submitted)
@@ -271,7 +271,7 @@ async def test_hints_of_length_move_load_as_far_as_max_tokens_and_until_the_toke
     plain = shares(None, None)
     assert plain == shares(100, 100) == shares(10**9, 1000)
     assert shares(1000, 100)[0] < plain[0]
-    # Its tokens came: it is as short as the others now.
+    # Its tokens have come: it now counts as short as the others.
     assert shares(1000, 100, num_first_tokens=900) == plain
 
 
@@ -320,7 +320,7 @@ async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
     first = len(scheduler.submitted)
     assert first == 300
     await asyncio.sleep(0.2)
-    # One a time that was named, and not all of them each time.
+    # One at each given time, and not all of them each time.
     assert 0 < len(scheduler.submitted) - first < 250
     for live in requests:
         cluster.replicas.release(live)
@@ -340,7 +340,7 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
     aborted = []
     for scheduler in cluster.schedulers:
         scheduler.abort = lambda handle, *_, **__: aborted.append(handle)
-    # They begin alike, so that all go to one replica as long as it has room: nothing counts but themselves.
+    # They begin alike, so that all go to one replica while it has room: only they count.
     for number in range(3):
         live = cluster.place(f"later {number}")
         await until_true(lambda live=live: live.is_completed)
@@ -355,7 +355,7 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
     [(True, 7, True), (True, 8, True), (True, epoch_of_start(0.001), False), (False, 7, False)],
 )
 async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
-    """It would be kept for another reader, also where its worker was attached anew meanwhile; a plain one ends by
+    """It would be kept for another reader, even if its worker was attached again meanwhile; a plain request ends by
     itself, and another scheduler does not have it."""
     cluster = Cluster(1, lambda *_: None)
     (scheduler,) = cluster.schedulers
@@ -369,7 +369,7 @@ async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(dur
     scheduler.welcome.scheduler_epoch = epoch
     scheduler.regain_stream()
     assert aborted == [live.handle] * is_ended
-    # Before a request that has its id now.
+    # The abort comes before a request that now has its id.
     assert scheduler.submitted == [live.handle] * (1 + is_ended) + [again.handle]
     scheduler.lose_stream()
     scheduler.regain_stream()
@@ -417,7 +417,7 @@ async def test_a_change_of_model_moves_its_requests_and_keeps_others_away_until_
 
 
 def lose_for_good(cluster: Cluster, scheduler: Scheduler) -> None:
-    """As where a DNS name no longer has its address."""
+    """For example, a DNS name no longer has its address."""
     scheduler.is_connected = False
     del cluster.replicas.links[scheduler.address]
     cluster.replicas.on_gone(scheduler.address)
@@ -457,7 +457,7 @@ async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_place
 
 @pytest.mark.parametrize("has_news", [False, True])
 async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_before(has_news):
-    """Another gateway has read it meanwhile, and this one has not heard of that yet."""
+    """Another gateway has read it meanwhile, and this one has not been notified yet."""
     cluster = Cluster(1, lambda *_: None)
     (scheduler,) = cluster.schedulers
     earlier = cluster.place("story", durable=True)
@@ -469,7 +469,7 @@ async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_b
     live.catch_up(earlier, 1)
     cluster.replicas.hand_over(earlier, live)
     if has_news:
-        # It is the reader by then, and the one that comes later has it for good.
+        # It is the reader by then, and a later reader keeps it for good.
         scheduler.tell(runs=[TokenRun(live.handle, 0, 1, [51])])
     taken_over = RequestFailed(live.handle, Aborted("is read by another call now", reason="REQUEST_TAKEN_OVER"))
     scheduler.tell(failed=[taken_over])
@@ -490,7 +490,7 @@ async def read_to_end(live: LiveRequest) -> None:
 
 
 async def test_where_all_drain_a_request_goes_on_where_it_was():
-    """It was to go to the other one when the word came that both drain."""
+    """It was about to go to the other replica when both reported that they drain."""
     cluster = Cluster(2, lambda *_: None)
     first, other = cluster.schedulers
     live = running_at(cluster, first)
@@ -511,7 +511,7 @@ async def test_a_replica_that_keeps_room_gets_the_request_that_was_released_for_
     other.drain()
     first.tell(moved=[RequestMoved(live.handle, None)])
     assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
-    # One of an earlier release takes nothing any more.
+    # A replica of an earlier release takes no more requests.
     other.tell(failed=[RequestFailed(live.handle, Unavailable("it drains", reason="DRAINING"))])
     assert (live.replica, first.submitted) == (first.address, [live.handle] * 2)
     cluster.replicas.release(live)
@@ -527,7 +527,7 @@ async def test_where_all_drain_a_new_request_fails_once_nothing_runs_any_more():
     assert live.replica is None
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
     assert not live.is_over
-    # Of other gateways.
+    # The first scheduler still has requests of other gateways.
     first.is_busy = True
     cluster.replicas.release(running)
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)

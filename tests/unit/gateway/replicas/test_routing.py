@@ -1,4 +1,4 @@
-"""Which replica is chosen: by what is cached, by affinity, and never one that is much busier than others."""
+"""Choice of a replica: by cached blocks, by affinity, and never one that is much busier than others."""
 
 from collections import Counter
 
@@ -61,7 +61,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached():
     nothing = Candidate(0, SIZE, CachedBlocks())
     assert choose(STORY, a=nothing, b=longer, c=shorter) == "b"
     assert choose(STORY, a=longer, b=nothing, c=shorter) == "a"
-    # Of another tenant nothing is.
+    # No block of another tenant is cached.
     candidates = {"a": nothing, "b": longer, "c": shorter}
     of_other = Router(RoutingPolicy.CACHE).choose(STORY, "t", candidates)
     assert of_other == Router(RoutingPolicy.AFFINITY).choose(STORY, "t", candidates)
@@ -81,13 +81,13 @@ def test_blocks_on_disk_are_worth_less_than_those_in_the_pool_and_more_than_none
         first, second, third = names
         assert choose(STORY, **{first: nothing, second: on_disk, third: in_pool}) == third
         assert choose(STORY, **{first: nothing, second: on_disk, third: nothing}) == second
-    # A little in a pool is less than all of it on disk.
+    # A small part in a pool is worth less than the whole on disk.
     assert choose(STORY, a=Candidate(0, SIZE, make_cached(STORY[:8])), b=on_disk) == "b"
     half = Candidate(0, SIZE, make_on_disk(STORY[:20], STORY))
     assert choose(STORY, a=on_disk, b=half) == "b"
-    # What a disk has need not be computed, which says whether a prompt is long.
+    # Blocks on disk need not be computed, which decides whether a prompt is long.
     assert Router(RoutingPolicy.CACHE).choose(STORY, "", {"a": half}).num_new_tokens == 0
-    # It is gone.
+    # The cached part is gone.
     assert half.cached is not None
     half.cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True)))
     assert choose(STORY, a=on_disk, b=half) == "a"
@@ -106,7 +106,7 @@ def test_replicas_that_are_not_known_compete_by_affinity():
     assert chosen == Router(RoutingPolicy.AFFINITY).choose(STORY, "", unknown).replica
     known = next(name for name in unknown if name != chosen)
     assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, make_cached(STORY[:4]))})) == known
-    # One that is known to have nothing is as good as one that is not known.
+    # A replica that is known to have nothing is as good as an unknown one.
     assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, CachedBlocks())})) == chosen
 
 
@@ -117,13 +117,13 @@ def test_what_all_have_does_not_hold_conversations_together():
     talks = [np.concatenate((system, make_prompt(*([500 + n] * 24)))) for n in range(200)]
     counts = Counter(choose(talk, **both) for talk in talks)
     assert min(counts.values()) > 70
-    # And prompts that go on alike go to the same one, before it has anything of them.
+    # And prompts with equal continuations go to the same replica, before it has any part of them.
     tails = [make_prompt(*([n] * 4)) for n in range(20)]
     assert len({choose(np.concatenate((talks[0], tail)), **both) for tail in tails}) == 1
 
 
 def test_a_prefix_that_several_have_stays_at_one():
-    """Else it would be kept at all of them, and others evicted."""
+    """Otherwise all of them would keep it, and evict others."""
     both = {name: Candidate(0, SIZE, make_cached(STORY)) for name in "ab"}
     tails = [make_prompt(*([500 + n] * 15)) for n in range(50)]
     assert len({choose(np.concatenate((STORY, tail)), **both) for tail in tails}) == 1
@@ -145,7 +145,7 @@ def test_of_a_part_the_last_block_that_is_told_counts():
     )
     assert cached.find(hashes) == Found(4)
     assert cached.find(hashes[:1]) == Found(0)
-    # The next one is on disk.
+    # The next block is on disk.
     cached.update(cache_update_from(scheduler_pb2.CacheUpdate(disk_stored=short(hashes[5]), sampling_bits=2)))
     assert cached.find(hashes) == Found(6, 2)
 
@@ -176,7 +176,7 @@ def test_a_request_that_is_expected_to_be_long_counts_for_several_and_nobody_for
     assert loads_of({"a": 3, "b": 5}, {}) == {"a": 3, "b": 5}
     # The mean of the hints is 100; a request without one counts as one.
     assert loads_of({"a": 3, "b": 5}, {"a": [150], "b": [50, 100]}) == {"a": 3.5, "b": 4.5}
-    # Beyond the bounds nobody gains by what it says.
+    # Hints beyond the bounds gain a request nothing.
     assert loads_of({"a": 1, "b": 9}, {"a": [10**6], "b": [1] * 9}) == {"a": 4, "b": 9 * 0.25}
 
 
@@ -192,7 +192,7 @@ def make_work(*prompts: int, streams: int = 0) -> Work:
 def role_for(
     prefill: Work, decode: Work, *, stage: Stage = Stage.PROMPT, is_long: bool = True, cached: str = ""
 ) -> ReplicaRole:
-    """The role of the one that is chosen of two replicas, for a story of ten blocks; `cached` names who has it."""
+    """The role of the replica that is chosen of two, for a story of ten blocks; replica `cached` has the story."""
     candidates = {
         role.value: Candidate(0, SIZE, make_cached(STORY) if role.value == cached else CachedBlocks(), role, work)
         for role, work in ((ReplicaRole.PREFILL, prefill), (ReplicaRole.DECODE, decode))
@@ -208,7 +208,7 @@ def test_long_prompts_go_to_prefill_until_its_queue_delays_more_than_the_streams
     assert role_for(make_work(60, 20), streams) is ReplicaRole.PREFILL
     assert role_for(make_work(60, 21), streams) is ReplicaRole.DECODE
     assert role_for(make_work(1), make_work()) is ReplicaRole.DECODE
-    # Those that leave for the prompt are not delayed by it.
+    # Streams that will leave are not delayed by the prompt.
     assert role_for(make_work(streams=9), streams) is ReplicaRole.PREFILL
     assert role_for(make_work(), streams, cached="decode") is ReplicaRole.DECODE
 
@@ -222,7 +222,7 @@ def test_streams_and_short_prompts_go_to_prefill_only_while_it_has_no_prompts_an
     assert where(make_work(), make_work(streams=1)) is ReplicaRole.PREFILL
     assert where(make_work(streams=1), make_work(streams=1)) is ReplicaRole.DECODE
     assert where(make_work(1), make_work(streams=9)) is ReplicaRole.DECODE
-    # What cannot leave again goes there for nothing but want of others.
+    # A request that cannot leave again goes there only if there is no other replica.
     assert role_for(make_work(), make_work(streams=9), stage=Stage.STAY) is ReplicaRole.DECODE
     alone = {"a": Candidate(0, SIZE, None, ReplicaRole.PREFILL)}
     assert Router(RoutingPolicy.AFFINITY).choose(STORY, "", alone, stage=Stage.STAY) == ("a", len(STORY))

@@ -1,4 +1,4 @@
-"""Calls to all schedulers where there is none, or one that is not connected."""
+"""Calls to all schedulers if there is none, or one that is not connected."""
 
 from collections.abc import Awaitable, Callable
 
@@ -20,7 +20,7 @@ async def test_before_a_scheduler_is_known_nobody_says_that_a_request_is_not(
 
 
 def make_link(address: str, outcomes: list[str] | None = None, error: QuireError | None = None) -> SchedulerLink:
-    """A link that notes what it is asked, and answers, or fails; without `outcomes` it is not connected."""
+    """A link that records calls, and answers or fails; without `outcomes` it is not connected."""
     link = SchedulerLink.__new__(SchedulerLink)
     link.address, link._stub, link.is_connected = address, None, outcomes is not None
     if outcomes is not None:

@@ -60,7 +60,7 @@ def test_tokens_of_the_reasoning_are_counted_with_its_marks(name, thinking, reas
     stream = make_stream(parser=parser)
     first, last = ids_of(reasoning), ids_of(after)
     stream.accept(0, first + last)
-    # A mark may be spelled by several tokens, of which the last one opens the reasoning.
+    # A mark may have several tokens, and the last one opens the reasoning.
     opening = ids_of("<think>") if reasoning.startswith("<think>") else []
     opening = ids_of("<|channel|>analysis<|message|>") if name == HARMONY_REASONING else opening
     assert stream.num_reasoning_tokens == len(first) - max(len(opening) - 1, 0)
@@ -75,11 +75,11 @@ def test_tokens_of_the_reasoning_are_counted_with_its_marks(name, thinking, reas
     [
         ([], 0),
         ([1, 2, 3, 4, 5, 6], 6),
-        # Something else is said, and then the rest.
+        # Other tokens come, and then the rest.
         ([1, 2, 9, 9, 4, 5, 6], 4),
-        # Something is left out.
+        # Some tokens are left out.
         ([1, 2, 5, 6], 3),
-        # What follows was said before: it is behind the beginning.
+        # The beginning comes again, and counts once.
         ([1, 2, 1, 2, 3], 3),
         ([7, 8, 9], 0),
         ([1, 2, 3, 4, 5, 6, 7, 8], 6),

@@ -1,4 +1,4 @@
-"""The bound on all bodies together, and who gives way when it is reached."""
+"""The bound on all bodies together, and the bodies that give way when it is reached."""
 
 from contextvars import copy_context
 
@@ -11,7 +11,7 @@ from quire.rpc.errors import ResourceExhausted
 
 
 class Bodies:
-    """Bodies of one memory by name, and who was given up."""
+    """Bodies of one memory by name, and the names of bodies that were given up."""
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int | None = None) -> None:
         self.memory = BodyMemory(max_bytes, max_tenant_bytes)
@@ -22,7 +22,7 @@ class Bodies:
 
 
 def add(tenant: str, body: HeldBody, num_bytes: int) -> None:
-    """As a call of a tenant does."""
+    """Adds bytes as in a call of a tenant."""
 
     def call() -> None:
         set_caller(Caller(tenant, Access(), Account(Limits(), lambda: 0.0)))

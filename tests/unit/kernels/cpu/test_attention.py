@@ -1,4 +1,4 @@
-"""Attention in C++ and that of the reference against dense attention in float64, over shapes that fit no vector."""
+"""Attention in C++ and in the reference compared with dense attention in float64, over shapes that fit no vector."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
     threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-# The other instruction sets share as many examples as the best one has: they are made from the same source.
+# The other instruction sets together get as many examples as the best one: they come from the same source.
 @pytest.mark.parametrize(
     "isas",
     [
@@ -107,7 +107,7 @@ def test_results_depend_on_neither_neighbours_nor_threads(dtype: torch.dtype, is
 def make_decodes(
     sequences: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
 ) -> Batch:
-    """Sequences of (context of the first row, rows): the rows of one have a token more each, over the same blocks."""
+    """Sequences of (context of the first row, rows): each next row has a token more, over the same blocks."""
     whole = make_batch(
         [(rows, length + rows - 1) for length, rows in sequences],
         heads=heads,

@@ -1,4 +1,4 @@
-"""bfloat16 weights in three quarters of their bytes: every number comes back bit for bit, whatever it is."""
+"""bfloat16 weights in three quarters of their bytes: every number is restored bit for bit."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def pack(kernels: CpuKernels, weight: torch.Tensor, *, gated: bool = False) -> P
 
 
 def numbers_of(kernels: CpuKernels, packed: PackedWeight, num_tokens: int) -> torch.Tensor:
-    """The weight [out, in], by products of tokens that are zero but in one place, so many at a time."""
+    """The weight [out, in], by products of unit vectors, `num_tokens` at a time."""
     tokens = torch.eye(packed.in_features, dtype=torch.bfloat16)
     parts = [kernels.product(some, packed, None, "identity", torch.bfloat16) for some in tokens.split(num_tokens)]
     return torch.cat(parts).t()
@@ -43,14 +43,14 @@ def numbers_of(kernels: CpuKernels, packed: PackedWeight, num_tokens: int) -> to
 def test_every_number_comes_back(isa, num_tokens, out_features, in_features, odd, threads) -> None:
     kernels = make_kernels(isa)
     weight = make_weight(out_features, in_features)
-    # Numbers whose upper bytes nobody else has: large ones, tiny ones, and such as are no normal numbers.
+    # Numbers with rare upper bytes: large ones, tiny ones, and subnormal ones.
     places = torch.randint(weight.numel(), (min(odd, weight.numel() // 256),))
     exponents = torch.randint(-133, 100, places.shape)
     weight.view(-1)[places] = (1.375 * 2.0 ** exponents.double()).bfloat16()
     with torch_threads(threads):
         packed = pack(kernels, weight)
         actual = numbers_of(kernels, packed, num_tokens)
-    # The processor's products take what is no normal number for zero.
+    # The processor's products take subnormal numbers for zero.
     normal = weight.float().abs() >= torch.finfo(torch.bfloat16).tiny
     assert torch.equal(actual[normal], weight[normal])
     assert not actual[~normal].any() or torch.equal(actual[~normal], weight[~normal])
@@ -106,7 +106,7 @@ def test_a_number_that_is_not_finite_is_seen(isa: str) -> None:
 
 
 def test_a_token_gets_the_same_bits_in_any_company(isa: str) -> None:
-    """Where matrix units multiply, numbers that are made anew and those that are made once give the same sums."""
+    """With matrix units, numbers that are decoded for each product give the same sums as numbers decoded once."""
     kernels = make_kernels(isa)
     packed = pack(kernels, make_weight(200, 768))
     x = torch.randn(200, 768).bfloat16()

@@ -1,4 +1,4 @@
-"""Weights as files store them: products are those of the dequantized weight, bit for bit."""
+"""Weights as files store them: products equal the dequantized weight's, bit for bit."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_products_are_those_of_the_dequantized_weight(
 
 @pytest.mark.parametrize("coding", Coding)
 def test_a_number_keeps_its_sign_where_it_is_zero(isa: str, coding: Coding) -> None:
-    """The numbers themselves, by products with a single token that is not zero."""
+    """Compares the numbers themselves, by products with a single nonzero token."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     inputs = torch.eye(weight.in_features).bfloat16()
     actual = kernels.product(
@@ -95,14 +95,14 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
     sums = (tokens.values.double() * tokens.scales.double()) @ dequantized(weight).double().t() + bias.double()
     expected = silu_and_mul(sums) if gated else sums
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-    # The company of a token changes nothing.
+    # Other tokens in the batch do not change a token's results.
     alone = [kernels.product(each, packed, bias, "silu" if gated else "identity", torch.float32) for each in x.split(1)]
     assert torch.equal(torch.cat(alone), actual)
 
 
 @pytest.mark.parametrize(("coding", "codes"), [(Coding.Q4_K, slice(16, 144)), (Coding.Q6_K, slice(192))])
 def test_the_largest_codes_times_the_largest_tokens(isa: str, coding: Coding, codes: slice) -> None:
-    """Where sums of two products have 16 bits."""
+    """With sums of two products in 16 bits."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
     weight.rows[:, codes] = 255
     x = torch.full((9, weight.in_features), -127.0).bfloat16()
@@ -134,7 +134,7 @@ def test_groups_of_any_size_and_scales_of_any_dtype(isa: str, coding: Coding, in
 
 
 def test_every_code_of_fp8(isa: str) -> None:
-    """But those of NaN."""
+    """All codes except NaN."""
     kernels, codes = make_kernels(isa), torch.arange(256, dtype=torch.uint8).view(8, 32)
     codes[codes & 127 == 127] = 126
     weight = CodedWeight(Coding.FP8, codes, GroupScales(torch.ones(8, 1), None, 32))
@@ -175,7 +175,7 @@ def test_rows_are_looked_up(isa: str, coding: Coding) -> None:
 
 @pytest.mark.parametrize("inputs", [96, 128])
 def test_int8_with_a_scale_for_each_output_is_summed_in_whole_numbers(isa: str, inputs: int) -> None:
-    """Also beside a weight of another coding, by the same tokens; where inputs would be padded they are not."""
+    """Also together with a weight of another coding and the same tokens; inputs that would need padding are not."""
     kernels = make_kernels(isa)
     weight = make_scaled(Coding.INT8, 40, inputs, inputs, torch.bfloat16, has_zeros=False)
     other = make_scaled(Coding.INT4, 24, inputs, 32, torch.float16, has_zeros=True)

@@ -1,4 +1,4 @@
-"""Tokens that the library draws, against an exact computation in float64, on every instruction set."""
+"""Tokens that the library draws compared with an exact computation in float64, on every instruction set."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ NUM_ROWS = 60
 
 
 def naive_token(logits: NDArray[np.float32], rules: DrawRules, row: int, number: float) -> tuple[int, float]:
-    """The token, and how near the number is to where it would be another one, as a share of all."""
+    """The token, and the distance of the random number to the next token's range, as a share of all."""
     if not rules.temperature[row]:
         return int(logits.argmax()), 1.0
     scores = (logits - logits.max()) / rules.temperature[row]
@@ -40,7 +40,7 @@ def test_each_row_draws_what_an_exact_computation_draws(isa: str, vocab_size: in
     generator = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(generator.standard_normal((NUM_ROWS, vocab_size)).astype(np.float32))
     logits *= torch.from_numpy(generator.choice([0.01, 1, 5, 20], (NUM_ROWS, 1)).astype(np.float32))
-    # Half of the rows as models in bfloat16 have them, with many equals; some with banned tokens.
+    # Half of the rows are like bfloat16 models', with many equal logits; some have banned tokens.
     logits[::2] = logits[::2].bfloat16().float()
     logits[::5, 1::2] = -torch.inf
     with np.errstate(divide="ignore"):
@@ -55,7 +55,7 @@ def test_each_row_draws_what_an_exact_computation_draws(isa: str, vocab_size: in
     assert torch.equal(highest, logits.max(1).values)
     for row in range(NUM_ROWS):
         expected, distance = naive_token(logits[row].numpy(), rules, row, numbers[row])
-        # Sums in floats may fall on the other side of an edge.
+        # Sums in float32 may fall on the other side of an edge.
         assert int(token_ids[row]) == expected or distance < 2e-6, (row, rules.top_k[row], rules.top_p[row])
         assert logits[row, token_ids[row]] > -torch.inf
 

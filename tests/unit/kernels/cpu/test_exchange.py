@@ -25,7 +25,7 @@ TIMEOUT_S = 60
 
 
 def together(size: int, act: Callable[[SharedGroup], T]) -> list[T]:
-    """What `act` returns to each rank of a new group, when all have acted at the same time."""
+    """The results of `act` on each rank of a new group; all ranks act at the same time."""
     memory = torch.zeros(shared_bytes(size), dtype=torch.uint8)
     with ThreadPoolExecutor(size) as pool:
         acts = [pool.submit(act, SharedGroup(rank, size, memory)) for rank in range(size)]
@@ -55,7 +55,7 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
 @parametrize_pairwise(
     "implementation,shape,dtype,size",
     ISAS,
-    # One element, less than a vector, a decode, some lines, none, and more than a slot holds at once.
+    # One element, less than a vector, a decode, some lines, none, and more than a slot can hold.
     [(1,), (3, 5), (1, 768), (64, 776), (0, 8), (2, 3, 190_001)],
     [torch.float32, torch.bfloat16, torch.float16],
     SIZES,
@@ -68,7 +68,7 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(shape: tuple[int, ...], dty
         assert torch.equal(total, expected)
 
 
-# Widths that divide and that do not, ranks without a column, a line longer than a slot of int64, and many lines.
+# Widths that divide evenly or not, ranks without a column, a line longer than a slot of int64, and many lines.
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 768), (1, 3 * SLOT_BYTES // 8), (900, 1023), (0, 4)])
 @pytest.mark.parametrize("size", SIZES)
 def test_columns_of_all_ranks_lie_side_by_side(shape: tuple[int, int], size: int) -> None:
@@ -87,7 +87,7 @@ def test_columns_of_all_ranks_lie_side_by_side(shape: tuple[int, int], size: int
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_of_a_rank_wait_for_each_other_too(num_threads: int, size: int) -> None:
-    """Many rounds of several stripes: what one thread still copies must not be read by another one."""
+    """Many rounds of several stripes: a thread must not read what another thread still copies."""
     shape, rounds = (16, 1024), 200
 
     def act(group: SharedGroup) -> int:

@@ -1,4 +1,4 @@
-"""Finding and loading the library, and what happens where that fails."""
+"""Finding and loading the library, and the effects of a failure."""
 
 import logging
 from ctypes import Structure, c_int64

@@ -1,4 +1,4 @@
-"""Low-rank addends of products: as computed in float64, whatever the shapes; a token's bits are its own affair."""
+"""Low-rank addends of products equal float64 results, for all shapes; a token's bits do not depend on the others."""
 
 from collections.abc import Sequence
 
@@ -88,7 +88,7 @@ def test_any_shape_equals_the_sums_of_float64(
         plain = kernels.product(x, packed, None, activation, torch.float32)
     assert torch.equal(actual[slots == 0], plain[slots == 0])
     if quantization is not Quantization.NONE:
-        return  # Their products are tested by themselves; the addends are those of others.
+        return  # Other tests cover these products, and other cases of this test cover the addends.
     expected = expected_of(x, weight, adapters, widths, slots)
     if gated:
         gate, up = expected.chunk(2, dim=-1)
@@ -207,7 +207,7 @@ def test_torchs_table_adds_the_same_and_leaves_the_others_alone(dtype: torch.dty
 
 
 def test_torchs_table_of_a_rank_without_inputs_adds_nothing() -> None:
-    """As the last of many ranks has them where a layer has fewer inputs than would be one for each."""
+    """The last of many ranks has no inputs if a layer has too few for each."""
     table = MaskedTable(0, [12], NUM_SLOTS, MAX_RANK, like=torch.empty(0))
     table.put(1, table.pack([LowRank(torch.empty(9, 0), torch.randn(12, 9), 0.5)]))
     product = torch.randn(3, 12)

@@ -1,4 +1,4 @@
-"""Products by matrix units, which are emulated: how they add, what they load and store, and the bits of a row."""
+"""Products by emulated matrix units: the order of sums, loads and stores, and the bits of a row."""
 
 from collections.abc import Callable
 

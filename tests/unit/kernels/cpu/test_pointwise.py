@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """`scale`: what errors of the order of one are multiplied with."""
+    """`scale` multiplies the tolerance for values of about one."""
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * max(scale, 1.0))
 

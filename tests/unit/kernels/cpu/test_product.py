@@ -21,7 +21,7 @@ def make_kernels(isa: str) -> CpuKernels:
 
 
 def products_of(isa: str, dtype: torch.dtype, quantization: Quantization) -> PlainProducts:
-    """What `ops` takes: where there is no kernel of ours, the reference."""
+    """The kernels that `ops` uses: the reference if there is no kernel of ours."""
     kernels = make_kernels(isa)
     return kernels if kernels.has_products(dtype, quantization) else reference
 

@@ -1,4 +1,4 @@
-"""Operations recorded once and run as one call: equal to the same operations one by one, bit for bit."""
+"""Operations that are recorded once and run as one call give the same bits as one by one."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
 
 class Layer:
-    """All operations of the library at work, over inputs that have room for more than a run takes."""
+    """All operations of the library, over inputs with room for more than a run takes."""
 
     def __init__(self, quantization: Quantization = Quantization.NONE) -> None:
         torch.manual_seed(3)
@@ -115,7 +115,7 @@ def test_every_run_gives_what_the_operations_give_one_by_one(
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_begin_an_operation_when_all_have_ended_the_one_before(library: Library, threads: int) -> None:
-    """Of operations that several threads share: each panel of the product reads all lines of the norm."""
+    """Several threads share each operation: each panel of the product reads all lines of the norm."""
     x, ones = torch.empty(MOST_TOKENS, 4096), torch.ones(4096)
     weight = ops.pack_weight(torch.randn(512, 4096))
     recorder = Recorder(library, MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""Which thread does which units, on simulated machines: 64 threads on two nodes, at any speeds, in virtual time."""
+"""The units of each thread, on simulated machines: 64 threads on two nodes, at any speeds, in virtual time."""
 
 import ctypes
 import heapq
@@ -15,7 +15,7 @@ import pytest
 THREADS, NODE = 64, 32
 """Threads of the machine, and of one of its nodes."""
 PANELS = 896
-"""Of the gate and up projections of a model of 8B."""
+"""Panels of the gate and up projections of an 8B model."""
 
 
 class Units(ctypes.Structure):
@@ -40,7 +40,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What threads did in a step.
+    """The work of threads in a step.
 
     Attributes:
         thread_of: by unit.
@@ -54,7 +54,7 @@ class Step:
 
     @property
     def from_other_node(self) -> float:
-        """The share of units that threads read from the memory of a node that is not theirs."""
+        """The share of units that threads read from the memory of the other node."""
         away = (thread // NODE != owner_of(unit) // NODE for unit, thread in enumerate(self.thread_of))
         return sum(away) / len(self.thread_of)
 
@@ -73,7 +73,7 @@ def run(
     cost: Callable[[int], float] = lambda _: 1.0,
     threads: int = THREADS,
 ) -> Step:
-    """Threads take `count` units whenever they are done with those before; cost(thread) is the time for each."""
+    """Threads take `count` units whenever they have finished the last ones; cost(thread) is the time for each."""
     shares = library.make_shares(threads, units, grain)
     thread_of, foreign, end = [-1] * units, 0, 0.0
     distances = [c_int64(0) for _ in range(threads)]
@@ -94,7 +94,7 @@ def run(
 
 
 def one_counter(library: ctypes.CDLL, cost: Callable[[int], float]) -> Step:
-    """As it was: all threads take units by the same counter."""
+    """The former scheme: all threads take units from the same counter."""
     return run(library, grain=PANELS, cost=cost)
 
 

@@ -1,4 +1,4 @@
-"""Triton is published for some platforms only; elsewhere these kernels do not exist."""
+"""Triton is published only for some platforms; elsewhere these kernels do not exist."""
 
 import importlib.util
 from collections.abc import Iterator

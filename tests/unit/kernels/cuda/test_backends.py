@@ -1,4 +1,4 @@
-"""Which tensors the kernels get."""
+"""Selection of kernels by tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights as files store them on a GPU: the numbers are those of the dequantized weight, bit for bit."""
+"""Weights as files store them on a GPU: the numbers equal the dequantized weight's, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_looked_up_rows_are_those_of_the_dequantized_weight(
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("coding", Coding)
 def test_products_are_those_of_the_dequantized_weight(device: KernelDevice, coding: Coding, num_tokens: int) -> None:
-    """More outputs than a tile has, and not as many as fill tiles."""
+    """The number of outputs is larger than a tile, and no multiple of it."""
     for seed in range(3 if coding in SCALED else 1):
         weight = make_coded(coding, 40, 1 if coding.group[0] == 256 else 3, seed + num_tokens)
         x, bias, numbers = (
@@ -95,7 +95,7 @@ def test_activations_gates_and_several_weights(device: KernelDevice) -> None:
 
 
 def test_several_programs_share_the_inputs_of_few_tokens(device: KernelDevice) -> None:
-    """Which they may do unevenly; one of them adds the bias. More tokens are summed by one program."""
+    """The shares may be uneven; one program adds the bias. More tokens are summed by one program."""
     weight = make_coded(Coding.Q8_0, 3, 33)
     packed = coded.pack_coded(weight, False, Quantization.NONE)
     x, bias = torch.randn(17, 1056).half(), torch.randn(3).half()
@@ -152,7 +152,7 @@ def multiply_by_torch(
     high_bytes: int,
     **constants: Any,
 ) -> None:
-    """What the kernel computes, in any dtype: the interpreter cannot multiply bfloat16."""
+    """Does the work of the kernel in any dtype: the interpreter cannot multiply bfloat16."""
     of = SimpleNamespace(**constants)
     codes = data if of.BITS == 8 else parts_of(data, 4)
     if high is not None:

@@ -1,4 +1,4 @@
-"""What Triton compiles for an H100 or H200, without one: kernels fit, and steps of other sizes compile nothing new."""
+"""Compiles Triton kernels for an H100 or H200 without one: they fit, and steps of other sizes compile nothing new."""
 
 import re
 import subprocess
@@ -25,20 +25,20 @@ from tests.unit.kernels.test_paged_attention import make_batch
 
 pytestmark = pytest.mark.extended
 
-# Of blocks within blocks, and of scales beside the codes.
+# Codings with blocks within blocks, and codings with scales next to the codes.
 SOME = [Coding.Q5_K, Coding.INT4, Coding.FP8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What one program may have of a multiprocessor's memory on compute capability 9.0.
+# Maximum shared memory of one program on compute capability 9.0.
 SHARED_MEMORY = 227 * 1024
-# Programs of one launch along each dimension.
+# Maximum programs of one launch along each dimension.
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Hopper:
-    """The driver of a GPU that is not there: enough of it to compile for it."""
+    """The driver of an absent GPU: enough of it to compile for it."""
 
     def get_current_device(self) -> str:
-        # Keeps what is compiled here apart from what a real device runs.
+        # Keeps these compiled kernels apart from a real device's.
         return "hopper"
 
     def get_current_stream(self, device: str) -> int:
@@ -50,7 +50,7 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[Any]:
-    """The kernels that launches came to; they are compiled and not run."""
+    """The kernels of all launches, which are compiled and not run."""
     kernels: set[Any] = set()
     run = JITFunction.run
 
@@ -94,7 +94,7 @@ def test_attention_with_every_score_option_fits_a_multiprocessor(
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
-    """What a thread keeps in memory for want of registers."""
+    """Bytes that a thread keeps in memory for want of registers."""
     (cubin := folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
     usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -105,7 +105,7 @@ def stack_bytes(kernel: Any, folder: Path) -> int:
     ("heads", "head_dim", "sliding_window", "has_sinks"),
     [
         ((32, 8), 128, None, False),
-        # Without sinks it does less of the same.
+        # Without sinks it does less of the same work.
         ((16, 8), 256, 600, True),
         *([((16, 16), 64, None, True), ((32, 1), 128, None, True)] if is_third_tier() else []),
     ],
@@ -141,7 +141,7 @@ def pointwise_step(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None
     add_rms_norm(x, rms_norm(x, weight, 1e-5), weight, 1e-5)
     layer_norm(x, weight, weight, 1e-5)
     silu_and_mul(x)
-    # Indexes are parts of one buffer, as a step sends them.
+    # Indexes are parts of one buffer, as in a step.
     buffer = torch.zeros(4 * num_tokens + 1, dtype=torch.int64)
     positions, slots = buffer[num_tokens : 2 * num_tokens], buffer[1 + 2 * num_tokens :][:num_tokens]
     query, key, value = torch.zeros(num_tokens, 24, 128, dtype=dtype).split((16, 4, 4), dim=1)
@@ -171,7 +171,7 @@ def test_coded_products_run_on_tensor_cores_without_a_stack(compiled: set[Any], 
     for kernel in compiled:
         assert "mma" in kernel.asm["ptx"]
         assert stack_bytes(kernel, tmp_path) == 0
-        # A thread makes 64 numbers a turn, of at least 8 that share two scales, two steps and a zero.
+        # A thread makes 64 numbers a turn; at least 8 share two scales, two steps and a zero.
         assert kernel.asm["sass"].count("LDG.E") <= 48
     assert_fit(compiled, {"_product_kernel"})
 
@@ -195,7 +195,7 @@ def test_decode_reads_the_pool_sixteen_bytes_at_a_time(compiled: set[Any]) -> No
     attend([(1, 900), (1, 3)], heads=(32, 8), head_dim=128, block_size=16, dtype=torch.bfloat16)
     (kernel,) = (each for each in compiled if each.name == "_decode_kernel")
     sizes = re.findall(r"cp\.async\.(c[ag])\.shared\.global \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)", kernel.asm["ptx"])
-    # Block ids, four bytes each, travel by the same way.
+    # Block ids, four bytes each, are sent the same way.
     assert set(sizes) == {("cg", "0x10"), ("ca", "0x4")}
 
 

@@ -1,4 +1,4 @@
-"""Products in FP8: the choice, the arguments and the rounding of tokens. torch multiplies so on GPUs alone."""
+"""Products in FP8: the choice, the arguments and the rounding of tokens. torch has such products only on GPUs."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def test_the_device_and_the_dtype_choose(monkeypatch: pytest.MonkeyPatch, capabi
     assert ops.has_fp8_products(CUDA, torch.bfloat16) == (capability >= (8, 9))
     assert not ops.has_fp8_products(CUDA, torch.float16)
     assert not ops.has_fp8_products(torch.device("cpu"), torch.bfloat16)
-    # Codes are multiplied on all of them.
+    # Products of codes work on all of them.
     assert ops.has_coded_products(CUDA, torch.float16)
     assert not ops.has_coded_products(CUDA, torch.float32)
 
@@ -78,7 +78,7 @@ def test_other_weights_become_numbers_in_the_tile(weight: CodedWeight, monkeypat
 
 @pytest.mark.parametrize("in_features", [16, 1500])
 def test_tokens_are_rounded_with_a_scale_each(device: KernelDevice, in_features: int) -> None:
-    """Numbers that E4M3 has: the interpreter rounds others wrongly where a fraction carries into the exponent."""
+    """Only numbers of E4M3: the interpreter rounds others wrongly if a fraction carries into the exponent."""
     numbers = torch.randint(-127, 127, (6, in_features), dtype=torch.int8).view(torch.float8_e4m3fn).float()
     numbers = numbers.nan_to_num()
     numbers[:, 1] = 448
@@ -89,7 +89,7 @@ def test_tokens_are_rounded_with_a_scale_each(device: KernelDevice, in_features:
     assert torch.equal(scales[:3], factors[:3])
     assert torch.equal(codes[:3].float(), numbers[:3])
     assert not codes[3].float().any()
-    # A token that is not finite spoils its own sums, and no other.
+    # A token that is not finite spoils only its own sums.
     assert scales[:, 0].isfinite().tolist() == [True] * 4 + [False] * 2
     random = torch.randn(3, in_features).bfloat16()
     torch.testing.assert_close(device.run(fp8.rounded, random).result[1], rounded_by_torch(random)[1])
@@ -101,7 +101,7 @@ def test_products_are_those_of_rounded_tokens(activation: str, monkeypatch: pyte
     monkeypatch.setattr(fp8, "rounded", rounded_by_torch)
     monkeypatch.setattr(fp8, "silu_and_mul", reference.silu_and_mul)
     monkeypatch.setattr(torch, "_scaled_mm", multiplied)
-    # As a rank has them: some outputs of two parts, some inputs of both.
+    # A rank's part: some outputs of two weights, some inputs of both.
     parts = [make_weight(64, 96, 96, seed).part(slice(16, 48), slice(32, 96)) for seed in (1, 2)]
     weight = CodedWeight.joined([part for part in parts if part is not None])
     assert weight.rounds_inputs
@@ -117,7 +117,7 @@ def test_products_are_those_of_rounded_tokens(activation: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("num_tokens", [1, 17])
 def test_torch_accepts_the_arguments(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own checks of sizes, strides and dtypes, on tensors without values."""
+    """Uses torch's own checks of sizes, strides and dtypes, on tensors without values."""
 
     def launched(*arguments: Any, **constants: int) -> None:
         pass

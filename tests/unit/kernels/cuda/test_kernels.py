@@ -1,4 +1,4 @@
-"""All kernels, in Triton's interpreter and on a GPU where there is one: attention, the pool, what is done to each line.
+"""All kernels, in Triton's interpreter and on a GPU if there is one: attention, the pool, operations on each line.
 
 They are in one file, which one process of the test runner runs: each interpreter is a process that imports torch.
 """
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.extended
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (40, 71), (1, 150)]
-# Both kernels, where sizes are not what a test is about.
+# Both kernels, for tests that do not depend on sizes.
 SHORT = [(1, 1), (3, 3), (1, 17), (4, 11)]
-# So that small contexts have many pieces, more than are joined at once.
+# Small contexts then have many pieces, more than are joined at once.
 MANY_PIECES = DecodeTiling(tile=16, shortest_split=16, longest_split=16)
 PREFILL_TILING = PrefillTiling(query_tile=16, tile=16)
 
@@ -119,7 +119,7 @@ def test_contexts_in_many_pieces_match_naive(
 def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
     device: KernelDevice, sliding_window: int | None
 ) -> None:
-    """What a recorded graph does, whose contexts are cut for the longest one."""
+    """As in a recorded graph, whose contexts are cut for the longest one."""
     batch = make_batch([(1, length) for length in (1, 16, 17, 300)], heads=(6, 2))
     scores = ScoreRule(0.3, sliding_window, sinks=SINKS)
     result = device.run(paged_attention, *batch.tensors, scores=scores, max_query_len=1, max_seq_len=20_000).result
@@ -172,7 +172,7 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
 
 @pytest.mark.parametrize("sliding_window", [17, 1, 15, 16, 63, 150])
 def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
-    """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
+    """Whole tiles lie between the keys that some queries of a tile no longer see and keys that some do not see yet."""
     batch, sinks = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(3, 1)), SINKS[:3]
     output = torch.full_like(batch.query, torch.nan)
     rows, scores = PagedBatch(*batch.tensors), ScoreRule(0.3, sliding_window, sinks=sinks)
@@ -182,7 +182,7 @@ def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: Kernel
 
 
 def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
-    """Products of hundreds would overflow in exp2, were the best of them not taken off first."""
+    """Products of hundreds would overflow in exp2 if the largest one were not subtracted first."""
     batch = make_batch([*SHORT, (1, 50)], heads=(2, 1))
     assert_matches_naive(device, batch, scale=30.0)
     assert_matches_naive(device, batch, scale=1e-6)
@@ -202,7 +202,7 @@ def test_scales_that_are_not_positive_are_refused(device: KernelDevice, scale: f
         attend(device, make_batch([(1, 3)]), scale=scale)
 
 
-# Writes into the pool and moves of blocks, against plain indexing
+# Writes into the pool and moves of blocks, compared with plain indexing
 
 Shape = tuple[int, int, int]
 
@@ -259,7 +259,7 @@ COPIES = {
 }
 
 
-# The last shape: blocks that take several programs, the last of which is not full.
+# The last shape has blocks that take several programs; the last program is not full.
 @pytest.mark.parametrize(
     ("pairs", "shape", "dtype"),
     pairwise(list(COPIES.values()), [(3, 4, 8), (1, 3, 5), (3, 32, WORDS // 64)], [torch.float32, torch.bfloat16]),
@@ -277,7 +277,7 @@ def test_copies_read_all_sources_before_they_write(
         assert_same_bits(actual, expected)
 
 
-# The last shape: more pieces than there are programs.
+# The last shape has more pieces than there are programs.
 @pytest.mark.parametrize(
     ("sizes", "shape", "dtype"), pairwise([(10, 4), (4, 10)], [(3, 4, 8), (3, 32, WORDS // 64)], DTYPES)
 )
@@ -305,9 +305,9 @@ def test_no_pairs_and_no_layers_change_nothing(move: Callable[..., None]) -> Non
     assert torch.equal(pool, before)
 
 
-# Norms, rotary embeddings and activations, against their formulas in float64
+# Norms, rotary embeddings and activations, compared with their formulas in float64
 
-# The interpreter cuts bfloat16 off where a GPU rounds.
+# The interpreter truncates bfloat16 where a GPU rounds.
 LINE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SHAPES = [(1, 1), (1, 8), (7, 80), (3, 5, 33), (2, 4100), (0, 16)]
 

@@ -1,4 +1,4 @@
-"""How contexts are cut into pieces."""
+"""Contexts are split into pieces."""
 
 import pytest
 from hypothesis import given

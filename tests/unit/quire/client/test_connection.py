@@ -1,4 +1,4 @@
-"""Which gateways a client calls, from what it was given."""
+"""Gateways that a client calls, by its arguments."""
 
 import logging
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def test_an_address_that_is_empty_or_a_malformed_one_of_several_is_refused(
 
 
 class _Api:
-    """What a client opens, in place of gRPC."""
+    """Stands in for gRPC: a channel is the arguments that the client opened it with."""
 
     def insecure_channel(self, uri: str, options: Any) -> Any:
         return uri, dict(options)

@@ -1,4 +1,4 @@
-"""Values that no message can hold are refused before they are sent, by field, value and range."""
+"""Values that do not fit a message are refused before they are sent, by field, value and range."""
 
 import re
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def test_beams_are_sent_as_they_are_given() -> None:
         given = common_pb2.BeamSearchParameters(beam_width=4, length_penalty=0.5)
         given.early_stopping = sampling.beam_search.early_stopping
         assert sampling == common_pb2.SamplingParameters(n=2, beam_search=given)
-    # What is absent stays absent, and 0 is not absent.
+    # Absent fields stay absent, and 0 is not absent.
     plain = common_pb2.SamplingParameters(beam_search=common_pb2.BeamSearchParameters(beam_width=3))
     assert options_request(beam_search=BeamSearch(3)).sampling == plain
     assert options_request(temperature=0.0).sampling == common_pb2.SamplingParameters(temperature=0.0)

@@ -1,4 +1,4 @@
-"""How long a stream waits after its call failed, and when it is given up. Worlds show how it goes on."""
+"""Waits of a stream after its call failed, and when it is given up. Worlds show how it continues."""
 
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ UNKNOWN = NotFound("no such request")
 
 @dataclass
 class Gateway:
-    """Notes what is called, and is the clock too."""
+    """Records calls, and is also the clock."""
 
     calls: list[object] = field(default_factory=list)
     now: float = 0.0
@@ -59,7 +59,7 @@ def test_a_refused_request_is_the_callers_error(gateway: Gateway, error: QuireEr
 
 
 def test_what_came_from_another_model_is_not_continued_and_what_did_not_come_is_started_again(gateway: Gateway) -> None:
-    """Its text would be of two models."""
+    """The text would come from two models."""
     changed = Unavailable("the worker came back with another model", reason="MODEL_CHANGED")
     resumption = gateway.resumption()
     go_on(resumption, changed)
@@ -74,16 +74,16 @@ def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(
     assert resumption.accept(chunk("ab")) == chunk("ab")
     go_on(resumption, LOST)
     assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
-    # Also where a gateway has not noticed yet that this client is gone.
+    # Also if a gateway has not noticed yet that this client is gone.
     go_on(resumption, AlreadyExists("runs"))
-    # And where its call before was heard after this one.
+    # And if its earlier call reached the gateway after this one.
     go_on(resumption, TAKEN_OVER)
     assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 11
     resumption.accept(chunk("c"))
     for error in (FULL, TAKEN_OVER):
         with pytest.raises(type(error)):
             resumption.delay_after(error)
-    # No time at all does not hasten it, and none that is said ends it.
+    # A delay of zero does not hasten it, and a missing one does not end it.
     at_once = ResourceExhausted("full", retry_after_ms=0)
     assert [go_on(resumption, error) for error in (LOST, at_once, at_once)] == [0.05, 0.1, 0.2]
     with pytest.raises(ResourceExhausted):
@@ -93,7 +93,7 @@ def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(
 def test_a_stream_that_a_gateway_or_a_proxy_resets_is_resumed_and_one_that_a_caller_cancelled_is_not(
     gateway: Gateway,
 ) -> None:
-    """HTTP/2's RST_STREAM with CANCEL, as the gateway's connection ends, is CANCELLED without a reason."""
+    """If the gateway's connection ends, HTTP/2's RST_STREAM with CANCEL is CANCELLED without a reason."""
     resumption = gateway.resumption()
     assert resumption.accept(chunk("ab")) == chunk("ab")
     assert go_on(resumption, Cancelled("CANCELLED")) == 0.05
@@ -114,7 +114,7 @@ def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gatewa
         gateway.now = 29.9
     with pytest.raises(ResourceExhausted):
         plain.delay_after(FULL)
-    # That it still runs would not say why the caller has no answer.
+    # That it still runs does not explain why the caller has no answer.
     with pytest.raises(Unavailable, match="the connection broke"):
         plain.delay_after(AlreadyExists("runs"))
     assert go_on(patient, FULL) == 2.0
@@ -125,7 +125,7 @@ def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gatewa
     [
         (None, None, 29.0, 30.0),
         (RetryPolicy(resume_for_s=90.0), None, 89.0, 90.0),
-        # The time of the call.
+        # The time limit of the call.
         (None, 1.0, 0.5, 0.95),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_stream_that_is_lost_again_before_its_first_token_has_its_whole_time_a
 
 
 def test_an_answer_that_was_chosen_at_the_end_comes_again_and_must_be_the_same(gateway: Gateway) -> None:
-    """Once no process knows the request any more."""
+    """No process knows the request any more."""
     resumption = gateway.resumption()
     assert resumption.accept(chunk("ab")) == chunk("ab")
     go_on(resumption, LOST)
@@ -178,7 +178,7 @@ def make_logprobs(number: int) -> tuple[PositionLogprobs, ...]:
 
 
 def test_of_a_chunk_that_came_in_part_the_rest_is_new(gateway: Gateway) -> None:
-    """Chunks are as long as the gateway has tokens when it writes them."""
+    """Chunks have the tokens that the gateway has when it writes them."""
     resumption = gateway.resumption()
     call = ToolCallDelta(0, "call_1", "look", '{"at"')
     first = TokenChunk(0, 0, (1, 2), "a", make_logprobs(2), reasoning="hm", tool_calls=(call,))

@@ -1,4 +1,4 @@
-"""When a client calls again by itself."""
+"""Calls that a client retries by itself."""
 
 from typing import Any
 

@@ -87,7 +87,7 @@ def test_a_turn_carries_the_answer_that_was_served_in_place_of_the_drawn_one() -
     carried = second.carrying(first.token_ids, [7, 8, 9])
     expected = [*first.token_ids, 7, 8, 9, *second.token_ids[-4:]]
     assert carried.token_ids.tolist() == expected
-    # More than planned is cut at the beginning.
+    # A longer conversation than planned is cut at the beginning.
     longer = second.carrying(first.token_ids, [7, 8, 9, 11])
     assert longer.token_ids.tolist() == [*first.token_ids[1:], 7, 8, 9, 11, *second.token_ids[-4:]]
 

@@ -141,7 +141,7 @@ def test_several_results_make_one_picture_and_the_same_results_the_same_one(tmp_
     assert (tmp_path / "b.svg").read_text() == picture
     for text in ("normalized latency", "quire, p99", r"_a $\nonsense$ b, p50", "requests/s"):
         assert text in picture
-    # Closed loops stand at their concurrency.
+    # Closed loops appear at their concurrency.
     plot([make_result("quire", math.inf), failures], tmp_path / "c.svg")
     assert "requests at once" in (tmp_path / "c.svg").read_text()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Records and reports: every figure by hand."""
+"""Records and reports: every figure computed by hand."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def test_latencies_of_one_sequence() -> None:
     assert record.normalized_latency_s == 0.5
     assert record.tpot_s == pytest.approx(1.5 / 4)
     assert record.gaps_s().tolist() == [0.5, 1.0]
-    # What comes at once has no time per token.
+    # Tokens that come at once have no time per token.
     beams = make_record(times=(3.0, 3.0), tokens=(8, 8), sequences=(0, 1))
     assert (beams.ttft_s, beams.tpot_s, beams.gaps_s().tolist()) == (3.0, None, [])
 

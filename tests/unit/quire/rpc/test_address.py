@@ -77,14 +77,14 @@ def test_a_socket_whose_process_stands_still_is_in_use_and_one_of_another_kind_i
             check_bindable(UnixAddress(tmp_path / "other"))
 
 
-# A port that our processes share, and nobody else gets.
+# A port that our processes share, and no other process gets.
 
 
 HOST = "127.0.0.1"
 
 
 def make_listener(port: int, *, reuse_port: bool = True, host: str = HOST) -> socket.socket:
-    """As gRPC and uvicorn listen."""
+    """Listens like gRPC and uvicorn."""
     return socket.create_server((host, port), reuse_port=reuse_port)
 
 
@@ -123,7 +123,7 @@ def test_a_port_whose_server_just_left_connections_behind_is_free(reuse_port: bo
     port = listener.getsockname()[1]
     client = socket.create_connection((HOST, port), timeout=30)
     connection, _ = listener.accept()
-    # Who closes first has the port linger.
+    # The port lingers at the side that closes first.
     connection.close()
     assert client.recv(1) == b""
     client.close()
@@ -157,7 +157,7 @@ def test_a_port_that_is_lent_is_its_borrowers_again_and_again_and_nobody_elses()
     lent = ReservedPort.lend()
     port = lent.address.port
     for _ in range(2):
-        # As TCPStore, gRPC and most others listen; a second one finds the port in use.
+        # TCPStore, gRPC and most others listen so; a second one finds the port in use.
         with socket.create_server((HOST, port)) as borrower, socket.create_connection((HOST, port), timeout=60):
             borrower.accept()[0].close()
             with pytest.raises(AddressInUse):

@@ -9,7 +9,7 @@ from quire.rpc.transport import TRANSPORT
 
 
 class Noting:
-    """Takes the options of a channel."""
+    """Records the options of a channel."""
 
     def channel(self, address: str, credentials: object, options: Any) -> Any:
         return dict(options)
@@ -17,7 +17,7 @@ class Noting:
 
 @pytest.mark.parametrize("address", ["scheduler.example:50052", "10.0.0.7:50053", "unix:/run/quire/worker.sock"])
 def test_they_pass_by_a_proxy_for_what_is_outside(address: str) -> None:
-    """A hub is often reached by https_proxy alone, which gRPC would take for prompts on their way to a scheduler."""
+    """The hub is often reached only by https_proxy, which gRPC would use even for prompts to a scheduler."""
     transport: Any = Noting()
     token = TRANSPORT.set(transport)
     try:

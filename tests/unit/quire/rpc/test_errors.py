@@ -25,7 +25,7 @@ SUBCLASSES = QuireError.__subclasses__()
 
 
 class FailedCall(grpc.RpcError):
-    """What gRPC raises on the client's side."""
+    """The error that gRPC raises on the client's side."""
 
     def __init__(self, code: grpc.StatusCode, details: str | None, metadata: tuple | None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_every_error_survives_the_wire(cls: type[QuireError]) -> None:
     assert (received.code, received.message, received.reason) == (error.code, "what happened", "WHY")
     assert (received.violations, received.retry_after_ms, received.metadata) == (tuple(violations), 1234, {"a": "b"})
     assert str(received) == "what happened"
-    # A reason that is not given is that of the code.
+    # A missing reason is the code's.
     assert cls("x").reason == round_trip(cls("x")).reason == cls.code.name
 
 
@@ -70,7 +70,7 @@ def test_codes_are_all_different_and_have_classes() -> None:
     assert len({cls.code for cls in SUBCLASSES}) == len(SUBCLASSES) == 13
     assert type(error_for_code(8, "full", retry_after_ms=5)) is ResourceExhausted
     assert type(error_for_code(grpc.StatusCode.CANCELLED, "left")) is Cancelled
-    # A retry of zero is not absent.
+    # A retry delay of zero is not absent.
     assert round_trip(ResourceExhausted("full", retry_after_ms=0)).retry_after_ms == 0
     assert round_trip(ResourceExhausted("full")).retry_after_ms is None
 

@@ -1,4 +1,4 @@
-"""Waiting until no more calls come; what is left of a call that was refused."""
+"""Waiting until no more calls come; memory of a refused call."""
 
 import asyncio
 import gc
@@ -79,7 +79,7 @@ async def _refuse_first_by_stream(requests: Any, context: grpc.aio.ServicerConte
     ],
 )
 async def test_a_refused_call_keeps_nothing_of_its_request(make_handler: Any, refuse: Any, tmp_path: Path) -> None:
-    """Without garbage collections, which few large requests do not cause."""
+    """Garbage collection is disabled, since a few large requests do not trigger it."""
 
     def register(server: grpc.aio.Server) -> None:
         handler = make_handler(refuse, request_deserializer=bytes)

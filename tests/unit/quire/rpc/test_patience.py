@@ -11,7 +11,7 @@ from tests.support.processes import until_true
 
 
 def look_for(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """How long timers look once more, from here on."""
+    """Sets how long timers look once more, from now on."""
     monkeypatch.setattr("quire.rpc.patience.LAST_LOOK_S", seconds)
 
 

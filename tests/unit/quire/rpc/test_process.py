@@ -1,4 +1,4 @@
-"""What a process does for the machine that it runs on."""
+"""A process returns freed memory to its machine."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ def resident_mib() -> int:
 
 async def test_memory_that_is_free_between_blocks_in_use_is_returned() -> None:
     blocks = [bytes([1]) * 100_000 for _ in range(1000)]
-    # One in a hundred stays in use, the last one included.
+    # One in a hundred stays in use, also the last one.
     kept = blocks[99::100]
     del blocks
     before = resident_mib()

@@ -1,4 +1,4 @@
-"""What `quire bench` asks for and refuses, without a server."""
+"""Requests and refusals of `quire bench`, without a server."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def plan(*argv: str) -> list[tuple[PlannedRun, list[LoadRequest]]]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line with which a command is refused."""
+    """The line with which a command is refused."""
     assert main(["bench", *argv]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

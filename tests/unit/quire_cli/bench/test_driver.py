@@ -1,4 +1,4 @@
-"""The driver against a server of its own making."""
+"""The driver with a fake server."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AT_ONCE = Pacing(None, is_closed=False, duration_s=None, timeout_s=60)
 
 
 class FakeServer:
-    """Answers each request with two tokens, but for those whose index is in `failing` or `hanging`."""
+    """Answers each request with two tokens, except for the indices in `failing` or `hanging`."""
 
     def __init__(self, failing: Sequence[int] = (), hanging: Sequence[int] = ()) -> None:
         self.failing = failing
@@ -64,7 +64,7 @@ def make_load(num_requests: int) -> list[LoadRequest]:
 
 
 def make_conversations() -> list[LoadRequest]:
-    """Two of three turns each."""
+    """Two conversations of three turns each."""
     load = take(Chat(Constant(4), Constant(2), 512, 1000, max_prompt_len=100, mean_turns=1e6, max_turns=3), 6, seed=0)
     assert [request.turn for request in load] == [0, 1, 2, 0, 1, 2]
     return load
@@ -75,7 +75,7 @@ async def test_requests_are_sent_when_they_arrive_and_no_more_at_once_than_allow
     outcome = await drive(server, make_load(20), replace(AT_ONCE, max_concurrency=3, is_closed=True))
     assert server.max_running == 3
     assert len(outcome.records) == 20
-    # They arrive when there is a slot.
+    # Requests arrive when there is a slot.
     arrivals = sorted(record.arrival_s for record in outcome.records)
     ends = sorted(record.end_s for record in outcome.records)
     assert all(end <= arrival for end, arrival in zip(ends[:-3], arrivals[3:], strict=True))
@@ -95,7 +95,7 @@ async def test_a_turn_follows_the_one_before_and_none_follows_one_that_failed() 
     outcome = await drive(server, make_conversations())
     errors = {record.index: record.error for record in outcome.records}
     assert errors == {0: None, 1: "REFUSED", 2: "EARLIER_TURN_FAILED", 3: None, 4: None, 5: None}
-    # Each turn is sent with the history of the one before.
+    # Each turn is sent with the history of the earlier ones.
     assert sorted(server.sent) == [(0, None), (1, 0), (3, None), (4, 3), (5, 4)]
     assert outcome.messages == {"REFUSED": "not request 1"}
     assert outcome.counters == {"draft_tokens": 16, "accepted_draft_tokens": 12}
@@ -122,7 +122,7 @@ async def test_a_run_that_is_cancelled_cancels_its_requests_and_keeps_what_has_e
 
 async def test_nothing_is_sent_after_the_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
-    # Each look at the clock is a millisecond after the one before.
+    # Each reading of the clock is a millisecond after the last one.
     clock = count(0, 0.001)
     monkeypatch.setattr(driver_module, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
 

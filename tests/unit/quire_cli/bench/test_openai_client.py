@@ -1,4 +1,4 @@
-"""What other servers with OpenAI's API say, and how it is read."""
+"""Answers of other servers with OpenAI's API, and how they are read."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def events(*contents: dict[str, Any]) -> bytes:
 
 
 class Peer:
-    """A server that answers as told, and remembers the bodies."""
+    """A server that gives the test's answers, and records the bodies."""
 
     def __init__(self, answer: bytes | tuple[int, Any] = b"", *, refuses: str | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""`quire serve` has the flags of all services, and hands each what it knows."""
+"""`quire serve` has the flags of all services, and passes each service the flags that it knows."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from tests.support.certificates import make_certificates
 from worker_svc.settings import WorkerSettings
 
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
-# What the supervisor decides itself.
+# Settings that the supervisor decides itself.
 OWN = {
     "listen",
     "workers",
@@ -29,7 +29,7 @@ OWN = {
     "transfer_listen",
     "reuse_port",
     "hand_over",
-    # With one replica there is nothing to choose.
+    # With one replica there is no choice.
     "routing",
     "long_prompt",
     "demo_socket",
@@ -38,7 +38,7 @@ OWN = {
     "tensor_parallel_rank",
     "tensor_parallel_address",
     "kv_cache_file",
-    # A worker adds it to its own command, where a sleep discards its weights.
+    # A worker adds it to its own command if a sleep discards its weights.
     "load",
 }
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
@@ -108,7 +108,7 @@ def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
     sockets = [f"unix:{each.local_socket}" for each in gateways]
     assert sockets == [commands.gateway_address(number) for number in range(3)]
     assert len(set(sockets)) == 3
-    # Port 0 lets each gateway pick its own, and none stays none.
+    # Port 0 lets each gateway pick its own, and no port stays no port.
     picking = [make_commands(gateways=2, admin_port=0).gateway(number, 11, 12)[1:] for number in range(2)]
     for each in (load_settings(GatewaySettings, flags, {}, program="g") for flags in picking):
         assert (each.admin_port, each.metrics_port) == (0, None)
@@ -148,7 +148,7 @@ def test_the_services_inherit_the_environment_but_for_our_variables() -> None:
         ("--public-key=x.key", "--public-cert and --public-key go together"),
         ("--tls-client-auth", "--tls-dir"),
         ("--grpc-port=70000", "^--grpc-port: .* the greatest value is 65535$"),
-        # The ports of three gateways would count beyond the last one.
+        # The ports of three gateways would exceed the last one.
         ("--gateways=3 --admin-port=65534", "^--admin-port is 65534; 3 gateways .* at most 65533$"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Waits before restarts, and when a silent service is killed."""
+"""Waits before restarts, and the times at which a silent service is killed."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_waits_double_up_to_the_longest_for_who_died_and_a_long_life_forgives() 
     backoff = RestartBackoff()
     assert [backoff.delay_s(lived_s=1) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert [backoff.delay_s(lived_s=each) for each in (29.9, 30, 0)] == [5.0, 0.1, 0.2]
-    # Who ended by itself did not die.
+    # A process that ended by itself did not die.
     backoff = RestartBackoff()
     assert [backoff.delay_s(lived_s=1, died=False) for _ in range(5)] == [0.1] * 5
     assert [backoff.delay_s(lived_s=1, died=died) for died in (True, False, True)] == [0.1, 0.1, 0.2]
@@ -31,7 +31,7 @@ FAILED = "health checks of thing failed: [Errno 24] Too many open files; beginni
 
 class ScriptedService:
     """A service as its health checks see it, one character a check: it answers (.), is silent (-), does not listen yet
-    (o), was started anew meanwhile (R), does not run (x), or this process has no socket to ask with (!)."""
+    (o), was restarted meanwhile (R), does not run (x), or this process has no socket for the check (!)."""
 
     name = "thing"
 
@@ -67,19 +67,19 @@ class ScriptedService:
     [
         ("..--.--.", []),
         ("..---", [HANGS]),
-        # Before any check was answered, and the next one as early.
+        # Silence before any check was answered, and then again as early.
         ("---R---", [HANGS, HANGS]),
         ("oooo", []),
         ("ooooo", [DOES_NOT_LISTEN]),
-        # From when it listens, silence counts anew.
+        # Silence counts anew from the time when it listens.
         ("oooo--.", []),
         ("oooo---", [HANGS]),
-        # One that begins anew in its process does not listen meanwhile.
+        # A service that begins anew in its process does not listen meanwhile.
         ("..-oooo--.", []),
         ("..ooooo", [DOES_NOT_LISTEN]),
         ("..--R--", []),
         ("..--xxxxx--", []),
-        # What fails begins anew, and so does the count.
+        # A service that fails begins anew, and so does the count.
         ("..--!--", [FAILED]),
         ("!---", [FAILED, HANGS]),
     ],

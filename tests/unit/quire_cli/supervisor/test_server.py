@@ -12,7 +12,7 @@ from quire_cli.supervisor.server import RunDirectory
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the directories are made; its path is short enough for that."""
+    """The place of the directories, with a path that is short enough for sockets."""
     directory = tmp_path_factory.mktemp("t")
     assert len(os.fsencode(directory)) <= 60
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -22,7 +22,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 def test_a_directory_is_private_and_goes_with_all_that_lies_in_it(temporary: Path) -> None:
     directory = RunDirectory.make()
     assert directory.path.parent == temporary
-    # By a lock on it, what cleans old files away (systemd-tmpfiles) leaves alone what is in it.
+    # Because of its lock, systemd-tmpfiles, which removes old files, skips the files in it.
     cleaner = os.open(directory.path, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""Slots of adapters: a request waits until its adapter is loaded, no slot that rows use is loaded over, no adapter
-waits for ever, and what adapters compute is not mixed."""
+"""Slots of adapters: a request waits until its adapter is loaded, a slot in use is never overwritten, no adapter waits
+forever, and results of different adapters are not mixed."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def loaded(driver: Driver) -> set[bytes]:
 
 
 def told(driver: Driver) -> list[tuple[bytes, int | None]]:
-    """What the workers are told to load now, and into which slots."""
+    """The adapters that the workers are now told to load, and their slots."""
     return [(each.need.digest, each.slot) for each in driver.tell() if isinstance(each.need, Adapter)]
 
 
@@ -49,7 +49,7 @@ def test_the_one_whose_last_row_ended_first_makes_room_and_arrivals_alone_evict_
         driver.run_until_idle()
     assert loaded(driver) == {A, B}
     driver.submit(with_adapter(4, C))
-    # It has arrived, and is not next yet.
+    # The request has arrived, but is not next yet.
     assert not told(driver)
     assert driver.plan() is None
     assert told(driver) == [(C, 1)]
@@ -102,11 +102,11 @@ def test_what_was_loaded_for_a_request_is_there_when_it_enters() -> None:
     driver.plan()
     assert told(driver) == [(A, 0)]
     driver.compile_next()
-    # No step was planned since: B must not take the slot before request 1 had it.
+    # No step was planned since: B must not take the slot before request 1 has used it.
     assert not told(driver)
     driver.run_what_can()
     assert driver.finished == {1}
-    # A request that is gone keeps the slot no longer.
+    # An aborted request no longer holds the slot.
     driver.submit(with_adapter(3, C))
     driver.plan()
     assert told(driver) == [(B, 0)]

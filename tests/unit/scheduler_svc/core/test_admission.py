@@ -1,4 +1,4 @@
-"""Who enters the batch and when, how prompts share a step, and what is looked at for it."""
+"""Admission to the batch and its order, how prompts share a step, and how many requests are looked at for it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -64,7 +64,7 @@ def test_steps_are_as_full_as_without_a_bound():
         while (step := driver.plan()) is not None:
             tokens.append(step.num_tokens)
             driver.deliver()
-        # The last one only seals.
+        # The last step only seals blocks.
         assert set(tokens[:-2]) == {32}
         num_steps.append(len(tokens))
     assert len(set(num_steps)) == 1
@@ -75,7 +75,7 @@ def test_prompts_of_the_same_length_come_one_after_the_other():
     for handle in (1, 2):
         driver.submit(make_request(handle, prompt_len=120, max_tokens=2))
     assert [chunks(driver, plan(driver)) for _ in range(3)] == [{1: 32}, {1: 32}, {1: 32}]
-    # Likewise once both have begun and have as much left.
+    # Likewise if both have begun and have equally many tokens left.
     driver = make_driver()
     for handle, prompt_len in ((1, 116), (2, 5), (3, 111)):
         driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=3))
@@ -125,7 +125,7 @@ def test_a_group_that_would_be_preempted_by_its_next_step_waits():
     driver.submit(make_request(1, prompt_len=8, max_tokens=8))
     driver.submit(make_request(2, prompt_len=8, max_tokens=8))
     driver.plan()
-    # Two blocks each leave one, and both would take another for their ninth token.
+    # With two blocks each, one block is left, and both would need another for their ninth token.
     assert [group.request.key.handle for group in driver.scheduler.running] == [1]
     driver.run_until_idle()
     assert driver.finished == {1, 2}
@@ -145,7 +145,7 @@ def test_who_needs_no_further_block_is_admitted_into_the_last_ones(max_tokens):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Notes the calls of a function from now on: of each an entry, or what is made of its result and its arguments."""
+    """Records calls of a function from now on: an entry for each, or a value made of its result and arguments."""
 
     def count(owner: Any, name: str, entries: Callable[..., Iterable[Any]] = lambda *_: [None]) -> list[Any]:
         noted: list[Any] = []
@@ -168,7 +168,7 @@ def make_driver_with_priorities(num_blocks: int) -> Driver:
 
 
 def make_full_driver(*priorities: int) -> Driver:
-    """Requests of these priorities fill all of the pool but two blocks, with three blocks each in which they end."""
+    """Requests of these priorities fill the pool except for two blocks, and end within their three blocks each."""
     driver = make_driver_with_priorities(3 * len(priorities) + 2)
     for handle, priority in enumerate(priorities):
         driver.submit(make_request(handle, prompt_len=33, max_tokens=15, priority=priority))
@@ -207,7 +207,7 @@ def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody
     driver.run_steps(2)
     assert driver.scheduler.batch.blocks.pool.num_free == 2
     looks = counted(VictimTables, "free")
-    # As many blocks as are free or held by one of the twenty alone.
+    # The blocks that are free or held by only one of the twenty.
     driver.submit(make_request(99, prompt_len=22 * 16, max_tokens=8, priority=1))
     driver.run_steps(4)
     assert driver.scheduler.num_preemptions == 0
@@ -254,7 +254,7 @@ def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_s
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=4))
     driver.plan()
     looks = counted(BlockManager, "next_hashes")
-    # Each may share 31 blocks. 2 of them are looked up, and 4 of the others that are compared count as one more.
+    # Each may share 31 blocks. 2 of them are looked up, and every 4 compared ones count as one more.
     driver.plan()
     assert len(looks) == 3
     driver.run_until_idle()
@@ -277,10 +277,10 @@ def test_who_waits_for_a_long_prompt_is_looked_at_once_and_holds_up_nobody(count
         driver.submit(make_request(handle, prompt_len=5, max_tokens=2))
         num_steps.append(steps_to_first_token(driver, handle))
         handle += 1
-    # The last one comes after the followers, two of which are admitted in a step.
+    # The last short prompt comes after the followers, and a step admits two followers.
     assert num_steps[-1] <= 5
     assert set(num_steps[:-1]) == {1}
-    # At the start, and when it is admitted.
+    # Once at the start, and again when it is admitted.
     assert all(looks.count(follower) <= 3 for follower in range(1, 9))
     driver.run_until_idle()
     assert driver.finished == {*range(9), *range(100, handle)}
@@ -318,7 +318,7 @@ def test_waiting_prompts_are_looked_up_once_a_step_however_many_longer_ones_are_
     driver.run_until_idle()
     for handle in range(3):
         driver.submit(make_request(handle, prompt_len=300, max_tokens=2))
-    # Both are longer, but for what is cached of the second.
+    # Both are longer, except for the cached prefix of the second.
     driver.submit(make_request(3, prompt=[5] * 1000 + [6] * 500, max_tokens=2))
     driver.submit(make_request(4, prompt=[5] * 1000 + [7] * 5, max_tokens=2))
     driver.run_steps(2)
@@ -343,7 +343,7 @@ def test_blocks_of_many_that_end_at_once_are_freed_over_some_calls_before_anybod
     assert driver.finished == {*range(9)}
     assert (rows.num_free, pool.num_used) == (9, 20 - 6)
     driver.run_steps(1)
-    # The next one takes more than is free now.
+    # The next request takes more blocks than are free now.
     assert (len(driver.scheduler.running), pool.num_used) == (1, 20 - 12)
     driver.plan()
     assert len(driver.scheduler.running) == 2
@@ -353,7 +353,7 @@ def test_blocks_of_many_that_end_at_once_are_freed_over_some_calls_before_anybod
 
 
 def make_scheduler() -> Scheduler:
-    """Without a driver, whose checks hash whatever was sealed."""
+    """Has no driver, whose checks would hash all sealed blocks."""
     return Scheduler(make_config(num_blocks=600, max_model_len=2000, max_num_batched_tokens=2000))
 
 
@@ -369,7 +369,7 @@ def run_steps(scheduler: Scheduler, count: int) -> None:
 def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_changes(policy, num_sequences, counted):
     config = make_config(num_blocks=600, max_model_len=3000, max_num_batched_tokens=2000, policy=policy)
     scheduler = Scheduler(config)
-    # What steps evict from here on is of the first of these.
+    # From here on steps evict blocks of the first of these.
     for handle, length in ((0, 700), (1, 1600)):
         scheduler.submit(make_request(handle, prompt=[5 + handle] * length, max_tokens=2), 0.0)
         run_steps(scheduler, 2)
@@ -383,7 +383,7 @@ def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_change
     run_steps(scheduler, 40)
     assert set(free) - set(scheduler.batch.blocks.pool.sealed_hashes()), "nothing was evicted"
     assert large.key in scheduler.waiting
-    # Of 400 blocks that are cached.
+    # Looks at all 400 cached blocks in each step would be 16,000.
     assert sum(map(len, looks)) <= 40 * 64
 
 

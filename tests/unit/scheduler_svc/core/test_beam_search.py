@@ -1,4 +1,4 @@
-"""The search by hand, from small tables of probabilities; and searches in the scheduler."""
+"""The search computed by hand, from small tables of probabilities; and searches in the scheduler."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def texts(search: BeamSearch) -> list[tuple[int, ...]]:
 
 
 class Uncopied(list[int]):
-    """Output tokens of a beam of which no hypothesis is made."""
+    """Output tokens of a beam that becomes no hypothesis."""
 
     def __iter__(self):
         raise AssertionError("the output is copied")
@@ -103,7 +103,7 @@ def test_a_length_penalty_beyond_all_floats_ends_in_hypotheses(length_penalty):
         search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[1] * length] * 2)
     assert len(search.best()) == 2
     assert not any(math.isnan(each.score) for each in search.best())
-    # One to any power is one.
+    # 1 to any power is 1.
     search = make_search(2, 1, length_penalty)
     search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[]] * 2)
     assert [each.score for each in search.best()] == [math.log(0.6), math.log(0.4)]
@@ -202,7 +202,7 @@ def test_a_search_without_any_token_left_fails_as_a_sampled_row_does(constraint,
 
 
 def test_log_probabilities_are_kept_of_the_best_hypotheses_alone():
-    """Longer texts score better, so nearly each step finishes one that is better than those before."""
+    """Longer texts score better, so almost every step finishes one that is better than all before."""
     driver = Driver(make_config())
     request = make_beams(1, width=2, max_tokens=60, stop=frozenset(range(20)))
     beam = BeamParameters(2, length_penalty=8.0, early_stopping=EarlyStopping.NEVER)

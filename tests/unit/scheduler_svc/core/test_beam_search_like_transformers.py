@@ -1,4 +1,4 @@
-"""The search gives what transformers' own beam search gives, on a small model."""
+"""The search finds the same hypotheses as transformers' own beam search, on a small model."""
 
 import math
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 VOCAB_SIZE = 24
 MAX_TOKENS = 9
 OFTEN_STOPS = (6, 1)
-"""Tokens that this model likes at many places: hypotheses of all lengths finish."""
+"""Tokens that are likely in many places: hypotheses of all lengths finish."""
 
 
 @dataclass(slots=True)
 class Model:
-    """A random GPT-2, and the log probabilities of all sequences that it has seen."""
+    """A random GPT-2, and the log probabilities of all sequences that it has computed."""
 
     gpt2: GPT2LMHeadModel
     known: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def model() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one search is asked for. No token of `banned` is ever taken."""
+    """Parameters of one search. No token of `banned` is ever taken."""
 
     parameters: BeamParameters
     stop_token_ids: Sequence[int]
@@ -104,7 +104,7 @@ def assert_step(
 
 
 def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int], float]]]:
-    """For each of PROMPTS the output, padding taken off, and the score of `width` hypotheses."""
+    """For each of PROMPTS the outputs without padding, and the scores of `width` hypotheses."""
     width = case.parameters.width
     batch = torch.tensor(PROMPTS)
     with torch.inference_mode():
@@ -122,7 +122,7 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
             do_sample=False,
             return_dict_in_generate=True,
             output_scores=True,
-            # What `generate` takes by itself, but for one beam, where it would be greedy.
+            # The default of `generate`, except for one beam, where it would be greedy.
             custom_generate=type(model.gpt2)._beam_search,  # pyright: ignore[reportAttributeAccessIssue]
         )
     rows = [unpadded(row, case.stop_token_ids) for row in generated.sequences[:, batch.shape[1] :].tolist()]
@@ -138,7 +138,7 @@ def unpadded(row: list[int], stop_token_ids: Sequence[int]) -> list[int]:
 def assert_like_transformers(model: Model, case: Case) -> None:
     for prompt, expected in zip(PROMPTS, search_by_transformers(model, case), strict=True):
         found = search(model, case, prompt)
-        # What transformers scores at -1e9 is made up: copies of other hypotheses, or texts with banned tokens.
+        # Scores of -1e9 in transformers are made up: copies of other hypotheses, or texts with banned tokens.
         possible = [(tokens, score) for tokens, score in expected if score > -1e6]
         assert [list(each.token_ids) for each in found[: len(possible)]] == [tokens for tokens, _ in possible], case
         assert [each.score for each in found[: len(possible)]] == pytest.approx([s for _, s in possible], abs=1e-4)
@@ -154,7 +154,7 @@ def assert_like_transformers(model: Model, case: Case) -> None:
 @pytest.mark.parametrize("num_stops", range(3))
 def test_hypotheses_and_scores_are_those_of_transformers(model, width, num_stops):
     for place, (length_penalty, early_stopping) in enumerate(product(LENGTH_PENALTIES, EarlyStopping)):
-        # Each penalty with one kind of early stopping; over all widths and stop tokens with each of them.
+        # Each penalty with one kind of early stopping, over all widths and stop tokens.
         if (place // len(EarlyStopping) + place + width + num_stops) % len(EarlyStopping):
             continue
         parameters = BeamParameters(width, length_penalty, early_stopping)

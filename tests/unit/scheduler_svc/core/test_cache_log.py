@@ -1,4 +1,4 @@
-"""The log of a prefix cache: what came, what left, in few changes."""
+"""The log of a prefix cache: stored and evicted blocks, in few changes."""
 
 from quire.prefix_hashes import root_hash
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
@@ -22,7 +22,7 @@ def run(driver: Driver, handle: int, prompt: list[int]) -> None:
 def test_restored_blocks_are_stored_again_with_their_tokens_when_a_request_uses_them():
     before = Driver(make_config())
     run(before, 1, PROMPT)
-    # A step tells the worker what the results before it sealed.
+    # A step notifies the worker of blocks that earlier results sealed.
     run(before, 2, [49])
     driver = Driver(make_config())
     driver.device = before.device
@@ -40,7 +40,7 @@ def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
     driver = Driver(make_config())
     mirror = CacheMirror(driver.scheduler)
     run(driver, 1, PROMPT)
-    # A step tells the worker what the results before it sealed.
+    # A step notifies the worker of blocks that earlier results sealed.
     run(driver, 2, [49])
     driver.tell_disk(driver.device.keep_on_disk(100))
     mirror.check()
@@ -49,7 +49,7 @@ def test_a_block_on_disk_is_told_beside_the_pool_and_again_with_its_tokens():
     pool.free(pool.allocate(pool.num_free))
     mirror.check()
     assert (mirror.tier, mirror.blocks) == (set(HASHES), {})
-    # Who came late learns the tokens when a prompt has them.
+    # A late reader gets the tokens when a prompt has them.
     late = driver.scheduler.log_cache()
     late.take()
     run(driver, 3, PROMPT)
@@ -72,7 +72,7 @@ def test_a_block_below_the_pool_that_is_told_anew_and_leaves_is_told_to_have_lef
     log.host_changed(content, is_stored=True)
     log.take()
     log.read(content, tokens)
-    # Into another place there, and out of that.
+    # The block gets another place there, and leaves that one.
     log.tier_changed(content, is_stored=True)
     log.tier_changed(content, is_stored=False)
     log.host_changed(content, is_stored=False)

@@ -1,4 +1,4 @@
-"""How many drafts rows may have, how they are counted, and who is charged for them."""
+"""The number of drafts that rows may have, how they are counted, and to which tenant."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_right_drafts_are_counted_by_place_and_those_of_several_passes_as_if_eac
 
 @pytest.mark.parametrize("stop", [None, 9], ids=["goes on", "ends"])
 def test_a_tenant_is_charged_for_the_tokens_that_it_gets(stop: int | None) -> None:
-    """And not for those behind the end of a sequence."""
+    """Not for tokens after the end of a sequence."""
     config = make_config(policy=PolicyKind.FAIR, max_drafts=7, fixed_tokens=1 << 16, max_model_len=64)
     scheduler = Scheduler(config)
     scheduler.submit(make_request(0, max_tokens=30, stop=frozenset() if stop is None else frozenset({stop})), 0.0)
@@ -52,7 +52,7 @@ def test_a_tenant_is_charged_for_the_tokens_that_it_gets(stop: int | None) -> No
     tokens = np.array([5, 6, 9, 7, 8])
     scheduler.apply(StepResult(plan.step_id, tokens, num_tokens=np.array([5]), num_drafts=np.array([4])), 0.0)
     num_kept = 5 if stop is None else 3
-    # One of them was charged when the step was planned.
+    # One of the tokens was charged when the step was planned.
     assert scheduler.policy.counters.get(tenant, 0) - before == SAMPLE_WEIGHT * (num_kept - 1)
 
 

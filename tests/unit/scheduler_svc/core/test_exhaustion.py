@@ -1,5 +1,5 @@
-"""When something runs out: nothing deadlocks, nothing is lost, and refusals say what to do. Preemption by swap
-(the paper's section 4.5): all or nothing per group, shared blocks once, back before others."""
+"""Exhausted resources: nothing deadlocks, nothing is lost, and refusals say what to do. Preemption by swap (the paper's
+section 4.5) moves all of a group or nothing, moves shared blocks once, and brings the group back before others."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
     driver.submit(make_request(0, prompt_len=30, max_tokens=2))
     driver.submit(make_request(1, prompt_len=28, max_tokens=2))
     driver.plan()
-    # 8 of 20 blocks are taken and 5 are to be left: 7 more would fit, so 7 do.
+    # 8 of 20 blocks are taken and 5 must stay free: 7 more fit.
     assert len(driver.scheduler.running) == 2
     driver.submit(make_request(2, prompt_len=3, max_tokens=2))
     driver.plan()
@@ -30,7 +30,7 @@ def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Request:
-    """A request in any of the ways in which one can come."""
+    """A random request of any kind."""
     prompt_len, max_tokens, count = draw(st.integers(1, 40)), draw(st.integers(1, 12)), draw(st.integers(1, 5))
     beam = draw(st.sampled_from([None, None, BeamParameters(count)]))
     request = make_request(

@@ -1,4 +1,4 @@
-"""The request whose steps the worker refuses, or dies of, fails alone, whoever runs beside it."""
+"""If the worker refuses or dies of a request's steps, only that request fails, whatever other requests run."""
 
 import itertools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def make_driver(
     max_in_flight: int = 2,
     **config,
 ) -> Driver:
-    """With requests of 12 tokens, by handle, those `poisoned` and `deadly` as `Driver` has it."""
+    """A driver with requests of 12 tokens, by handle; see `Driver` for `poisoned` and `deadly`."""
     driver = Driver(make_config(**config), max_in_flight)
     driver.poisoned, driver.deadly = dict(poisoned or {}), dict(deadly or {})
     for handle in range(num_requests):
@@ -30,7 +30,7 @@ def make_driver(
 
 
 def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
-    """All requests that nothing is wrong with get their whole output, and no others."""
+    """Only and all requests without a fault get their whole output."""
     driver.run_until_idle()
     assert driver.failed == {*driver.poisoned, *driver.deadly}
     assert driver.finished == set(range(num_requests)) - driver.failed
@@ -119,7 +119,7 @@ def make_crowd(**culprits: Any) -> Driver:
 
 
 def run_until_failed(driver: Driver) -> int:
-    """Returns in how many steps somebody was found to be at fault."""
+    """Returns the number of steps until a request was found to be at fault."""
     for num_steps in range(2000):
         if driver.failed:
             return num_steps
@@ -136,7 +136,7 @@ def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_loss_more(fault, 
     num_steps = run_until_failed(driver)
     assert driver.failed == {culprit}
     assert (driver.num_refusals, driver.num_deaths) == (num_refusals, num_deaths)
-    # Ten cohorts and ten requests of three steps each; one by one it is a hundred.
+    # Ten cohorts and ten requests of three steps each; tried one by one it would be a hundred.
     assert num_steps <= 3 * (10 + 10) + (12 if fault == "poisoned" else 16)
     assert_others_finish(driver, num_requests=MANY)
 
@@ -157,7 +157,7 @@ def test_the_failure_says_how_often_the_worker_was_lost():
 
 
 def kill_after(driver: Driver, num_answered: int, *, was_alive: bool = False) -> None:
-    """Somebody kills the worker with a step in flight, after so many were answered."""
+    """The worker is killed with a step in flight, after `num_answered` steps were answered."""
     driver.run_steps(num_answered)
     assert driver.plan() is not None
     driver.crash(was_alive=was_alive)

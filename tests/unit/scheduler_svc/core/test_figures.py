@@ -11,7 +11,7 @@ def tables(driver: Driver) -> list[list[int]]:
 
 
 def ref_counts(driver: Driver) -> dict[int, int]:
-    """Of the blocks that anybody holds."""
+    """Reference counts of the blocks in use."""
     pool = driver.scheduler.batch.blocks.pool
     free = set(pool.free_blocks())
     return {block: pool.ref_count(block) for block in map(BlockId, range(pool.num_blocks)) if block not in free}
@@ -26,7 +26,7 @@ def run_step(driver: Driver) -> StepPlan:
 def test_figure_6_a_block_is_opened_only_when_the_last_is_full():
     driver = Driver(make_config(block_size=4), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=7, max_tokens=5))
-    # Step 1: the prompt of 7 tokens takes two blocks, of the second of which one slot is left for the first new token.
+    # Step 1: the prompt of 7 tokens takes two blocks; the second has one slot left for the first new token.
     plan = run_step(driver)
     assert (plan.rows.tolist(), plan.num_new_tokens.tolist()) == ([0], [7])
     assert tables(driver) == [[0, 1]]
@@ -43,11 +43,11 @@ def test_figure_7_two_requests_interleave_in_one_pool():
     driver = Driver(make_config(num_blocks=9, block_size=4), max_in_flight=1)
     driver.submit(make_request(1, prompt_len=7, max_tokens=8))
     driver.submit(make_request(2, prompt_len=6, max_tokens=8))
-    # Of the prompts each token attends to itself and those before it: 7 * 8 / 2 + 6 * 7 / 2 pairs.
+    # Each token of a prompt attends to itself and all tokens before it: 7 * 8 / 2 + 6 * 7 / 2 pairs.
     assert StepWork.of(run_step(driver)) == StepWork(13, 2, 13, 2, context_tokens=13, attended_pairs=28 + 21)
     assert tables(driver) == [[0, 1], [2, 3]]
     # The first token of each fits its last block, and so does the second of B; A takes the next free block, which
-    # lies behind those of B.
+    # lies behind B's blocks.
     assert StepWork.of(run_step(driver)) == StepWork(2, 2, 0, 0, context_tokens=8 + 7, attended_pairs=8 + 7)
     assert run_step(driver).block_table_deltas.tolist() == [[0, 2, 4]]
     assert tables(driver) == [[0, 1, 4], [2, 3]]

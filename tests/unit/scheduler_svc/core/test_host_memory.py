@@ -25,12 +25,12 @@ def prompt_of(number: int, length: int = 16) -> list[int]:
 
 
 def of_prompt(handle: int, number: int, *, prompt_len: int = 16, **more: Any) -> Request:
-    """A request for two tokens whose prompt is the one with this number."""
+    """A request for two tokens with prompt number `number`."""
     return make_request(handle, prompt=prompt_of(number, prompt_len), max_tokens=2, **more)
 
 
 def run(driver: Driver, *requests: Request) -> None:
-    """One after the other, each to its end."""
+    """Runs requests one after the other, each to its end."""
     for request in requests:
         driver.submit(request)
         driver.finish(request)
@@ -46,7 +46,7 @@ def test_a_prompt_finds_on_the_host_what_the_pool_evicted() -> None:
     run(driver, of_prompt(1, 1), of_prompt(2, 2), of_prompt(3, 3))
     num_computed = driver.device.num_computed
     assert cached(driver, of_prompt(4, 1)) == 12
-    # The last block of the prompt, and the first of two tokens.
+    # The tokens of the prompt's last block, and the first of two output tokens.
     assert driver.device.num_computed - num_computed == 5
     counts = driver.scheduler.move_counts
     assert (counts.from_host, counts.to_host > 0) == (3, True)

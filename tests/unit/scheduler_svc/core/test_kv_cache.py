@@ -1,4 +1,4 @@
-"""Cached prefixes, and blocks that are being computed: what is shared, and who waits for it."""
+"""Cached prefixes, and blocks that are being computed: which are shared, and which requests wait for them."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SHORT_PROMPT = list(range(10, 23))  # 13 tokens: three full blocks of 4 and one 
 
 
 def run(driver: Driver, handle: int, **request) -> int:
-    """Runs one request to its end; returns how many tokens the device computed for it."""
+    """Runs one request to its end; returns the number of tokens that the device computed for it."""
     before = driver.device.num_computed
     submitted = make_request(handle, **request)
     driver.submit(submitted)
@@ -43,7 +43,7 @@ def test_blocks_of_a_chunk_that_is_not_finite_are_never_shared():
     sealed = driver.device.seals.keys()
     driver.run_until_idle()
     assert driver.failed == {1}
-    # The two chunks before it, and nothing of the third or of those behind it.
+    # The two chunks before it, and none of the later ones.
     assert len(sealed) == 32 // 4
     assert run(driver, 2, prompt=list(make_request(1, prompt_len=70).prompt), max_tokens=2) == 70 - 32 + 1
 
@@ -152,7 +152,7 @@ def test_who_shares_the_start_does_not_wait_for_the_rest():
     driver = make_wide_driver(max_in_flight=1, max_num_batched_tokens=600)
     submit(driver, [*LONG_PROMPT, *LONG_PROMPT[:100]], LONG_PROMPT[:401])
     driver.run_steps(2)
-    # The second is in the step after the one that computed what both have.
+    # The second request is in the step after the one that computed their common blocks.
     assert driver.finished == {1, 2}
     assert driver.device.num_computed == 1100 + 1
 

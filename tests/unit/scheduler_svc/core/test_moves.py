@@ -1,4 +1,4 @@
-"""Requests leave for another replica with their blocks under a lease, and come with blocks to fetch."""
+"""Requests move to another replica with their blocks under a lease, and arrive with blocks to fetch."""
 
 import itertools
 from collections import deque
@@ -41,7 +41,7 @@ def told(driver: Driver) -> list[Preparation]:
 def test_a_request_that_leaves_keeps_its_sealed_blocks_until_the_lease_is_over() -> None:
     driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
     running(driver, request)
-    # 9 tokens of the prompt and those before the newest are computed, 4 a block.
+    # 9 tokens of the prompt and all but the newest output token are computed, 4 a block.
     assert len(hand_over(driver, request) or []) == 2
     assert driver.scheduler.num_live == 0
     assert used(driver) == 2
@@ -82,7 +82,7 @@ def test_a_request_that_selects_at_its_end_stays() -> None:
 
 
 def moved(handle: int, num_emitted: int = 6) -> Request:
-    """A request as it comes from another replica."""
+    """A request as it arrives from another replica."""
     request = make_request(handle, prompt_len=9, max_tokens=20)
     emitted = [EmittedSequence(tuple(expected_output(request)[:num_emitted]))]
     return replace(request, emitted=emitted, source=SOURCE, accepted_before=True)
@@ -168,7 +168,7 @@ def of_prefix(handle: int) -> Request:
 
 
 def on_disk(driver: Driver, request: Request) -> None:
-    """The request ran, its blocks are on the worker's disk, and no more in the pool."""
+    """Runs the request, whose blocks are then on the worker's disk, and no longer in the pool."""
     driver.submit(request)
     driver.run_what_can()
     driver.tell_disk(driver.device.keep_on_disk(100))
@@ -263,7 +263,7 @@ def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -
     on_disk(driver, first)
     driver.submit(other)
     driver.run_steps(3)
-    # It displaces the only one that runs, and waits for its blocks.
+    # It preempts the only running request, and waits for its blocks.
     again = make_request(3, prompt=list(first.prompt), max_tokens=9, priority=1)
     driver.submit(again)
     plan = driver.next_plan()
@@ -276,7 +276,7 @@ def test_blocks_that_are_swapped_out_leave_before_others_come_to_their_place() -
 
 @pytest.mark.parametrize("failed", [{2, 3}, {0, 1}])
 def test_what_is_cached_of_a_request_is_kept_while_the_rest_is_fetched(failed: set[int]) -> None:
-    """Otherwise one that was displaced for it would come back and evict that, and so on for ever."""
+    """Otherwise a request that was preempted for it would come back and evict those blocks, again and again."""
     driver, first, again = Driver(make_config()), of_prefix(1), of_prefix(2)
     on_disk(driver, first)
     driver.submit(once := of_prefix(3))
@@ -317,11 +317,11 @@ def test_nothing_is_kept_beside_blocks_that_take_too_long() -> None:
 def test_a_block_is_on_disk_once_all_ranks_have_their_part() -> None:
     common, (a, b, c) = CommonTier(2), (BlockHash(bytes([each]) * 32) for each in range(3))
     assert common.change(0, [0, 1], [a, b]) == ([], [])
-    # In slots of its own.
+    # Rank 1 has slots of its own.
     assert common.change(1, [7, 8], [b, c]) == ([1], [b])
     assert common.change(1, [9], [a]) == ([0], [a])
     assert common.change(0, [1, 2], [c, b]) == ([1, 2], [c, b])
-    # One part is gone, or another block's.
+    # One part is gone, or belongs to another block.
     assert common.change(1, [9], []) == ([0], [])
     assert common.change(1, [8], [a]) == ([0, 1], [a])
     assert common.change(0, [2, 5], []) == ([2], [])
@@ -337,7 +337,7 @@ def test_a_block_on_disk_gets_another_name() -> None:
 
 
 def offer(request: Request) -> Request:
-    """The same while it still runs at the other replica."""
+    """Same as `moved`, while it still runs at the other replica."""
     return replace(request, source=None, is_offer=True)
 
 
@@ -352,7 +352,7 @@ def test_an_offer_gets_room_in_its_turn_which_is_kept_until_the_request_comes() 
     driver.submit(other)
     driver.deliver()
     driver.run_what_can()
-    # The request behind it may not take what is kept, but what `first` has left.
+    # The next request may not take the blocks that are kept, but only blocks that `first` has left.
     assert driver.finished == {1, 3}
     assert (driver.scheduler.promised, driver.scheduler.num_live) == ([], 1)
     order = driver.scheduler.waiting.get(asked.key).order
@@ -386,7 +386,7 @@ def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> No
 
 
 def test_who_goes_before_a_request_whose_blocks_came_takes_the_rows_that_were_kept_for_it() -> None:
-    """Else neither would ever run."""
+    """Otherwise neither would ever run."""
     driver = Driver(make_config(policy=PolicyKind.PRIORITY, num_blocks=40, max_num_seqs=2))
     driver.submit(offer(asked := moved(1)))
     driver.plan()
@@ -412,7 +412,7 @@ def test_an_offer_that_replaces_another_one_has_its_rows_kept_once() -> None:
 
 @pytest.mark.parametrize("others", [[], [5]])
 def test_nobody_is_displaced_for_rows_that_are_kept_for_an_offer(others: list[int]) -> None:
-    """Neither where all that run would have to leave nor where some would."""
+    """Neither if all running requests would have to leave nor if only some."""
     driver = Driver(make_config(policy=PolicyKind.PRIORITY, max_num_seqs=2 + len(others)))
     for handle, priority in enumerate([0, *others], start=5):
         running(driver, make_request(handle, max_tokens=20, priority=priority), 1)
@@ -472,7 +472,7 @@ def test_a_request_without_room_is_not_looked_at_block_by_block_in_each_step(
     monkeypatch.setattr(Tier, "__contains__", count)
     driver.submit(request)
     for number in range(10):
-        # Those behind it have no room, either.
+        # Later requests have no room, either.
         driver.submit(*others[number : number + 1])
         driver.run_steps(1)
     assert request.key in driver.scheduler.waiting

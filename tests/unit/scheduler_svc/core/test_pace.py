@@ -1,4 +1,4 @@
-"""Beam searches that are apart come together, if that pays, and nothing else waits for them."""
+"""Beam searches in different steps join one step, if that pays, and no other request waits for that."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def make_beams(handle: int, max_tokens: int = 20) -> Request:
 
 
 def driver_with_halves(**changes) -> Driver:
-    """Half of the searches are in one step in flight, half in the other."""
+    """A driver with half of the searches in one step in flight, and half in the other."""
     settings = {"num_blocks": 600, "max_num_seqs": ALL_ROWS, "max_num_batched_tokens": 64}
     driver = Driver(make_config(**(settings | changes)), max_in_flight=2)
     for first in (0, NUM_GROUPS // 2):
@@ -31,7 +31,7 @@ def driver_with_halves(**changes) -> Driver:
 
 
 def rows_of_steps(driver: Driver, count: int, planning_s: float = 0.0) -> list[int]:
-    """How many rows each of the next steps has. A step takes a second, and the scheduler so long to plan the next."""
+    """The rows of each of the next steps. A step takes a second, and the scheduler `planning_s` to plan the next."""
     sizes: list[int] = []
     while len(sizes) < count:
         driver.deliver()
@@ -52,7 +52,7 @@ def test_they_stay_apart_where_the_scheduler_takes_long_beside_a_step():
 def test_no_other_row_waits_for_a_search():
     driver = driver_with_halves(max_num_seqs=ALL_ROWS + 1)
     driver.submit(make_request(NUM_GROUPS, max_tokens=20))
-    # The chunk of the new prompt goes with the half that can run, and its row is in every step from then on.
+    # The chunk of the new prompt joins the half that can run, and its row is in every later step.
     sizes = rows_of_steps(driver, 8)
     assert sizes[0] == ALL_ROWS // 2 + 1
     assert min(sizes[1:]) >= 1
@@ -79,13 +79,13 @@ def test_a_request_without_room_keeps_no_search_apart():
 def test_only_the_first_plan_after_a_result_tells_how_long_planning_takes(planning_s, is_worth_it):
     driver = driver_with_halves()
     rows_of_steps(driver, 3, planning_s=0.5)
-    # With that, a step takes 1.5 s from the result before to its own.
+    # A step then takes 1.5 s from the earlier result to its own.
     driver.deliver()
     driver.clock += planning_s
     joins = driver.plan() is None
     assert joins is is_worth_it
     if joins:
-        # An arrival may have it planned again, whenever that is.
+        # An arrival may trigger another plan at any time.
         driver.clock += 0.5
         assert driver.plan() is None
 

@@ -1,4 +1,4 @@
-"""Pinned prefixes: computed once, kept for their time, hit by their tenant, within a quota."""
+"""Pinned prefixes: computed once, held until they expire, hit by their tenant, within a quota."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def pinned(driver: Driver, **options) -> Pin:
 
 
 def run(driver: Driver, handle: int, prompt: list[int], tenant: str = "a") -> int:
-    """Runs a request alone; returns its cached tokens."""
+    """Runs only this request; returns its cached tokens."""
     request = make_request(handle, prompt=prompt, tenant=tenant, max_tokens=3)
     driver.submit(request)
     driver.finish(request)
@@ -39,7 +39,7 @@ def run(driver: Driver, handle: int, prompt: list[int], tenant: str = "a") -> in
 
 
 def fill(driver: Driver, first_handle: int) -> None:
-    """Requests that use every block that they can have."""
+    """Runs requests that use every block that they can have."""
     for handle in range(first_handle, first_handle + 6):
         run(driver, handle, [40 + handle % 9] * 60, tenant="other")
 
@@ -48,7 +48,7 @@ def test_a_pin_is_computed_once_and_hit_by_its_tenant_alone():
     driver = make_driver()
     made = pinned(driver)
     assert (len(made.blocks), driver.device.num_computed) == (3, 12)
-    # A worker takes no other seeds.
+    # A worker accepts no other seeds.
     assert 0 <= made.request().sampling.seed < 2**64
     assert run(driver, 1, [*PREFIX, 90]) == 12
     assert run(driver, 2, [*PREFIX, 90], tenant="b") == 0
@@ -63,7 +63,7 @@ def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
     assert driver.scheduler.pins.num_pinned == 3
     driver.scheduler.expire_pins(driver.clock + 50)
     assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 0
-    # What was let go of is still cached, until somebody needs the room.
+    # Released blocks are still cached, until another prompt needs the room.
     assert run(driver, 1, [*PREFIX, 90]) == 12
 
 
@@ -83,7 +83,7 @@ def test_quotas_hold_for_a_tenant_and_for_all():
 def test_each_turn_of_a_conversation_takes_of_the_quota_what_it_adds():
     driver = make_driver(pin_quota=0.25, max_pinned=0.5)
     turns = [pinned(driver, token_ids=[7] * length) for length in (16, 24, 32)]
-    # All 8 blocks of the tenant: those of the longest turn.
+    # All 8 blocks of the tenant: the longest turn's.
     with pytest.raises(PinQuotaError, match="the prefix has 1 new blocks and 8 are pinned already"):
         pin(driver, [7] * 36)
     assert driver.scheduler.unpin("a", turns[0].pin_id)
@@ -109,7 +109,7 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
     assert run(driver, 1, [9] * 18) == 0
     assert not early.is_held
     assert late.is_held
-    # And one that grows to the whole pool while it runs.
+    # And a request that grows to the whole pool while it runs.
     whole = make_request(2, prompt_len=4, max_tokens=60)
     driver.submit(whole)
     driver.finish(whole)
@@ -118,7 +118,7 @@ def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
 
 
 def test_only_a_request_that_enters_takes_the_blocks_of_a_pin():
-    """To ask whether it could enter changes nothing."""
+    """The check whether it could enter changes nothing."""
     driver = make_driver(num_blocks=16, pin_quota=1.0, max_pinned=1.0)
     held = pinned(driver, token_ids=[7] * 48)
     request = make_request(1, prompt=[9] * 18, max_tokens=3)
@@ -142,7 +142,7 @@ def test_a_request_that_has_no_room_even_then_takes_no_pin():
     driver.submit(fetched)
     assert driver.scheduler.schedule(driver.clock) is None
     (preparation,) = driver.scheduler.take_preparations()
-    # 8 of 24 blocks are pinned and 10 on their way; this one needs 15.
+    # 8 of 24 blocks are pinned and 10 on their way; this request needs 15.
     wide = make_request(2, prompt=[9] * 58, max_tokens=3)
     driver.submit(wide)
     assert driver.scheduler.schedule(driver.clock) is None
@@ -154,7 +154,7 @@ def test_a_request_that_has_no_room_even_then_takes_no_pin():
 
 
 def make_scheduler_with_pins(count: int) -> Scheduler:
-    """So many pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
+    """`count` pins of a block each hold their blocks; the first ends at 1.0, the next at 2.0 and so on."""
     scheduler = Scheduler(make_config(num_blocks=4 * count, pin_quota=0.5, max_pinned=0.5))
     prefixes = [[number, 1, 2, 3] for number in range(count + 1)]
     hashes = [PrefixHashes(root_hash("a"), 4).first(1, prefix)[0] for prefix in prefixes]
@@ -196,13 +196,13 @@ def test_a_pin_decays_over_the_second_half_of_its_time_and_is_whole_again_when_i
         driver.check()
         held.append(driver.scheduler.pins.num_pinned)
     assert held == [16, 16, 16, 14, 8, 2, 0]
-    # The end of the prefix went first, and is cached for as long as nobody needs the room.
+    # The end of the prefix went first, and is cached until another prompt needs the room.
     assert run(driver, 1, [*prefix, 7], tenant="a") == 64
 
     made = pinned(driver, token_ids=prefix, time_to_live=16000.0)
     driver.clock = made.expires_at - 4000.0
     driver.scheduler.expire_pins(driver.clock)
-    # Others of the tenant get the quota of what it gave back.
+    # Other prefixes of the tenant get the quota of the released part.
     other = pinned(driver, token_ids=[9] * 96)
     with pytest.raises(PinQuotaError, match="8 new blocks and 32 are pinned"):
         pin(driver, token_ids=prefix, time_to_live=16000.0)
@@ -220,7 +220,7 @@ def test_a_pin_that_is_computed_late_holds_what_its_time_leaves() -> None:
     driver.clock = made.expires_at - 40.0
     driver.scheduler.expire_pins(driver.clock)
     driver.run_what_can()
-    # A half of it, as it is over three quarters of its time.
+    # After three quarters of its time it holds only half of its blocks.
     assert (len(made.blocks), driver.scheduler.pins.num_pinned) == (4, 4)
 
 

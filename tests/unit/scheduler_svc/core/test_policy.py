@@ -1,4 +1,4 @@
-"""Who goes first under each policy, and how far fairness goes."""
+"""The order of requests under each policy, and the limits of fairness."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_who_makes_just_enough_room_is_displaced():
     stays, leaves = make_request(0, prompt_len=5, priority=5), make_request(1, prompt_len=9, priority=-1)
     driver.submit(stays, leaves)
     driver.run_steps(1)
-    # It takes three blocks and leaves five: three more than are free.
+    # It takes three blocks and must leave five free: three more than are free now.
     driver.submit(make_request(2, prompt_len=9, priority=1))
     driver.plan()
     assert running(driver) == {0, 2}
@@ -71,7 +71,7 @@ def test_under_memory_pressure_the_newest_of_the_tenant_that_was_served_most_giv
     for handle in range(2):
         driver.submit(make_request(handle, prompt_len=7, max_tokens=16, tenant="much"))
     driver.run_steps(2)
-    # It is the newest of all, and was served least.
+    # It is the newest request, and was served least.
     driver.submit(make_request(2, prompt_len=7, max_tokens=16, tenant="little"))
     driver.run_until_idle()
     assert [driver.usage[handle].preemptions for handle in range(3)] == [0, 1, 0]
@@ -85,7 +85,7 @@ def test_a_swapped_group_displaces_a_lower_priority():
     driver.run_steps(7)
     driver.preempt(high)
     assert high.key in driver.scheduler.swapped
-    # Both fit, but not what they write next.
+    # Both requests fit, but their next tokens do not.
     driver.run_steps(1)
     assert running(driver) == {1}
     driver.run_until_idle()
@@ -93,8 +93,8 @@ def test_a_swapped_group_displaces_a_lower_priority():
 
 
 def make_wide_driver(num_steps: int = TURN + 1, **config) -> Driver:
-    """One with two requests of tenant "wide", which hold all rows for hundreds of steps and have had so many of them,
-    and 4 more that wait."""
+    """A driver in which two requests of tenant "wide" hold all rows for hundreds of steps, have had `num_steps` of
+    them, and 4 more wait."""
     driver = make_driver(PolicyKind.FAIR, **({"max_num_seqs": 8, "num_blocks": 1000, "max_model_len": 1000} | config))
     for handle in range(6):
         driver.submit(make_request(handle, max_tokens=500, num_sequences=4, tenant="wide"))

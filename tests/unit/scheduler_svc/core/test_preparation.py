@@ -1,4 +1,4 @@
-"""Groups with a constraint wait until the workers have compiled it, and nobody waits with them."""
+"""Groups with a constraint wait until the workers have compiled it, and no other group waits with them."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def parameters_of(told: Preparation) -> bytes:
 
 
 def prepare(driver: Driver) -> list[bytes]:
-    """The workers compile all that they are told to; in this order."""
+    """The workers compile all constraints that they get; returns them in this order."""
     compiled = []
     while driver.told or driver.tell():
         compiled.append(parameters_of(driver.told[0]))
@@ -106,7 +106,7 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
     driver.run_what_can()
     assert driver.finished == {2, 3, 4}
     assert driver.outputs[2] == expected_output(other)
-    # Its answer comes after all, for those that have asked again.
+    # Its answer comes after all, for later requests with the same constraint.
     driver.submit(constrained(5))
     (again,) = driver.tell()
     driver.scheduler.prepared(first.number)
@@ -129,7 +129,7 @@ def test_a_constraint_that_is_compiled_late_is_the_newest_that_workers_keep(monk
         driver.submit(constrained(handle, parameters))
         assert prepare(driver) == [parameters]
     driver.scheduler.prepared(late.number)
-    # One more is in the place of the oldest.
+    # One more constraint replaces the oldest.
     driver.submit(constrained(4, b"newest"), constrained(5, b"late"))
     assert prepare(driver) == [b"newest"]
     driver.submit(constrained(6, b"other"))
@@ -170,7 +170,7 @@ def test_a_preparation_that_the_worker_dies_of_fails_those_that_wait_for_it(need
     driver.finish(*others)
     assert driver.failed == {1, 2}
     assert driver.num_deaths == NUM_DEATHS
-    # The last ones while nothing else was done.
+    # The last ones came while no other work was done.
     assert driver.deaths[-LOSSES_ON_TRIAL:] == [(0, [need])] * LOSSES_ON_TRIAL
 
     driver.submit(needing(3, need))
@@ -190,7 +190,7 @@ def test_a_preparation_that_succeeds_clears_what_was_counted_against_it() -> Non
             assert driver.compile_next()
         driver.deadly_needs.clear()
         driver.run_until_idle()
-        # What was compiled is gone.
+        # The compiled constraint is gone.
         driver.crash()
     assert driver.finished == {0, 1, 2, 3}
     assert driver.num_deaths == 4 * (NUM_DEATHS - 1)
@@ -208,7 +208,7 @@ def test_what_is_prepared_beside_a_suspect_is_not_at_fault() -> None:
 
 
 def test_a_suspect_adapter_waits_for_a_slot_while_others_run_and_are_prepared() -> None:
-    """Steps go on where it is not the steps in flight that it waits for."""
+    """Steps continue if it does not wait for the steps in flight."""
     driver = make_driver(max_adapters=1)
     driver.deadly_needs.add(DEADLY_ADAPTER)
     driver.submit(needing(1, DEADLY_ADAPTER))
@@ -250,7 +250,7 @@ def test_a_suspect_has_its_turn_beside_a_stream_of_prompts_whose_blocks_are_on_d
     hashes = [name for each in prompts for name in PrefixHashes(each.cache_root, 4).first(2, list(each.prompt))]
     driver.scheduler.tier_changed(range(len(hashes)), hashes)
     for prompt in prompts:
-        # What was told before is answered when the next blocks are on their way.
+        # Earlier needs are answered when the next blocks are on their way.
         num_told = len(driver.told)
         driver.submit(prompt)
         driver.plan()

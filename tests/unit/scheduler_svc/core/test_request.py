@@ -1,4 +1,4 @@
-"""The queue's bounds among tenants: whoever comes first does not keep the others out."""
+"""The queue's bounds among tenants: a tenant that comes first does not keep the others out."""
 
 import pytest
 from hypothesis import given
@@ -10,12 +10,12 @@ from tests.support.core_driver import make_config, make_request
 
 
 def make_scheduler(**changes) -> Scheduler:
-    """Admits nobody, since nothing is ever planned."""
+    """A scheduler that admits no request, since it never plans a step."""
     return Scheduler(make_config(**({"max_waiting_requests": 8, "max_waiting_tokens": 1000} | changes)))
 
 
 def fill(scheduler: Scheduler, tenant: str, prompt_len: int = 5) -> int:
-    """Submits until the tenant is refused; returns how many were taken."""
+    """Submits until the tenant is refused; returns the number of accepted requests."""
     first = 1000 * (1 + max((group.request.key.handle // 1000 for group in scheduler.groups()), default=-1))
     for count in range(1000):
         try:
@@ -40,7 +40,7 @@ def test_tokens_are_shared_as_requests_are():
     scheduler = make_scheduler(max_waiting_requests=100, max_waiting_tokens=100)
     assert fill(scheduler, "a", prompt_len=20) == 5
     assert fill(scheduler, "b", prompt_len=20) == 2
-    # A share that is empty takes one request of any size.
+    # An empty share takes one request of any size.
     assert fill(scheduler, "c", prompt_len=60) == 1
     with pytest.raises(QueueFullError, match=r"60 tokens would be waiting of this tenant; .* each has 33"):
         scheduler.submit(make_request(99, tenant="b", prompt_len=20), 0.0)

@@ -1,4 +1,4 @@
-"""A step's result is taken in whole or not at all."""
+"""A step's result is applied as a whole or not at all."""
 
 import math
 import pickle
@@ -43,7 +43,7 @@ def make_driver(num_steps: int) -> Driver:
 
 
 def state_of(scheduler: Scheduler) -> bytes:
-    """All that the scheduler knows, and what of it is shared."""
+    """All of the scheduler's state, with shared objects."""
     return pickle.dumps(scheduler)
 
 
@@ -52,7 +52,7 @@ def with_tokens(result: StepResult, token_ids: np.ndarray) -> StepResult:
 
 
 def with_lines(result: StepResult, first: Line) -> StepResult:
-    """With this line of row 3, which may have a likely token, and others of those that may not."""
+    """Gives row 3, which may have a likely token, this line, and lines without one to the other rows."""
     columns = columns_of([first, *[Line(-1.0)] * 3])
     return replace(result, logprobs=SampleLogprobs(np.array([3, 4, 5, 6]), columns))
 
@@ -147,7 +147,7 @@ def test_events_of_one_kind_alone_are_events(kind):
 
 @pytest.mark.parametrize("num_valid", [0, 2])
 def test_a_request_of_whose_step_the_worker_always_answers_nonsense_fails(num_valid):
-    """The worker lives, and answers earlier chunks of the prompt as it should."""
+    """The worker lives, and gives right answers to earlier chunks of the prompt."""
     driver = Driver(make_config(max_num_batched_tokens=8), max_in_flight=1)
     driver.submit(make_request(0, prompt_len=24, max_tokens=4))
     events, num_losses = {}, 0

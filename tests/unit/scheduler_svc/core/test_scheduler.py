@@ -1,4 +1,4 @@
-"""Requests from arrival to end: steps, results, ends, losses of the worker, and what is reported of them."""
+"""Requests from arrival to end: steps, results, ends, losses of the worker, and their reported usage."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_usage_of_a_resubmitted_request_tells_prompt_from_output_and_prefill_fro
     arrived = driver.clock
     driver.finish(whole)
     usage = driver.usage[2]
-    # Six blocks of 4 are cached, most of which hold output.
+    # Six blocks of 4 tokens are cached, mostly with output.
     assert (usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens) == (5, 5, 30)
     assert (usage.queue_s, usage.prefill_s, usage.decode_s) == (0.0, 1.0, 9.0)
     assert driver.clock == arrived + 10
@@ -111,7 +111,7 @@ def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accep
     driver.submit(make_request(1, prompt_len=5))
     with pytest.raises(QueueFullError, match="13 tokens would be waiting; there is room for 12"):
         driver.submit(make_request(2, prompt_len=8))
-    # Tokens that a caller holds count, and open no way past the queue.
+    # Tokens that a caller already has count too, and do not let it pass the queue.
     with pytest.raises(QueueFullError, match="13 tokens would be waiting; there is room for 12"):
         driver.submit(make_request(2, prompt_len=5, emitted=(1, 2, 3)))
     driver.submit(make_request(2, prompt_len=5, emitted=(1, 2)))
@@ -164,7 +164,7 @@ def test_a_preemption_and_the_return_are_told_with_their_times(mode: PreemptionM
     started, preempted_at = lines[1].started, driver.clock
     driver.preempt(newer)
     assert lines[1].milestones == [(milestone, preempted_at)]
-    # Later the pool runs out, and the newer one gives way.
+    # Later the pool runs out, and the newer request is preempted.
     driver.run_until_idle()
     assert lines[0].milestones == []
     told = [each for each, _ in lines[1].milestones]
@@ -200,7 +200,7 @@ def test_the_first_sample_is_what_the_request_alone_would_get():
     request = make_request(1, num_sequences=3)
     assert request.sampling_of(0).seed == request.sampling.seed
     assert len({request.sampling_of(index).seed for index in range(3)}) == 3
-    # Those of the others are the same in every version, so that what was sampled can be sampled again.
+    # The other samples' seeds are the same in every version, so that a sample can be repeated.
     assert sequence_seed(2**64 - 1, 5) == 0xE0B1F3D51CE50AF9
 
 

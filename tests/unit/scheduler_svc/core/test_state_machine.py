@@ -64,15 +64,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(make_config(max_model_len=40, max_waiting_requests=6, **config), max_in_flight)
         self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
         self.is_cache_watched = is_cache_watched
-        """Whether the mirror is compared after each operation, else after some."""
+        """Whether the mirror is compared after each operation; otherwise after some."""
         self.requests: dict[int, Request] = {}
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.aborted: set[int] = set()
         self.killed: set[int] = set()
         self.offers: list[Request] = []
-        """Of requests that run at another replica, and may come."""
+        """Requests that run at another replica, and may come."""
         self.losses: dict[int, tuple[int, int]] = {}
-        """The tokens that a request had at the last loss with a step of it in flight, and how many in a row it was."""
+        """The tokens that a request had at the last loss with its step in flight, and the number of losses in a row."""
 
     @rule(
         prompt_len=st.integers(1, 30),
@@ -88,8 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         held=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
     def arrive(self, prompt_len, shared, stop, held, **fields):
-        """A prompt whose first `shared` tokens are those of all others. Of each sequence the first `held` tokens are
-        there already."""
+        """A prompt whose first `shared` tokens are common to all prompts. The first `held` tokens of each sequence are
+        already there."""
         handle = len(self.requests) + len(self.aborted)
         prompt = self._prompt(handle, prompt_len, shared)
         request = make_request(handle, prompt=prompt, stop=frozenset(stop), **fields)
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.offers)
     @rule(data=st.data(), is_broken=st.booleans(), max_tokens=st.integers(1, 20))
     def come(self, data, is_broken, max_tokens):
-        """What was offered comes, or what is kept for it is given back."""
+        """A request that was offered comes, or the blocks kept for it are given back."""
         offer = data.draw(st.sampled_from(self.offers))
         if is_broken:
             self.driver.scheduler.abort(offer.key)
@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except NeverFitsError:
             assert not fits
         except QueueFullError:
-            # Requests that were preempted wait beyond the bound.
+            # Preempted requests wait beyond the bound.
             assert len(self.driver.scheduler.waiting) >= 6
         else:
             assert fits
@@ -197,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def tell(self):
-        """The worker learns of the constraints that it is to compile, and of the adapters that it is to load."""
+        """The worker gets the constraints to compile, and the adapters to load."""
         self.driver.tell()
 
     @precondition(lambda self: self.driver.told)
@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests and not (self.driver.deadly or self.driver.deadly_needs))
     @rule(num_slots=st.integers(1, 90), is_only_there=st.booleans())
     def keep_on_disk(self, num_slots, is_only_there):
-        """All requests end, the worker writes blocks to its disk, they may be cached nowhere else, and the longest
+        """All requests end, the worker writes blocks to its disk, which may then be their only place, and the longest
         prompt comes again."""
         before = set(self.driver.failed)
         self.driver.run_until_idle()
@@ -247,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.tell_disk([slot])
 
     def _at_stake(self):
-        """How many tokens each request has that a loss of the worker would count for."""
+        """The number of tokens of each request that count at a loss of the worker."""
         scheduler = self.driver.scheduler
         return {group.request.key: group.num_tokens for group in scheduler.running} if scheduler.in_flight else {}
 
@@ -355,7 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(1, 30))
     def poison(self, data, num_tokens):
-        """From now on the worker refuses a request's steps, once it has so many tokens."""
+        """From now on the worker refuses a request's steps, once it has `num_tokens` tokens."""
         self.driver.poisoned[data.draw(st.sampled_from(sorted(self.requests)))] = num_tokens
 
     @precondition(lambda self: self.requests)
@@ -367,12 +367,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), position=st.integers(0, 40))
     def make_fail(self, data, position):
-        """What a request computes from this position on is not finite."""
+        """Logits of a request are not finite from this position on."""
         handle = data.draw(st.sampled_from(sorted(self.requests)))
         started = {
             group.request.key.handle for group in self.driver.scheduler.groups() if group.timeline.started is not None
         }
-        # What was computed before stays as it is.
+        # Logits that were computed before stay as they are.
         if handle in self._live() - started:
             self.driver.failing.setdefault(handle, position)
 
@@ -383,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(1, 30))
     def make_constraint_fail(self, data, num_tokens):
-        """From now on the worker finds that a request's constraint fails, once it has so many tokens."""
+        """From now on the worker finds that a request's constraint fails, once it has `num_tokens` tokens."""
         handle = data.draw(st.sampled_from(sorted(self.requests)))
         if self.requests[handle].has_constraint:
             self.driver.refusing[handle] = num_tokens

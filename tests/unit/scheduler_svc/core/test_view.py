@@ -1,4 +1,4 @@
-"""What a watcher is told adds up to what there is."""
+"""Changes that a watcher gets add up to the present state."""
 
 import random
 from collections import Counter
@@ -21,8 +21,8 @@ from tests.support.core_driver import Driver, make_config, make_request
 
 @dataclass
 class ViewMirror:
-    """What a watcher knows: it applies the changes that it was told, and nothing else: block tables, statuses and
-    progress by number of the sequence, names and pins by block."""
+    """The state as a watcher knows it, only from the changes that it got: block tables, statuses and progress by number
+    of the sequence, names and pins by block."""
 
     tables: dict[int, list[int]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class ViewMirror:
     pins: dict[int, int] = field(default_factory=dict)
 
     def see(self, seen: View, scheduler: Scheduler) -> None:
-        """Applies what a look tells: changes, or a picture."""
+        """Applies the changes of a look, or its whole picture."""
         changes = seen.look(scheduler).changes
         if changes is None:
             self.apply_all(seen.picture())
@@ -60,7 +60,7 @@ class ViewMirror:
         self.pins.update(rows_of(changes.pins, 2))
 
     def check(self, scheduler: Scheduler) -> None:
-        """That it knows all that there is."""
+        """Checks that it equals the scheduler's state."""
         pool, host = scheduler.batch.blocks.pool, scheduler.swap_space.pool
         swapped = SequenceStatus.SWAPPED.value
         of_host = [table for number, table in self.tables.items() if self.progress[number][0] == swapped]
@@ -86,7 +86,7 @@ def changes_of(seen: View, driver: Driver) -> view.Changes:
 
 
 def busy_driver(seed: int) -> Driver:
-    """More work than its pool has room for."""
+    """A driver with more work than its pool has room for."""
     mode = PreemptionMode.SWAP if seed % 2 else PreemptionMode.AUTO
     config = make_config(num_blocks=14, num_host_blocks=16, max_pinned=0.4, pin_quota=0.4, preemption_mode=mode)
     return Driver(config)

@@ -1,4 +1,4 @@
-"""Recordings as files: whole, cut, damaged, too large for one file, and on a disk that is full."""
+"""Recordings as files: whole, cut, damaged, too large for one file, and on a full disk."""
 
 import logging
 import pickle
@@ -33,7 +33,7 @@ SECRET = 48_879
 
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording waits for its snapshot, which takes long on a busy machine, where it would end else."""
+    """A recording waits for its snapshot, which takes long on a busy machine, and would otherwise end."""
 
     def after_waiting(act: Callable[[_Writer], None]) -> Callable[[_Writer], None]:
         def wait_and_act(writer: _Writer) -> None:
@@ -48,7 +48,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(driver: Driver) -> None:
-    """The worker compiles what it is told."""
+    """The worker compiles all constraints that it gets."""
     driver.tell()
     while driver.compile_next():
         pass
@@ -62,7 +62,7 @@ def record(
     with_token_ids: bool = False,
     max_bytes: int = MANY_BYTES,
 ) -> Driver:
-    """Chats that carry their history come, and a full pool preempts some of them. The recording is closed."""
+    """Multi-turn chats arrive, and a full pool preempts some of them. The recording is closed."""
     recorder = Recorder.open(str(path), with_token_ids=with_token_ids, max_bytes=max_bytes)
     monkeypatch.setattr(core_driver, "Scheduler", recorder.make_scheduler)
     config = make_config(
@@ -83,7 +83,7 @@ def record(
         driver.submit(request)
         prepare(driver)
         driver.run_steps(rng.randint(1, 3))
-        # The writer keeps up with a server's steps; these come faster, and it would write them in one piece.
+        # The writer is as fast as a server's steps; these come faster, and it would write them in one piece.
         while not recorder._pending.empty():
             time.sleep(0.001)
         if handle in driver.finished:
@@ -97,11 +97,11 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """A recording that went on in several files, the first of which became a snapshot, and then that and the next."""
+    """A recording over several files. The first file became a snapshot, and then the snapshot and the next file."""
 
     path: Path
     num_steps: int
-    """Of the core, from its start on."""
+    """Steps of the core since its start."""
 
     def copy(self, folder: Path) -> Path:
         """The newest file of a copy that a test may change."""
@@ -160,9 +160,9 @@ def test_blocks_that_a_worker_kept_are_recorded_with_each_of_their_tokens_once(
         device.rows.clear()
         scheduler.judge_loss(was_alive=True)
     assert driver.usage[1].cached_tokens > 190
-    # Of each time the prompt and the results; and once both sequences, whose blocks were kept.
+    # Twice the prompt and the results, and once both sequences, whose blocks were kept.
     assert num_hidden <= 2 * (200 + 2 * 200) + 2 * (200 + 200)
-    # Beams that go on in the place of others share what is known of their blocks.
+    # Beams that continue in the place of others share the recorded tokens of their blocks.
     beam = BeamParameters(3)
     driver.submit(
         make_request(2, prompt=list(request.prompt), max_tokens=9, num_sequences=3, num_returned=3, beam=beam)
@@ -178,7 +178,7 @@ def test_a_core_that_plans_otherwise_is_told_where(
 ) -> None:
     path = tmp_path / "recording"
     record(path, monkeypatch)
-    # A mistake in the order of admission.
+    # A fault in the order of admission.
     monkeypatch.setattr("scheduler_svc.core.scheduler._MAX_ADMISSIONS", 0)
     assert main(["replay", str(path)]) == 1
     output = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a publisher of KV events keeps, without sockets."""
+"""A publisher of KV events, without sockets."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.kv_subscriber import events_in
 
 
 class FakeSocket:
-    """What came from subscribers, and what was sent."""
+    """Messages from subscribers, and sent messages."""
 
     def __init__(self) -> None:
         self.incoming: list[bytes] = []
@@ -30,7 +30,7 @@ class FakeSocket:
         return self.incoming.pop(0)
 
     async def until_read(self, publisher: KvEventPublisher, *messages: bytes) -> None:
-        """The publisher reads these messages, and does what follows from them."""
+        """The publisher reads these messages, and acts on them."""
         self.incoming += messages
         self._is_read.clear()
         following = asyncio.create_task(publisher._follow_subscriptions())
@@ -98,7 +98,7 @@ async def test_blocks_on_disk_have_a_medium_of_their_own_and_only_where_that_is_
         events = [event for payload in socket.payloads for event in events_in(payload)]
         told[with_disk] = [(kind[5:], fields["medium"], fields["block_hashes"]) for kind, fields in events]
     assert told[False] == [("Removed", "GPU", [number[2]]), ("Stored", "GPU", [number[3]])]
-    # What leaves the pool is on disk before, for a router that forgets the tokens of a block that is nowhere.
+    # A block is on disk before it leaves the pool, for a router that forgets the tokens of a block that is nowhere.
     assert told[True] == [
         ("Stored", "STORAGE", [number[0]]),
         ("Removed", "STORAGE", [number[1]]),

@@ -1,4 +1,4 @@
-"""What the scheduler counts of requests, of the prefix cache and of tenants."""
+"""The scheduler's counters of requests, of the prefix cache and of tenants."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ def value_of(metrics: SchedulerMetrics, name: str, **labels: str) -> Any:
 
 
 def run(driver: Driver, metrics: SchedulerMetrics) -> None:
-    """Runs all requests to their ends, and counts what the step loop counts."""
+    """Runs all requests to their ends, and counts like the step loop."""
     for _ in range(200):
         while (plan := driver.plan()) is not None:
             metrics.planned(plan, 0.001)

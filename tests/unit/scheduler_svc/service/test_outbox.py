@@ -31,7 +31,7 @@ def make_output(handle: int, num_tokens: int) -> ClientEvents:
 
 
 def make_prompt(handle: int, size: int) -> PromptLogprobs:
-    """Log probabilities of so many tokens as to be of this size: with the 20 most likely ones at each position."""
+    """Log probabilities of `size` in all: each position has the 20 most likely tokens."""
     num_positions = size // 21
     ranks, top_ids = np.full(num_positions, 2**31 - 1, np.int32), np.full((num_positions, 20), 2**31 - 1, np.int32)
     columns = LogprobColumns.of_lines(
@@ -41,7 +41,7 @@ def make_prompt(handle: int, size: int) -> PromptLogprobs:
 
 
 async def taken(outbox: Outbox) -> Outgoing:
-    """What is there to be taken now."""
+    """The messages that can be taken now."""
     async with asyncio.timeout(30):
         outgoing = await outbox.take()
     assert outgoing is not None

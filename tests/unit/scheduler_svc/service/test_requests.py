@@ -1,6 +1,6 @@
-"""The table of requests: who may read one and who takes it over, what a gateway gets that comes back, how long and how
-much of one is kept without a reader, and what stays of one that was cancelled. Worlds break streams in any order, and
-compare every event."""
+"""The table of requests: which gateways may read and take over a request, what a gateway gets when it comes back, how
+long and how much of a request is kept without a reader, and what stays of a cancelled one. Worlds break streams in any
+order, and compare every event."""
 
 import itertools
 from collections.abc import Callable
@@ -33,7 +33,7 @@ NO_USAGE = Usage(1, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 class Timers:
-    """Calls that are due when a test says so."""
+    """Calls that fire when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,7 +54,7 @@ class Timers:
 
 @dataclass
 class Core:
-    """What the table asks of the core: live requests, as their keys and how far their sequences are."""
+    """The part of the core that the table uses: live requests by their keys, with the progress of their sequences."""
 
     live: dict[RequestKey, list[SequenceProgress]] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Core:
 
 @dataclass
 class Bench:
-    """A table, and a core and timers that obey the test."""
+    """A table with a core and timers that the test controls."""
 
     core: Core = field(default_factory=Core)
     timers: Timers = field(default_factory=Timers)
@@ -91,7 +91,7 @@ class Bench:
         nonce: int = NONCE,
         refusal: Exception | None = None,
     ) -> OwnedRequest:
-        """The core refuses it where there is a `refusal`."""
+        """Admits a request; the core refuses it if there is a `refusal`."""
 
         def submit(admitted: Request) -> None:
             if refusal is not None:
@@ -198,7 +198,7 @@ def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_e
         bench.requests.forget(owned)
     abort = scheduler_pb2.Abort(handle=9, wants_usage=True)
     if how == "a sequence ends":
-        # The gateway found a stop string; what it lacks of the others is still to come.
+        # The gateway found a stop string; the missing tokens of the other sequences are still to come.
         abort.sequence_index = 1
     if how in ("nobody reads it", "a sequence ends"):
         loop, _ = make_step_loop(Scheduler(make_config()))
@@ -263,12 +263,12 @@ def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
         bench.admit(make_request(3), connection, nonce=8)
     bench.step(owned, ends=True)
     bench.admit(make_request(3), connection, nonce=8)
-    # The durable one is there for whoever resumes it.
+    # The durable request stays for resumption.
     assert len(bench.requests) == 2
 
 
 def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
-    """Admits durable requests of a tenant until one is refused; returns how many were taken."""
+    """Admits durable requests of a tenant until one is refused; returns the number of accepted ones."""
     first = len(bench.requests)
     for handle in itertools.count(1000 * (1 + first)):
         try:
@@ -279,7 +279,7 @@ def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
 
 
 def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_its_limit():
-    """Without max_tokens a request may have as many as the model allows: each counted for 32,000, and 61 filled all."""
+    """Without max_tokens a request may have the model's maximum: each counted for 32,000, and 61 filled the table."""
     bench = Bench(limits=DurableLimits(1024, 2_000_000, 60.0))
     assert fill(bench, bench.connect(), "a", prompt_len=100, max_tokens=32_000) == 1024
     assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
@@ -300,7 +300,7 @@ def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_i
     bench.step(first, ends=True)
     assert bench.requests.num_durable_tokens == 10 + 2501
     assert bench.requests.find("", "request-1").history.num_tokens == 2501
-    # What is over makes room.
+    # Requests that are over make room.
     bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
     with pytest.raises(NotFound):
         bench.requests.find("", "request-1")
@@ -320,7 +320,7 @@ def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(benc
 
 @pytest.mark.parametrize("limits", [DurableLimits(8, 10**6, 60.0), DurableLimits(1000, 8 * 11, 60.0)])
 def test_a_tenant_that_floods_makes_room_for_it_from_its_own_requests_that_are_over(limits):
-    """Whether requests or tokens run out. The one of the other tenant is the oldest of all."""
+    """With either limit, of requests or of tokens. The request of the other tenant is the oldest of all."""
     bench = Bench(limits=limits)
     connection = bench.connect()
     kept = bench.admit(make_request(1, prompt_len=5, max_tokens=6, tenant="quiet"), connection, durable=True)
@@ -385,7 +385,7 @@ def test_what_is_kept_stays_where_the_queue_has_no_room_for_a_durable_request():
 
 
 def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_that_starts_anew():
-    """They were accepted by the one before, which kept more than the limit. Refused, the largest came back for ever."""
+    """The earlier scheduler accepted them, and kept more than the limit. Refused ones would come back forever."""
     bench = Bench(limits=DurableLimits(2, 3000, 60.0))
     connection = bench.connect()
     over = bench.admit(make_request(9), connection, durable=True)
@@ -409,7 +409,7 @@ def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
 
 
 def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
-    """Who asks all schedulers would take it for one that is over, and it would run on."""
+    """A caller that asks all schedulers would take it for one that is over, and it would run on."""
     connection = bench.connect()
     owned = bench.admit(make_request(3), connection, durable=True)
     assert owned.durable is not None
@@ -433,7 +433,7 @@ def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
 
 
 def cancel(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
-    """A request that ran and was cancelled."""
+    """Runs a request and cancels it."""
     request = make_request(handle, tenant=tenant)
     bench.admit(request, bench.connect(), durable=durable)
     assert bench.requests.cancel(tenant, request.request_id)
@@ -447,7 +447,7 @@ def test_one_that_was_cancelled_is_refused_to_its_tenant_until_its_id_is_used_ag
         with pytest.raises(Cancelled, match="request-1"):
             bench.resubmit(request, bench.connect(), has(0))
     assert bench.resubmit(replace(request, tenant="b"), bench.connect(), has(0)) is None
-    # With another nonce it is another request.
+    # Another nonce makes another request.
     assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is None
     admitted = bench.admit(request, bench.connect(), durable=True)
     assert bench.resubmit(request, bench.connect(), has(0)) is admitted
@@ -462,7 +462,7 @@ def test_only_the_newest_that_were_cancelled_are_remembered(bench):
             return True
 
     requests = [cancel(bench, handle) for handle in range(MAX_CANCELLED)]
-    # One that is cancelled twice counts from the second time.
+    # A request that is cancelled twice counts from the second time.
     cancel(bench, 0)
     requests += [cancel(bench, handle) for handle in range(MAX_CANCELLED, MAX_CANCELLED + 2)]
     assert [is_refused(each) for each in requests] == [True, False, False] + [True] * (MAX_CANCELLED - 1)
@@ -480,7 +480,7 @@ def test_a_handle_that_stands_for_another_request_by_now_does_not_mix_their_toke
 
 
 def test_log_probabilities_of_a_prompt_have_no_gap(bench):
-    """Those of a chunk that is not finite do not come; what is behind it waits until the prompt is computed again."""
+    """A chunk that is not finite is not sent; positions after it wait until the prompt is computed again."""
     connection = bench.connect()
     plain = make_request(1)
     prompted = replace(plain, sampling=replace(plain.sampling, prompt_logprobs=0))

@@ -1,4 +1,4 @@
-"""Connect without gRPC, where a test says when each side goes on."""
+"""Connect without gRPC; the test decides when each side continues."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -27,14 +27,14 @@ WORKER = worker_pb2.WorkerInfo(
 
 
 async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_another_one_replaces_it():
-    # A scheduler that has a worker and sends it no steps.
+    # A scheduler with a worker that sends it no steps.
     loop, requests = make_step_loop(Scheduler(make_config()))
     loop.replica, loop.is_attached = replica_info(WORKER), True
     servicer = SchedulerServicer(loop, requests)
     hello = scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id="gateway-a")
 
     async def connect() -> tuple[asyncio.Queue[Any], AsyncGenerator[scheduler_pb2.ConnectResponse, None]]:
-        """What its gateway says, and the answers, which come when they are taken."""
+        """Queue of the gateway's messages, and the answers, which come when they are taken."""
         said: asyncio.Queue[Any] = asyncio.Queue()
         said.put_nowait(scheduler_pb2.ConnectRequest(hello=hello))
 
@@ -44,13 +44,13 @@ async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_an
                 said.task_done()
                 yield message
 
-        # The context is not looked at.
+        # The context is not used.
         answers = cast(Any, servicer.Connect(messages(), cast(grpc.aio.ServicerContext, None)))
         assert (await anext(answers)).HasField("welcome")
         return said, answers
 
     async def submit(said: asyncio.Queue[Any], handle: int) -> None:
-        """Returns once it was looked at."""
+        """Returns once the message was processed."""
         said.put_nowait(scheduler_pb2.ConnectRequest(submit=make_submit(handle)))
         async with asyncio.timeout(30):
             await said.join()
@@ -61,7 +61,7 @@ async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_an
     assert loop.num_live == 1
     _, answers = await connect()
     await submit(first, 2)
-    # The gateway gave no time to come back, so its first request has ended, and none came after it.
+    # The gateway has no grace period, so its first request has ended, and none came after it.
     assert loop.num_live == 0
     assert [answer async for answer in unread] == []
     await answers.aclose()

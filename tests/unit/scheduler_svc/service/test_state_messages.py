@@ -1,4 +1,4 @@
-"""What GetState and InspectBlocks answer about many blocks does not hold the event loop up."""
+"""Answers of GetState and InspectBlocks about many blocks do not hold the event loop up."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.step_loop import make_step_loop
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """Two requests of 100 blocks each run, and one that is over has left 100 cached ones."""
+    """Two requests of 100 blocks each run, and an ended one has left 100 cached blocks."""
     driver = Driver(make_config(num_blocks=400, max_num_batched_tokens=2000, max_model_len=1000))
     driver.submit(make_request(0, prompt_len=402, max_tokens=1))
     driver.run_until_idle()
@@ -31,7 +31,7 @@ def loop(scheduler: Scheduler) -> StepLoop:
 
 
 async def turns_of(coroutine) -> tuple[object, int]:
-    """What it returns, and how often others had a turn meanwhile."""
+    """The coroutine's result, and the number of other tasks' turns meanwhile."""
     task, turns = asyncio.ensure_future(coroutine), 0
     while not task.done():
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, sch
     monkeypatch.setattr(gateway_messages, "_BLOCKS_AT_ONCE", 16)
     asking = asyncio.ensure_future(answer())
     await asyncio.sleep(0)
-    # The first piece is made; all blocks are given back before the next.
+    # The first piece is made; all blocks are released before the next.
     for handle in (1, 2):
         assert scheduler.abort(make_request(handle).key)
     message: Any

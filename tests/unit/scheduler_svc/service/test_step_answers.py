@@ -1,4 +1,4 @@
-"""What a worker says of a step is checked before the core sees it, and what its loss says of the step in flight."""
+"""A worker's answer to a step is checked before the core sees it; a loss's cause says if the step is at fault."""
 
 import asyncio
 from dataclasses import replace
@@ -155,18 +155,18 @@ CANCELLED = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(),
 @pytest.mark.parametrize(
     ("cause", "refusal", "is_unexplained"),
     [
-        # The step was refused, or could not be run; whether that is explained is not looked at then.
+        # The step was refused, or could not be run; the cause of the loss does not matter then.
         (InvalidArgument("batch.rows holds row 3 twice"), "batch.rows holds row 3 twice", True),
         (Internal("step 7 failed on the device", reason="STEP_FAILED"), "step 7 failed on the device", False),
         (Internal("the step could not be taken", reason="UNEXPECTED"), "the step could not be taken", False),
-        # The worker died, and said nothing of the step.
+        # The worker died without an answer to the step.
         (None, None, True),
         (asyncio.InvalidStateError("the call is over"), None, True),
         (Unavailable("Socket closed"), None, True),
         (CLOSED, None, True),
         (CANCELLED, None, True),
         (RESET, None, True),
-        # It lives, and says why it left.
+        # It lives, and reports why it left.
         (FailedPrecondition("another scheduler came", reason="SUPERSEDED"), None, False),
         (FailedPrecondition("no more", reason="SESSION_ENDED"), None, False),
         (FailedPrecondition("no more", reason="STEP_GAP"), None, False),

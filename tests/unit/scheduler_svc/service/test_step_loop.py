@@ -1,5 +1,5 @@
-"""What is counted of requests that are ended from outside, when an answer of a worker is late, and when a refused
-caller should come back."""
+"""Counts of requests that are ended from outside, the time at which a worker's answer is late, and the time at which a
+refused caller should come back."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ def metrics() -> SchedulerMetrics:
 
 @pytest.fixture
 def loop(metrics) -> StepLoop:
-    """One with requests 1 and 2, of 1 and 2 sequences, which wait."""
+    """A loop whose requests 1 and 2, of 1 and 2 sequences, wait."""
     loop, _ = make_step_loop(Scheduler(make_config()), metrics)
     loop.submit(make_request(1))
     loop.submit(make_request(2, num_sequences=2))
@@ -56,14 +56,14 @@ async def test_aborted_requests_count_once_each_with_their_last_sequence_and_lea
 
 
 async def test_an_abort_has_the_next_step_planned(loop):
-    """What it held may be what another request waits for, and no answer of a worker may be under way."""
+    """Its blocks may be what another request waits for, and no worker's answer may be under way."""
     loop._wake.clear()
     assert loop.abort(make_request(1).key)
     assert loop._wake.is_set()
 
 
 class Link:
-    """Of a worker that takes two steps at once. While a step is sent, a request leaves."""
+    """The link to a worker that takes two steps at once. While a step is sent, a request leaves."""
 
     address, info = "w:1", SimpleNamespace(max_steps_in_flight=2)
 
@@ -80,7 +80,7 @@ class Link:
 
 
 async def test_what_is_offered_is_told_before_a_step_that_may_take_its_room(loop):
-    """A worker leaves out blocks that were written since they were offered."""
+    """A worker does not send blocks that were written since they were offered."""
     link: Any = Link(loop)
     loop._offers.append(b"an offer")
     loop._wake.set()
@@ -103,7 +103,7 @@ def awaited() -> Awaited:
 
 
 def test_the_oldest_is_late_by_a_second_look(awaited):
-    """As where scheduler or worker stood still: its answer comes behind the first heartbeat."""
+    """If scheduler or worker stood still, its answer may come right after the first heartbeat."""
     assert awaited.late(1e6) is None
     awaited.sent(1, 0.0)
     assert awaited.answered(1, 5.0) == 5.0
@@ -154,13 +154,13 @@ def test_with_other_workers_all_begins_anew(awaited):
     ("ends", "now", "expected"),
     [
         ([], 5.0, 1000),
-        # One end tells no pace.
+        # One end gives no pace.
         ([(1, 0.0)], 3.0, 1000),
         # The pace of recent ends, within bounds.
         ([(2, float(second)) for second in range(10)], 10.0, 500),
         ([(60, 0.0)], 0.1, 50),
         ([(2, 0.0)], 10.0, 5000),
-        # Time without work is no pace, and after a pause it is that of what ended since.
+        # Idle time does not count, and after a pause only ends since then count.
         ([(1, each / 20) for each in range(64)], 3.2 + 10 * 60.0, 1000),
         ([(1, each / 20) for each in range(64)], 3.2 + 3600.0, 1000),
         ([(30, 0.0), *((1, 600.0 + each / 10) for each in range(10))], 601.0, 100),
@@ -181,7 +181,7 @@ async def test_a_sleep_that_a_drain_ends_does_not_say_that_it_sleeps(monkeypatch
 
     async def drained(*arguments: Any, **named: Any) -> None:
         await loop.drain(0.0)
-        # Nothing is attached while a worker may be about to end.
+        # No worker is attached while it may be about to end.
         passing = asyncio.create_task(loop._sleep.pass_by())
         await asyncio.sleep(0)
         assert not passing.done()

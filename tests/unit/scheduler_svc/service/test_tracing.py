@@ -1,4 +1,4 @@
-"""Spans where there is nothing to trace, and the file of `--trace-steps`."""
+"""Spans without a trace, and the file of `--trace-steps`."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_without_a_tracer_nothing_is_made_whatever_gateways_say() -> None:
     spans.sequence_aborted(request.key)
     spans.close()
     assert len(spans) == 0
-    # Nor where there is a tracer, of what a gateway does not trace or sample.
+    # Nor with a tracer, for requests that a gateway does not trace or sample.
     traces = MemoryTraces()
     spans = RequestSpans(traces.tracer, no_clock)
     spans.submit(request, None, submit_untraced)

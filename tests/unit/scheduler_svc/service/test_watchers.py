@@ -1,4 +1,4 @@
-"""Who watches gets frames, and nobody waits for who does not read them."""
+"""Watchers get frames, and a watcher that does not read them delays no other."""
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing
@@ -19,7 +19,7 @@ MAX_OUTBOX = 4
 
 
 class Watched:
-    """A core, and who watches it; frames are made when the test says so."""
+    """A core and its watchers; frames are made when the test says so."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -56,7 +56,7 @@ async def test_who_comes_as_the_last_one_leaves_is_served(watched):
     first = watched.watchers.frames(wants_memory=True)
     await next_frame(first)
     leaving = asyncio.create_task(first.aclose())
-    # It has begun to leave.
+    # The watcher has begun to leave.
     await asyncio.sleep(0)
     async with aclosing(watched.watchers.frames(wants_memory=True)) as second:
         assert (await next_frame(second)).is_whole
@@ -105,7 +105,7 @@ async def test_everything_in_a_large_pool_is_several_frames(watched, monkeypatch
         watched.step()
     async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
         parts = [await next_frame(frames)]
-        # The core goes on while they are read.
+        # The core goes on while frames are read.
         watched.step()
         while parts[-1].more_follows:
             parts.append(await next_frame(frames))

@@ -52,7 +52,7 @@ def run(
         ended.append([end.handle for each in events.values() for end in each.completed])
     assert not scheduler.num_live
     blocks = blocks_of(scheduler)
-    # All pieces have joined.
+    # All pieces have been merged.
     assert blocks.pool.num_free == blocks.pool.num_blocks
     assert blocks.pool.allocate(blocks.pool.num_blocks) == list(range(blocks.pool.num_blocks))
     assert blocks.num_reserved_slots == blocks.num_needed_slots == 0
@@ -72,7 +72,7 @@ def blocks_of(scheduler: Scheduler) -> ContiguousBlocks:
 
 
 def check_regions(scheduler: Scheduler) -> None:
-    """Each sequence that runs has a region of consecutive blocks that is long enough, and none overlap."""
+    """Each running sequence has a long enough region of consecutive blocks, and no regions overlap."""
     held: set[int] = set()
     for group in scheduler.running:
         for sequence in group.unfinished:

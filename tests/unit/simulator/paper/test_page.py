@@ -1,4 +1,4 @@
-"""The page docs/paper/README.md: what is compared, and that every difference is explained."""
+"""The page docs/paper/README.md: its comparisons, and an explanation of every difference."""
 
 import sys
 from pathlib import Path

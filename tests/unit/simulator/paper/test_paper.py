@@ -25,7 +25,7 @@ from simulator.paper.systems import (
 
 FEW = replace(sharegpt_load(OPT_13B), num_saturating=100)
 _NUM_REQUESTS = {QUIRE: 100, ORACLE: 60, POW2: 45, MAX: 30, FASTER_TRANSFORMER: 21}
-"""Enough to fill the pool several times; few, as few run at once."""
+"""Enough requests to fill the pool several times; few if few run at once."""
 
 
 def test_pages_hold_more_tokens_run_more_requests_at_once_and_serve_higher_rates() -> None:

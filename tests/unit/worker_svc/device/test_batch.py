@@ -1,4 +1,4 @@
-"""The flat batch against a construction token by token."""
+"""Compares the flat batch with a construction token by token."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def make_rows() -> Rows:
 
 
 def random_sequences(generator: np.random.Generator) -> list[tuple[list[int], list[int]]]:
-    """Tokens and block table of each row; blocks are in no order."""
+    """Tokens and block table of each row; blocks are in random order."""
     block_ids = generator.permutation(200)
     sequences = []
     for row in range(NUM_ROWS):
@@ -95,7 +95,7 @@ def test_rows_sample_after_their_last_tokens_and_share_the_logits_of_one_row() -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_that_sample_nothing_are_reported_where_a_token_is_not_finite(dtype: torch.dtype) -> None:
     batch = make_batch([4, 2, 7, 1], [3, 1, 2, 2], [0, 9, 4, 0], [(2, 2), (1, 1)])
-    # Behind the tokens of the batch lies what pads it.
+    # Padding follows the tokens of the batch.
     hidden = torch.full((10, 64), 60_000.0).to(dtype)
     hidden[8:] = torch.nan
     finite = finite_tokens(batch, hidden)
@@ -127,7 +127,7 @@ def test_output_tokens_of_a_chunk_are_entries_of_one_token() -> None:
     assert split.places.tolist() == [4, 3]
     plan = plan_samples(split.batch, split.places)
     assert (plan.rows.tolist(), plan.positions.tolist()) == ([0, 1], [13, 13])
-    # The places that are known are those of the batch that was given.
+    # Known sample places are places of the original batch.
     again = split_outputs(batch, num_prompt, sample_places(batch))
     assert again is not None
     assert again.places.tolist() == [4, 3]

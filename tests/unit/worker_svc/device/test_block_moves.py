@@ -1,4 +1,4 @@
-"""Swaps beside the steps, on streams that run in any order that is allowed, leave and read what they do one by one."""
+"""Swaps during steps, on streams that run in any allowed order, have the same effects as in sequence."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(slots=True)
 class Planned:
-    """A step, and what its batch reads and writes."""
+    """A step, and the blocks that its batch reads and writes."""
 
     admitted: AdmittedStep
     reads: list[int]
@@ -31,7 +31,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans random steps as a scheduler may: blocks are free for the next step as soon as their sequence left."""
+    """Plans random steps as a scheduler may: blocks are free for the next step as soon as their sequence has left."""
 
     rng: random.Random
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
@@ -51,7 +51,7 @@ class Planner:
             elif choice < 0.35 and len(self.free_host) >= len(self.running[row]):
                 released.append(row)
                 swap_out += self._leave(row)
-        # The scheduler hands out the block first that was freed last, or first: whichever.
+        # The scheduler may next hand out the block that was freed first, or last.
         self.rng.shuffle(self.free)
         swap_in, assigned = self._come_back()
         copies = self._copy_a_shared_block()
@@ -88,7 +88,7 @@ class Planner:
         return self.num_rows
 
     def _copy_a_shared_block(self) -> Pairs:
-        """As if another sequence had shared it, which keeps the source."""
+        """Copies a block as if another sequence shared it, which keeps the source."""
         if not self.running or not self.free or self.rng.random() < 0.8:
             return []
         blocks = self.rng.choice(list(self.running.values()))
@@ -117,7 +117,7 @@ def contents(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 class Model:
-    """Reads and writes the blocks of a batch; every value that it writes is new."""
+    """Reads and writes the blocks of a batch; every written value is new."""
 
     def __init__(self, pool: KvPool) -> None:
         self._blocks = pool.gpu[0][0, :, 0, 0, 0]
@@ -132,7 +132,7 @@ class Model:
 def run_steps(
     steps: Sequence[Planned], compute: Stream, swaps: Stream, queue: Callable[[Callable[[], None]], None]
 ) -> tuple[list[list[float]], KvPool]:
-    """What each step saw, and the pool as it was left, or will be once all that is queued has run."""
+    """The values that each step saw, and the pool as it is once all that is queued has run."""
     pool = make_pool()
     model, moves = Model(pool), BlockMoves(pool, compute, swaps)
     for planned in steps:

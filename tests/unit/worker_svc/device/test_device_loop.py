@@ -1,4 +1,4 @@
-"""The device threads with a stand-in for the runner whose steps end when the test says so."""
+"""The device threads with a stand-in for the runner, whose steps end when the test says so."""
 
 import logging
 import queue
@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 
 
 class GatedRunner:
-    """Launches at once; a step is done when its gate opens, or fails when it is told to."""
+    """Launches at once; a step ends when its gate opens, or fails if the test says so."""
 
     def __init__(self, *, is_asynchronous: bool) -> None:
         self.is_asynchronous = is_asynchronous
@@ -47,7 +47,7 @@ class GatedStep:
 
 
 class Outcomes:
-    """What came of the steps of one lane."""
+    """Results of the steps of one lane."""
 
     def __init__(self) -> None:
         self.finished: queue.Queue[int] = queue.Queue()

@@ -1,4 +1,4 @@
-"""What a worker finds of its blocks on disk: each whole and its own, or none."""
+"""Blocks that a worker finds on disk: each is whole and its own, or it is not found."""
 
 import errno
 import os
@@ -48,8 +48,8 @@ def open_file(path: Path, num_slots: int = 3, **changes: object) -> BlockFile:
 
 
 def contents_of(file: BlockFile) -> dict[int, bool | None]:
-    """Of each block whether it is as it was written; None if it cannot be read."""
-    # Those read last stay longest.
+    """By block, whether it is as it was written; None if it cannot be read."""
+    # Blocks that are read last stay longest.
     found = {each[0]: read(file, each) for each in reversed(file.names)}
     return {number: None if data is None else data == content(number) for number, data in found.items()}
 
@@ -117,7 +117,7 @@ def test_no_damaged_byte_is_ever_read(path: Path) -> None:
     file.close()
     whole = path.read_bytes()
     rng = np.random.default_rng(0)
-    # Each byte of a slot's head, some of its content, and of the file's header.
+    # Each byte of a slot's head, and some bytes of its content and of the file's header.
     places = [*range(52), *range(4096, 4096 + 48), *(4096 + 48 + rng.integers(0, SIZE, 50)).tolist()]
     for place in places:
         damaged = bytearray(whole)
@@ -201,7 +201,7 @@ def test_blocks_that_sequences_begin_with_in_the_pool_stay_on_disk_their_beginni
     for block in range(4):
         pool.fill(block, 10 + block)
     tier.write_behind()
-    # A block that is written meanwhile is not the one that was found.
+    # A block that is overwritten during a read is not the block that was looked up.
     pool.seals.begin_write(int32([2]), 5)
     assigned = [make_assign(0, [1] * 10, [0, 1, 2]), make_assign(1, [1], [3])]
     step = make_step(make_changes(assign=assigned), make_batch(rows=[2, 1, 0], new=[1, 1, 1], computed=[9, 0, 9]))
@@ -239,7 +239,7 @@ def test_a_disk_that_is_full_at_the_start_is_told_of_and_nothing_else(
         patch.setattr(os, "pwrite", is_full)
         with pytest.raises(DiskFailsError, match="No space left on device"):
             open_file(path)
-    # Nothing keeps the file.
+    # No object holds the file.
     assert len(open_file(path)) == 0
 
 

@@ -1,4 +1,4 @@
-"""Which drafts are verified, and how often rows that do not pay are looked at."""
+"""The choice of drafts to verify, and how often rows with useless drafts are examined."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from worker_svc.sampling.drafters import OF_MODEL
 FEW_ROWS_ARE_CHEAP = PassCosts([1, 2, 4, 8, 64], [10.0, 11.0, 13.0, 17.0, 73.0])
 ROWS_ARE_ALL = PassCosts([1, 2], [10.0, 20.0])
 FOLLOWED, PAIR = 2, 4
-"""Kinds: a prediction that was followed for long, and two tokens that were there before."""
+"""Kinds of drafts: a prediction that was followed for long, and two tokens that occurred before."""
 
 
 def guesses_of(rows: list[int], kind: int, num_tokens: int = 7, length: int = 0) -> Guesses:
@@ -25,7 +25,7 @@ def show(choice: PayingDrafts, guesses: Guesses, num_right: int, times: int) -> 
 
 
 def due(choice: PayingDrafts, num_rows: int, *, is_first: bool = False) -> np.ndarray:
-    """Which of all rows the next pass looks at."""
+    """The rows that the next pass examines."""
     if choice.begin_pass(num_rows, 0.0, is_first=is_first):
         return choice.due(np.arange(num_rows))
     return np.zeros(num_rows, np.bool_)
@@ -62,7 +62,7 @@ def test_of_several_rows_those_get_drafts_whose_guesses_were_right() -> None:
     assert counts[0] == 7
     assert counts[1] == 0
     choice.enter(1)
-    # What all rows showed counts for a new one.
+    # Results of all rows count for a new row.
     assert choice.choose(guesses_of([1], FOLLOWED), 1)[0] > 0
 
 
@@ -117,7 +117,7 @@ def test_several_rows_have_no_more_drafts_than_what_is_left_of_the_step_or_twice
     assert 0 < counts[0] < counts[1] < counts[2] == 7 * 16
     for count, limit_s in zip(counts, (2 * plain_s, 4e-3), strict=False):
         assert PassTimes(costs).with_drafts(16, np.array([count]), 16) <= limit_s
-    # A row that is alone keeps nobody waiting.
+    # A row by itself delays no other.
     assert PayingDrafts(1, PassTimes(PassCosts([1, 2], [1e-3, 1.2e-3]))).choose(guesses_of([0], FOLLOWED), 1) == [7]
 
 
@@ -141,7 +141,7 @@ def test_a_draft_model_guesses_what_pays_for_its_own_passes_too() -> None:
         assert choice.choose(asked([0]), 1)[0] > 3
     assert cheap.plan(asked([0]), 1, 1)[0] > 3
     assert dear.plan(asked([0]), 1, 1)[0] == 0
-    # A few right ones do not pay for a pass of 60 rows.
+    # A few right guesses do not pay for a pass of 60 rows.
     assert not cheap.plan(asked(list(range(60))), 60, 60).any()
 
 

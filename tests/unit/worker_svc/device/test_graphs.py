@@ -1,4 +1,4 @@
-"""Decode batches that are padded and replayed give what the same batches give as they are."""
+"""Decode batches that are padded and replayed give the same results as without padding and replay."""
 
 import gc
 import logging
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def make_pool(model: CausalLM, block_size: int) -> KvPool:
-    """Everything in it is NaN, which a row that reads what it should not would show."""
+    """A pool of NaN, which shows in the results of a row that reads foreign slots."""
     request = PoolRequest(block_size, NUM_BLOCKS, None, 0, 0)
     pool = allocate_pool(pool_geometry(model, request, None), CPU, model.dtype, with_padding=True)
     for layer in pool.gpu:
@@ -48,7 +48,7 @@ def make_pool(model: CausalLM, block_size: int) -> KvPool:
 
 
 class Driver:
-    """Rows with prompts in a runner; every output is kept."""
+    """Rows with prompts in a runner; stores every output."""
 
     def __init__(self, model: CausalLM, block_size: int, recorder: CallingRecorder | None) -> None:
         self.pool = make_pool(model, block_size)
@@ -122,7 +122,7 @@ def test_a_shorter_batch_after_a_longer_one_writes_nothing_for_the_rows_that_lef
     driver.prefill({row: [row + 1, 2, 3, 4, 5] for row in range(8)})
     driver.decode(range(8))
     (layer,) = driver.pool.gpu
-    # As if others had these blocks since.
+    # As if other rows had used these blocks since.
     others = layer[:, 5 * 12 : NUM_BLOCKS]
     others.fill_(torch.nan)
     # Five rows are padded to eight as well.
@@ -245,7 +245,7 @@ def test_no_graph_has_more_rows_than_pays_and_a_batch_beyond_all_shapes_gets_non
 
 
 def test_graphs_of_a_model_with_experts_are_refused() -> None:
-    """The host waits for what the tokens choose, which a recording cannot contain."""
+    """The host waits for the experts that the tokens choose, which a recording cannot contain."""
     config = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = MixtralForCausalLM.from_config({**config, "num_attention_heads": 8}, Placement(CPU, torch.float32))
     model.device = torch.device("cuda")
@@ -265,7 +265,7 @@ def test_graphs_have_the_adapters_of_each_batch(tmp_path: Path) -> None:
     for driver in drivers:
         driver.adapter_slots = {0: 1, 2: 0, 3: 1}
         driver.prefill({row: [3 + row, 4, 5] for row in range(4)}, temperature=0.0)
-        # The last batch has no adapter, and follows one that has.
+        # The last batch has no adapter, and follows a batch with one.
         for rows in ([0, 1, 2, 3], [3, 1], [1]):
             driver.decode(rows)
     assert_same(*drivers)

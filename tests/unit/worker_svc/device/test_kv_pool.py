@@ -20,7 +20,7 @@ from worker_svc.streams import IN_ORDER
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-# Two heads of 8, one layer, float32, keys and values, 4 tokens.
+# A block has two heads of 8, one layer, float32, keys and values, 4 tokens.
 BLOCK_BYTES = 2 * 2 * 8 * 4 * 4
 
 
@@ -50,7 +50,7 @@ def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that the system has really given."""
+    """Memory of this process that the system has really allocated."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -63,8 +63,8 @@ def contents(tensor: torch.Tensor) -> list[float]:
 @pytest.mark.parametrize(
     ("changes", "available", "count"),
     [
-        # A count wins over all sizes, a given size is used whole, an accelerator gives what profiling left, and the
-        # default on a CPU is never more than can be used.
+        # A count wins over all sizes, a given size is used whole, an accelerator uses what profiling left, and the
+        # default on a CPU never exceeds what can be used.
         ({"num_gpu_blocks": 7, "kv_cache_memory": 1}, 10**9, 7),
         ({"kv_cache_memory": 500 * BLOCK_BYTES + 1}, None, 500),
         ({"kv_cache_memory": 10 * BLOCK_BYTES, "num_padding_blocks": 1}, None, 9),
@@ -82,7 +82,7 @@ def test_the_pool_has_as_many_blocks_as_its_memory_holds(
 @pytest.mark.parametrize(
     ("swap_space", "block", "device", "gpu_blocks", "count"),
     [
-        # By default as large as the pool of a CPU up to a gibibyte, or four gibibytes beside CUDA.
+        # By default as large as the pool of a CPU up to a gibibyte; with CUDA four gibibytes.
         (None, BLOCK_BYTES, CPU, 100, 100),
         (None, 1 << 20, CPU, 5000, 1024),
         (None, 1 << 20, CUDA, 5, 4096),
@@ -136,7 +136,7 @@ def test_what_was_not_asked_for_leaves_half_of_the_memory() -> None:
 
 
 def make_large_pool() -> KvPool:
-    """256 MiB, nothing of which was touched."""
+    """A pool of 256 MiB whose memory was not touched."""
     geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
     return allocate_pool(geometry, CPU, torch.float32)
 
@@ -159,7 +159,7 @@ def test_pools_and_rows_take_memory_only_as_they_are_used() -> None:
     pool, rows = allocate_pool(geometry, CPU, torch.float32), Rows(64, 1 << 20, 1 << 16, CPU)
     assert not pool.gpu[0][:, -1].any()
     apply_moves(make_operations(swap_out=[(0, 0), (1, count - 1)]), pool)
-    # All rows have 272 MiB.
+    # All rows together have 272 MiB.
     rows.apply(make_changes(assign=[make_assign(0, [1, 2, 3], [5])]))
     assert resident_bytes() - before < 64 << 20
 
@@ -177,7 +177,7 @@ def test_a_pool_that_is_given_back_takes_no_memory_until_it_is_written_again() -
 
 def test_moves_are_applied_out_in_copy() -> None:
     pool = make_pool()
-    # Block 1 leaves and its place is taken at once; what came in is copied on.
+    # Block 1 is swapped out and its place is used at once; the block that was swapped in is copied.
     apply_moves(make_operations(swap_out=[(4, 0), (1, 2)]), pool)
     assert contents(pool.host[0]) == [5.0, 0.0, 2.0]
     operations = make_operations(swap_out=[(0, 1)], swap_in=[(1, 3), (0, 0)], copy=[(3, 5), (0, 2)])

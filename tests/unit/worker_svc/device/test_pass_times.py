@@ -1,4 +1,4 @@
-"""What the next pass of a step is expected to take."""
+"""The expected time of the next pass of a step."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_what_drafts_add_is_learned_and_tried_anew_where_they_seemed_to_cost_too
     assert times.expected_s(1) == 2.0
     assert times.expected_s(1, ONE) > 5.8 < 6.1
     assert times.with_drafts(1, np.array([0, 1]), 1).tolist() == [times.expected_s(1), times.expected_s(1, ONE)]
-    # Some passes without drafts are between those with them and change nothing.
+    # Some passes without drafts between passes with drafts change nothing.
     for _ in range(500):
         times.took(1, 2.0, is_first=False)
     assert times.expected_s(1, ONE) > 5.8

@@ -1,4 +1,4 @@
-"""What a worker finds in the file of its pool: all that the one before it had sealed, or nothing."""
+"""Blocks that a worker finds in the file of its pool: all that the earlier worker had sealed, or none."""
 
 import gc
 import itertools
@@ -50,14 +50,14 @@ LAYOUT = FileLayout(NUM_BLOCKS, [2 * NUM_BLOCKS * 2 * 4 * 8 * 2] * 3)
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Of a file that this process holds, as a supervisor does."""
+    """A file that this process holds, as a supervisor does."""
     file = os.memfd_create("pool")
     yield Path(f"/proc/{os.getpid()}/fd/{file}")
     os.close(file)
 
 
 class OpenPool:
-    """What a worker has of its file."""
+    """A worker's view of its file."""
 
     def __init__(self, path: Path, namespace: KvNamespace = NAMESPACE, num_blocks: int = NUM_BLOCKS) -> None:
         self.file = PoolFile.open(path)
@@ -68,7 +68,7 @@ class OpenPool:
         self.layers, self.seals = mapped
 
     def die(self) -> None:
-        """As a process that is killed: nothing is put in order."""
+        """Ends like a killed process, without any clean-up."""
         os.close(self.file._file)
         del self.layers, self.seals
         gc.collect()
@@ -89,7 +89,7 @@ def seal(seals: SealInventory, blocks: list[int], step: int = 1) -> None:
 
 
 def leave_blocks(path: Path) -> None:
-    """A worker fills the pool, seals blocks 2, 5 and 9, begins to write block 5 again, and is killed."""
+    """A worker fills the pool, seals blocks 2, 5 and 9, begins to rewrite block 5, and is killed."""
     pool = OpenPool(path)
     for index, layer in enumerate(pool.layers):
         layer[:] = torch.arange(NUM_BLOCKS).view(1, -1, 1, 1, 1) + 100 * index
@@ -106,7 +106,7 @@ def test_a_successor_finds_what_was_sealed_and_its_bytes(path: Path) -> None:
     for index, layer in enumerate(pool.layers):
         assert layer.shape == SHAPE
         assert (layer[:, 9] == 9 + 100 * index).all()
-    # Its steps are counted from 1 again.
+    # The new worker counts its steps from 1 again.
     pool.seals.begin_write(int32([2]), 1)
     assert list(pool.sealed) == [9]
 
@@ -118,7 +118,7 @@ def test_blocks_of_another_namespace_are_not_found(path: Path, field: str) -> No
     assert (pool.num_held, pool.sealed) == (None, {})
     assert not any(layer.any() for layer in pool.layers)
     pool.die()
-    # Those of the first one are gone then.
+    # The first worker's blocks are gone then.
     assert OpenPool(path).sealed == {}
 
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_not_whole_is_as_a_new_one(path: Path, harm: Callable[[in
 
 
 def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /dev/shm of a container, 64 MB by default: a write to the file where no space is left kills the process."""
+    """For example /dev/shm of a container, 64 MB by default: writing without free space would kill the process."""
 
     def of_blocks(count: int, free: int) -> Callable[[int], SimpleNamespace]:
         return lambda file: SimpleNamespace(f_blocks=count, f_bavail=free, f_frsize=4096)
@@ -182,7 +182,7 @@ def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, mon
     pool.layers[0].fill_(1)
     assert pool.file.held_bytes > 0
     pool.die()
-    # What the file has already is not taken twice.
+    # Memory that the file already has is not taken twice.
     monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks - 1))
     OpenPool(path).die()
 
@@ -207,7 +207,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -
     with pytest.raises(ConfigurationError, match=r"^--kv-cache-file .*notes.txt holds something else than a KV pool; "):
         PoolFile.open(path)
     assert path.read_text() == "notes"
-    # One that is empty, or whose header was not written yet, and then one of a pool.
+    # An empty file, or one without a finished header, and then the file of a pool.
     for size in (0, 4096):
         path.write_bytes(bytes(size))
         pool = OpenPool(path)
@@ -221,7 +221,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -
 def test_a_closed_file_takes_no_memory(path: Path) -> None:
     pool = OpenPool(path)
     assert pool.file.held_bytes > 0
-    # While it is mapped it stays in use.
+    # A mapped file stays in use.
     del pool.layers, pool.seals
     pool.file.close()
     file = PoolFile.open(path)

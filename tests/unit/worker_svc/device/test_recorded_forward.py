@@ -1,4 +1,4 @@
-"""A forward pass from a recording gives what the model gives, bit for bit, however tokens and rows vary."""
+"""A recorded forward pass gives the same bits as the model, for any numbers of tokens and rows."""
 
 import functools
 import logging
@@ -40,7 +40,7 @@ needs_library = pytest.mark.skipif(not ISAS, reason="there is no library of kern
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    """The directory of a family or a shape, made when it is first asked for."""
+    """Makes the directory of a family or a shape on first use."""
 
     @functools.cache
     def make(name: str) -> Path:
@@ -73,7 +73,7 @@ def pool_of(runner: PagedRunner) -> KvPool:
 
 def record(runner: PagedRunner) -> RecordedForward:
     assert isinstance(runner.model, NativeCausalLM)
-    # Twice what a sequence needs: `PagedRunner` gives each row blocks to spare.
+    # Twice a sequence's blocks, since `PagedRunner` gives each row spare ones.
     return RecordedForward(runner.model, room_for(pool_of(runner), 2 * MAX_MODEL_LEN, num_tokens=90, num_rows=4))
 
 
@@ -170,7 +170,7 @@ def test_a_model_of_other_operations_runs_as_it_is(
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_model_with_experts_runs_as_it_is(family: str, directories: Directories) -> None:
-    """Which operations a step has depends on what its tokens choose."""
+    """Its operations in a step depend on the experts that its tokens choose."""
     model = load(directories(family))
     pool = pool_of(make_runner(model))
     assert make_forward(model, pool, MAX_MODEL_LEN, LIMITS) is model

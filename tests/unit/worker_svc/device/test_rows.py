@@ -50,7 +50,7 @@ def make_ledger() -> RowLedger:
 
 
 def assigned_ledger() -> RowLedger:
-    """Row 0 holds PROMPT in TABLE."""
+    """A ledger whose row 0 holds PROMPT in TABLE."""
     ledger = make_ledger()
     ledger.admit(make_step(make_changes(assign=[make_assign(0, PROMPT, TABLE)])))
     return ledger
@@ -68,14 +68,14 @@ def test_rows_grow_by_what_they_sample_and_by_what_they_are_given() -> None:
     ledger = make_ledger()
     candidates = make_sampling(num_candidates=4)
     assign = [make_assign(0, PROMPT, TABLE), make_assign(2, [0] * 11, [7, 8, 9]), make_assign(4, [6], [5], candidates)]
-    # Row 3 begins as row 0 and samples from it; row 4 reports candidates, and does not grow.
+    # Row 3 is forked from row 0 and samples from it; row 4 reports candidates, and does not grow.
     batch = make_batch([0, 2, 4], [5, 4, 1], [0, 3, 0], [(0, 0), (3, 0), (4, 4)])
     admitted = ledger.admit(make_step(make_changes(assign=assign, fork=[(0, 3)]), batch))
     assert sorted(admitted.batch_blocks.tolist()) == [5, 7, 8, 10, 11]
     admitted = ledger.admit(make_step(make_changes(deltas=[(3, 1, 20)]), make_batch([0, 3], [1, 1], [5, 5])))
     assert sorted(admitted.batch_blocks.tolist()) == [11, 20]
     ledger.admit(make_step(set_tokens(4, 1, 9), decode(1, row=4).batch))
-    # Tables grow in any order, and tokens beyond the place that is set are gone.
+    # Tables grow in any order, and tokens after the new end are gone.
     ledger.admit(make_step(make_changes(deltas=[(0, 3, 13), (0, 2, 12), (0, 1, 9)])))
     ledger.admit(make_step(set_tokens(0, 2, *[0] * 14)))
     written = ledger.admit(make_step(batch=make_batch([0], [16], [0]))).batch_blocks
@@ -177,7 +177,7 @@ def state_of(ledger: RowLedger) -> list[np.ndarray]:
 
 
 def admit(decoder: StepDecoder, ledger: RowLedger, request: worker_pb2.StepRequest) -> np.ndarray | QuireError:
-    """The blocks that the step writes, or why it is refused."""
+    """The blocks that the step writes, or the reason of its refusal."""
     try:
         return ledger.admit(decoder.decode(request)).batch_blocks
     except InvalidArgument as error:
@@ -326,7 +326,7 @@ def test_whoever_samples_from_a_failed_prompt_fails() -> None:
 def test_a_row_with_a_failed_prompt_fails_once_where_a_later_step_draws_several_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The scheduler sends that step before it knows."""
+    """The scheduler sends that step before it can know."""
     monkeypatch.setattr(runner, "find_failed_prompts", lambda plan, values: (0,))
     model = load_model(resolve_model(None), device=torch.device("cpu"), dtype=torch.float32)
     geometry, limits = model_geometry(model, None), WorkerLimits(2, 64, 2, 4, max_passes=4)

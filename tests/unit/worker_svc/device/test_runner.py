@@ -1,7 +1,7 @@
-"""What a step does on a GPU between its messages never waits for what the GPU computes.
+"""A step on a GPU never waits between its messages for results of the GPU.
 
-On torch's meta device there are no values, so that whatever would read one raises: an item, a mask, the places of what
-is not zero."""
+Tensors on torch's meta device have no values, so that reading one raises: an item, a mask, the places of nonzero
+values."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -29,16 +29,16 @@ from worker_svc.weights import Loadable, MadeTensors, Placement
 
 GPU = torch.device("cuda", 0)
 _META = torch.device("meta")
-# Of programs of one launch along each dimension.
+# Maximum programs of one launch along each dimension.
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class MetaGpu(TorchFunctionMode):
-    """While it is entered, tensors for `GPU` are made, and copied between it and the host.
+    """While it is active, tensors for `GPU` are made, and copied between it and the host.
 
     Attributes:
         cuda: the calls of its streams and graphs.
-        launches: kernels by name, each with the stream that it was launched on.
+        launches: kernels by name, each with the stream of its launch.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def _moved(value: Any) -> Any:
     return _META if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
-# Triton is published for some platforms only.
+# Triton is published only for some platforms.
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no Triton", allow_module_level=True)
 
@@ -137,7 +137,7 @@ def run(worker: Worker, step: Step, *written: int) -> StepOutput:
 
 
 def make_prefill(*lengths: int) -> Step:
-    """Sequences in the first rows, each in blocks of its own."""
+    """Sequences in the first rows, each in its own blocks."""
     assign = [make_assign(row, [1] * n, range(300 * row, 300 * row + n // 16 + 1)) for row, n in enumerate(lengths)]
     return make_step(make_changes(assign=assign), make_batch(range(len(lengths)), lengths, [0] * len(lengths)))
 
@@ -155,7 +155,7 @@ def test_the_pool_gets_what_memory_is_left_when_the_largest_step_runs(gpu: MetaG
 
 
 def test_the_largest_step_has_the_longest_context_that_may_come(gpu: MetaGpu) -> None:
-    """For which attention puts the pieces of all rows beside each other."""
+    """Attention joins the pieces of all rows for such a context."""
     with gpu:
         model = make_model()
         gpu.launches.clear()
@@ -188,7 +188,7 @@ def test_results_leave_on_a_stream_of_their_own(gpu: MetaGpu) -> None:
 def test_decodes_are_replayed_and_prefills_are_launched(gpu: MetaGpu) -> None:
     with gpu:
         worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "0", "--cuda-graphs", "on")
-        # For 1, 2 and 3 rows, and for contexts of up to 1024 and 4096 tokens.
+        # Graphs for 1, 2 and 3 rows, and for contexts of up to 1024 and 4096 tokens.
         assert gpu.cuda.num_graphs == 6
         assert gpu.cuda.current == "default"
         gpu.cuda.calls.clear()
@@ -197,7 +197,7 @@ def test_decodes_are_replayed_and_prefills_are_launched(gpu: MetaGpu) -> None:
         gpu.launches.clear()
         for lengths in ((5, 700), (6,), (7, 1024)):
             run(worker, make_decodes(*lengths))
-    # Graphs are numbered as they were recorded, the largest first.
+    # Graphs are numbered in the order of their recording, the largest first.
     assert [call for call in gpu.cuda.calls if "replay" in call] == [
         "replay graph 4 on default",
         "replay graph 6 on default",
@@ -237,7 +237,7 @@ def test_rows_of_every_kind_are_sampled(gpu: MetaGpu) -> None:
         worker = start("--max-num-seqs", str(count + 1), "--num-gpu-blocks", "1000", "--swap-space", "0")
         batch = make_batch(range(count), [5] * count, [0] * count)
         output = run(worker, make_step(make_changes(assign=assign), batch))
-        # Nothing that comes back is true, so that no row has usable logits.
+        # All results read as false, so that no row has usable logits.
         assert output.failed_rows == tuple(range(count))
         changes = make_changes(fork=[(0, count)], set_tokens=[SetTokens(3, 1, int32([9, 9]))], deltas=[(0, 1, 4)])
         forked = run(worker, make_step(changes, make_batch([0], [1], [5], [(0, 0), (count, 0)])))

@@ -1,4 +1,4 @@
-"""Experts: what a token's are does not depend on the tokens beside it, and ranks share each expert."""
+"""Experts: a token's experts do not depend on the other tokens, and ranks share each expert."""
 
 from collections.abc import Callable
 

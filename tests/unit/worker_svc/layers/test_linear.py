@@ -1,4 +1,4 @@
-"""Linear layers: products of packed and of int8 weights against plain ones, and what each rank holds."""
+"""Linear layers: products of packed and of int8 weights compared with plain ones, and each rank's part."""
 
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def bound(weight: torch.Tensor, x: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """The most that rounding can make of each output: half a scale of every weight, and of every input."""
+    """The maximum rounding error of each output: half a scale of every weight, and of every input."""
     weight, x = weight.double(), x.double()
     weight_scale = weight.abs().amax(1, keepdim=True) / 127
     error = x.abs() @ torch.full_like(weight, 0.51).mul(weight_scale).T
@@ -221,7 +221,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def placed(rank: int, size: int) -> Placement:
-    """Ranks that do not talk: what they would sum or gather is left as it is."""
+    """Ranks that do not communicate: values to sum or gather stay as they are."""
     return Placement(torch.device("cpu"), torch.float32, Ranks(rank, size))
 
 

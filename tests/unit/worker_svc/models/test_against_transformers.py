@@ -1,4 +1,4 @@
-"""Each family and shape against transformers: prefill, chunks, decodes and mixes of them over a scrambled pool."""
+"""Each family and shape compared with transformers: prefill, chunks, decodes and mixes over a scrambled pool."""
 
 import copy
 import functools
@@ -73,7 +73,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The directory of a family or shape, and the model that transformers made it from, which tests leave as it is."""
+    """The directory of a family or shape, and transformers' model of it, which tests do not change."""
 
     @functools.cache
     def make(name: str) -> tuple[Path, PreTrainedModel]:
@@ -104,7 +104,7 @@ def test_transformers_code_serves_what_quire_has_code_for(name: str, made: Made)
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_of_a_model_that_reads_images_the_language_model_is_served(name: str, tmp_path: Path) -> None:
-    """By the names of tensors that transformers 5 and 4 have, and by its own code, too."""
+    """By the tensor names of transformers 5 and 4, and also by its own code."""
     reference = make_with_images(tmp_path, name)
     assert ModelDirectory.open(tmp_path).whole == type(reference).__name__
     assert_serves_like(reference, load(tmp_path))
@@ -167,7 +167,7 @@ def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_
 
 
 def test_mistral_with_types_of_layers_has_windows_in_some(tmp_path: Path) -> None:
-    """As transformers reads such files, of Ministral 8B, by another class."""
+    """transformers reads such files, of Ministral 8B, by another class."""
     reference = make_model(tmp_path, Family("Ministral", {**ALTERNATING, "head_dim": 16}))
     edit_config(tmp_path, model_type="mistral", architectures=["MistralForCausalLM"])
     assert AutoConfig.from_pretrained(tmp_path).model_type == "ministral"
@@ -228,7 +228,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
     assert config.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
     if config.sliding_rope is not None:
         assert config.sliding_rope.theta == ropes["sliding_attention"]["rope_theta"]
-    # Qwen2-MoE has 0 for none.
+    # Qwen2-MoE has 0 for no window.
     window = getattr(expected, "sliding_window", None) or None
     types = getattr(expected, "layer_types", None) or ["sliding_attention"] * expected.num_hidden_layers
     assert config.sliding_windows == tuple(window if each == "sliding_attention" else None for each in types)
@@ -278,7 +278,7 @@ def test_gemma_3_as_transformers_4_wrote_it() -> None:
         section = expected.rope_parameters[kind]
         assert (rope.rope_type, rope.theta) == (section["rope_type"], section["rope_theta"])
     assert config.rope.fields.number("factor") == 8
-    # Its positions are those of the scaled rotation.
+    # Its number of positions is the scaled rotation's.
     assert config.max_model_len == expected.max_position_embeddings
     assert [window is not None for window in config.sliding_windows] == [
         kind == "sliding_attention" for kind in expected.layer_types or ()

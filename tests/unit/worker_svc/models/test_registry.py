@@ -102,7 +102,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         "pytorch_model.bin is a pickle, which is never loaded; convert the model",
     ),
 ]
-"""What is wrong with config.json or an index as files is in tests/unit/quire/test_model_directory.py."""
+"""tests/unit/quire/test_model_directory.py covers faults of config.json or of an index as files."""
 
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILED, ids=[message for _, message in SPOILED])
@@ -232,7 +232,7 @@ def test_gpt2_may_have_the_field_names_of_other_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 @pytest.mark.parametrize("family", FIRST)
 def test_a_tied_matrix_may_be_stored_as_the_head_alone(family: str, model_impl: str, tmp_path: Path) -> None:
-    """safetensors keeps the first name of a tensor that has several; transformers takes it for both."""
+    """safetensors keeps the first of several names of a tensor; transformers uses it for both."""
     model = make_model(tmp_path, family, tie_word_embeddings=True)
     expected = logits(load(tmp_path))
     save_model(model, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Rotary tables against those of transformers, in both writings of the configuration."""
+"""Rotary tables equal transformers', in both writings of the configuration."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ def load(directory: Path, max_model_len: int | None, model_impl: str = "auto") -
 
 
 def make_sequences(*lengths: int) -> list[list[int]]:
-    """Beginnings of one text, as prompts that share a prefix are."""
+    """Prefixes of one text, like prompts that share a prefix."""
     text = torch.randint(3, VOCAB_SIZE, (LONGEST,), generator=torch.Generator().manual_seed(5)).tolist()
     return [text[:length] for length in lengths]
 
@@ -48,7 +48,7 @@ def logits_of(reference: PreTrainedModel, sequence: list[int]) -> torch.Tensor:
 
 
 def assert_serves_each_like(model: CausalLM, expected: torch.Tensor, *lengths: int) -> None:
-    """Whole, in one batch; then in chunks and token by token, and from the blocks of another sequence."""
+    """Compares whole sequences in one batch; then chunks, single tokens, and the blocks of another sequence."""
     sequences = make_sequences(*lengths)
     whole = PagedRunner(model, sequences, block_size=16)
     found = whole.step(*(Span(row, 0, length) for row, length in enumerate(lengths)))
@@ -76,7 +76,7 @@ def test_by_default_sequences_end_where_the_rotation_would_change(name: str, mod
 def test_longer_sequences_and_all_in_their_company_are_rotated_as_the_longest(
     name: str, served: int, tmp_path: Path
 ) -> None:
-    """A sequence of the served length is what transformers computes for it, and each beginning shares its keys."""
+    """A sequence of the served length equals transformers', and its prefixes share its keys."""
     reference = make_model(tmp_path, SCALED[name])
     expected = logits_of(reference, make_sequences(served)[0])
     model = load(tmp_path, served)

@@ -1,4 +1,4 @@
-"""What each rank holds of a layer, and that the parts make up the whole."""
+"""Each rank's part of a layer, and that the parts make up the whole."""
 
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ def test_a_rank_beyond_the_group_is_refused() -> None:
 
 
 def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group for GPUs has a backend for the host's numbers too, which go there: nothing waits for the GPU."""
+    """A group for GPUs also has a backend for numbers of the host, so that nothing waits for the GPU."""
     assert backend_for(torch.device("cpu")) == "gloo"
     assert dict(part.split(":") for part in backend_for(torch.device("cuda", 1)).split(",")) == {
         "cpu": "gloo",
@@ -61,7 +61,7 @@ def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gathered_columns_are_contiguous_where_ranks_have_unlike_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of float32 logits as they are the sampler makes one flat line."""
+    """The sampler makes one flat line of float32 logits as they are."""
     whole = torch.arange(15, dtype=torch.float32).view(3, 5)
 
     def all_gather(parts: list[torch.Tensor], _: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def test_gathered_columns_are_contiguous_where_ranks_have_unlike_parts(monkeypat
 
 
 class LeftError(Exception):
-    """In the place of the end of the process."""
+    """Raised in place of the end of the process."""
 
 
 def leave(why: str) -> NoReturn:
@@ -83,7 +83,7 @@ def leave(why: str) -> NoReturn:
 
 
 class ToldRanks(DistributedRanks):
-    """Rank 0, told where rank 1 is at each gather."""
+    """Rank 0, with the position of rank 1 given at each gather."""
 
     def __init__(self, *others: tuple[int, int]) -> None:
         super().__init__(0, 2, leave)

@@ -1,4 +1,4 @@
-"""Connections by which ranks notice each other's death."""
+"""Connections by which ranks detect each other's death."""
 
 import queue
 import socket
@@ -30,7 +30,7 @@ def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection
     first, reasons = make_lifelines()
     first.connect(1, ending.offer("127.0.0.1", 9))
     while reasons.empty():
-        # Nothing is said to a connection that has yet to be taken.
+        # A connection that has yet to be accepted gets no message.
         ending.say_goodbye()
     assert reasons.get() == "rank 1 shut down"
 
@@ -93,7 +93,7 @@ class ThreadStore:
 
 
 class WatchedStore(ThreadStore):
-    """Looks, whenever a rank passes by, at what it would leave if it were killed there."""
+    """Checks at each access the state that would be left if the rank were killed there."""
 
     def set(self, key: str, value: str) -> None:
         self.look()
@@ -146,7 +146,7 @@ def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Callable[[pyte
 def open_memories() -> list[str]:
     links: list[str] = []
     for file in Path("/proc/self/fd").iterdir():
-        # Threads of other tests may close theirs meanwhile.
+        # Threads of other tests may close their connections meanwhile.
         with suppress(FileNotFoundError):
             links.append(str(file.readlink()))
     return [link for link in links if link.startswith("/memfd:quire (")]
@@ -172,7 +172,7 @@ def test_where_one_rank_has_none_none_has(
 
 
 class FakeMain:
-    """A main thread that ends when the test says so. `is_awaited` once the watch has done what it does at first."""
+    """A main thread that ends when the test says so. `is_awaited` is set once the watch waits for it."""
 
     def __init__(self) -> None:
         self.ends, self.is_awaited = threading.Event(), threading.Event()
@@ -186,7 +186,7 @@ class FakeMain:
 
 
 class FakeStore:
-    """Of two ranks, of which the other one lives."""
+    """The store of two ranks; the other rank lives."""
 
     def __init__(self) -> None:
         self.num_added, self.has_heartbeat = 0, threading.Event()
@@ -202,7 +202,7 @@ class FakeStore:
 
 
 def test_a_rank_whose_end_is_called_off_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a worker whose weights were to be discarded, and another rank could not do it."""
+    """For example a worker whose weights were to be discarded, if another rank could not do it."""
     main, store, stopping = FakeMain(), FakeStore(), threading.Event()
     monkeypatch.setattr(rendezvous.threading, "main_thread", lambda: main)
     arguments = (store, TcpAddress("127.0.0.1", 1), 0, 2, Patience(heartbeat_s=0.01), stopping)

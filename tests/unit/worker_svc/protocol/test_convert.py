@@ -1,4 +1,4 @@
-"""Every way in which a StepRequest can be wrong by itself is refused by name; a right one arrives as it was sent."""
+"""A StepRequest that is wrong by itself is refused with the name of the fault; a right one arrives unchanged."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How a worker is attached, with a stand-in for what ranks agree on, and how its stream ends."""
+"""Attaching a worker, with a stand-in for the ranks' agreement, and the end of its stream."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ async def device_loop() -> AsyncIterator[DeviceLoop]:
 
 
 class OtherRank:
-    """Comes to the step that this one is at when the test says so."""
+    """Reaches this rank's step when the test says so."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ async def test_a_rank_whose_others_are_at_a_higher_epoch_is_superseded(device_lo
 async def test_a_rank_whose_others_do_not_come_says_so_and_waits_on(device_loop: DeviceLoop) -> None:
     other = OtherRank()
     worker = make_worker(device_loop, other)
-    # Again where the device's thread has not begun with it by then.
+    # Again if the device's thread has not begun by then.
     while not other.asked:
         with pytest.raises(Unavailable, match="rank 0 of 2, and not all were attached under epoch 7"):
             await worker.sealed_blocks(7, 0.02)
@@ -75,7 +75,7 @@ async def test_a_rank_whose_others_do_not_come_says_so_and_waits_on(device_loop:
         await worker.sealed_blocks(8, 0.02)
     other.comes.set()
     await worker.sealed_blocks(9)
-    # Nobody waits for an answer to the second any more, and it had not begun.
+    # No caller waits for an answer to the second any more, and it had not begun.
     assert other.asked == [(7, 0), (9, 0)]
 
 
@@ -157,7 +157,7 @@ async def test_nothing_holds_a_session_that_is_over(tmp_path: Path) -> None:
 
 
 class FakeAdapters:
-    """Loads what the test says, when it says so."""
+    """Loads adapters when the test says so."""
 
     num_bytes = 7
 
@@ -214,7 +214,7 @@ async def test_what_was_read_is_left_to_the_slot(device_loop: DeviceLoop) -> Non
     assert await answer == AdapterLoaded(5)
     kept = weakref.ref(loaded)
     del loaded, answer
-    # The device's thread lets go of it with its next work.
+    # The device's thread drops it with its next work.
     await worker.sealed_blocks(1)
     adapters.slots.clear()
     adapters.reads.clear()

@@ -34,7 +34,7 @@ class Driver:
         release: Sequence[int] = (),
         parents: dict[int, str] | None = None,
     ) -> None:
-        """Computes so many tokens of each row. Rows of `traced` enter with it, each in a trace of its number."""
+        """Computes `rows[row]` tokens of each row. Rows of `traced` enter with it, each in a trace of its number."""
         batch = make_batch(list(rows), list(rows.values()), [0] * len(rows), [(row, row) for row in samples])
         step = make_step(make_changes(release=release), batch, step_id=step_id)
         self.spans.step_starts(step, parents or {row: traceparent(row) for row in traced})
@@ -87,7 +87,7 @@ def test_a_step_of_the_sequence_before_that_ends_late_does_not_end_the_span_of_t
     driver.end(2)
     driver.start(3, {1: 1}, samples=[1])
     driver.end(3)
-    # Of decodes that nobody traces nothing is kept, and what is open ends with the stream.
+    # Decodes without a trace leave no state, and open spans end with the stream.
     assert not driver.spans._in_flight
     driver.start(4, {2: 5}, traced=[2])
     first, second, third = driver.close()

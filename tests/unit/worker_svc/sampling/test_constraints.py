@@ -1,4 +1,4 @@
-"""Matchers follow their rows, and masks leave the tokens that may follow."""
+"""Matchers follow their rows, and masks allow only the tokens that may follow."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def changes(*assigned: AssignRow, release: Any = NONE, fork: Any = PAIRS, set_to
 
 
 def allowed(masks: Masks | None) -> dict[int, set[bytes]]:
-    """The texts that may follow, by the place of the sample."""
+    """The texts that may follow, by sample place."""
     if masks is None:
         return {}
     bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")
@@ -56,7 +56,7 @@ def allowed(masks: Masks | None) -> dict[int, set[bytes]]:
 
 
 def step(matchers: RowMatchers, made: RowChanges, samplers: list[int], draws: str = "") -> dict[int, set[bytes]]:
-    """What may follow in one step, in which the rows draw these characters in turn."""
+    """Tokens that may follow in one step, in which the rows draw these characters in turn."""
     rows = np.array(samplers, np.int32)
     masks = matchers.begin(made, rows)
     found = allowed(None if masks is None else masks.result())
@@ -93,7 +93,7 @@ def test_rows_without_a_constraint_have_no_masks(matchers) -> None:
 def test_forks_are_independent_and_parents_are_read_before_children_are_written(matchers) -> None:
     made = changes(assign(0, constrained("a[bc]d")), assign(1, constrained("xy")))
     assert step(matchers, made, [0, 1], "ax") == {0: {b"a"}, 1: {b"x"}}
-    # The two change places.
+    # The two rows are exchanged.
     assert step(matchers, changes(fork=[(0, 1), (1, 0)]), [0, 1], "yb") == {0: {b"y"}, 1: {b"b", b"c"}}
     assert step(matchers, changes(fork=[(1, 2)]), [1, 2]) == {0: {b"d"}, 1: {b"d"}}
 
@@ -102,7 +102,7 @@ def test_replaced_tokens_take_a_row_back_and_forward(matchers) -> None:
     beam = make_sampling(constraint=RowConstraint(Constraint(regex="(ab|ac)*"), (EOS_ID,)), num_candidates=4)
     first = step(matchers, changes(assign(0, beam)), [0], "a")
     assert first == {0: {b"a", b"</s>"}}
-    # A row that reports candidates draws none.
+    # A row that reports candidates draws no token.
     end = len(PROMPT)
 
     def replaced(position: int, text: str) -> RowChanges:
@@ -145,7 +145,7 @@ def test_a_vocabulary_that_cannot_be_read_fails_constrained_rows_alone() -> None
 
 
 def test_tokens_that_do_not_arrive_fail_the_next_step(matchers) -> None:
-    """Matchers would be behind their rows. The scheduler then assigns all rows anew."""
+    """Matchers would lag behind their rows. The scheduler then assigns all rows anew."""
     rows = np.array([0])
     assert step(matchers, changes(assign(0, constrained("ab"))), [0]) == {0: {b"a"}}
 
@@ -214,7 +214,7 @@ def test_terms_follow_masks_from_step_to_step() -> None:
 
 
 def test_candidates_of_a_constrained_row_are_log_probabilities_of_all_tokens() -> None:
-    """As in transformers: a constraint excludes hypotheses, and does not change the scores of the others."""
+    """Same as in transformers: a constraint excludes hypotheses, and does not change the scores of the others."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((2, 320), np.float32))
     expected = logits.log_softmax(dim=1)

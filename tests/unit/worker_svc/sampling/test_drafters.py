@@ -1,4 +1,4 @@
-"""What drafters guess, and how they keep to it."""
+"""Drafts of each drafter, and where a drafter continues after wrong ones."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_of_places_with_the_same_tokens_it_takes_the_one_that_is_nearest() -> No
     record = [1, 2, 3, 4]
     followed = followed_by([*record, 50, *record, 60, *record, 70])
     assert draft(followed, [*record, 50, *record]) == [60, 1, 2]
-    # A token that is another one, and goes on behind it.
+    # One token differs, and the prediction continues after it.
     assert draft(followed, [*record, 50, *record, 9, *record]) == [70]
 
 

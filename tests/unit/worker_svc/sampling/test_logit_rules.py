@@ -1,4 +1,4 @@
-"""Bans, biases and penalties against a few lines of numpy that look at one row at a time."""
+"""Bans, biases and penalties compared with a few lines of numpy for one row at a time."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ VOCAB, WIDTH = 40, 24
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence and what it asks for."""
+    """A sequence and its rules."""
 
     prompt: list[int]
     output: list[int]
@@ -51,7 +51,7 @@ def make_rules(row: Row) -> LogitRules | None:
 
 
 def oracle(logits: np.ndarray, row: Row) -> np.ndarray:
-    """What one row's logits become, by the definitions of the contract."""
+    """One row's logits after its rules, by the definitions of the contract."""
     result, rules, output = logits.astype(np.float64), row.rules, row.output
     if rules.get("allowed_token_ids"):
         result[[token not in rules["allowed_token_ids"] for token in range(len(logits))]] = -np.inf
@@ -86,7 +86,7 @@ def make_logits(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_history(rows: list[Row]) -> History:
-    """The rows lie anywhere in the buffer, and what is behind their tokens is left over from others."""
+    """The rows lie anywhere in the buffer; other sequences' tokens follow theirs."""
     generator = np.random.default_rng(5)
     places = generator.permutation(len(rows) + 3)[: len(rows)]
     buffer = generator.integers(0, VOCAB, (len(rows) + 3, WIDTH)).astype(np.int32)
@@ -165,7 +165,7 @@ MODEL_RULES: dict[str, Any] = {
 
 
 def test_the_rules_of_a_model_are_the_processors_of_transformers() -> None:
-    """In the order in which `generate` applies them, for random texts of all lengths of few tokens."""
+    """In the order in which `generate` applies them, for random texts of all lengths with few different tokens."""
     generator = np.random.default_rng(3)
     texts = [generator.integers(1, 9, length).tolist() for length in (1, 2, 3, 4, 7, 12, 23)]
     for num_output in (0, 1, 2):

@@ -79,7 +79,7 @@ def make_logits(count: int) -> torch.Tensor:
 def candidates_of(
     logits: torch.Tensor, rules: Sequence[LogitRules | None], count: int
 ) -> CandidateValues[torch.Tensor]:
-    """What rows of PROMPT and OUTPUT report."""
+    """Candidates that rows of PROMPT and OUTPUT report."""
     logits = logits.clone()
     columns = make_columns([make_sampling(temperature=0.0, num_candidates=count, rules=each) for each in rules])
     tokens = torch.tensor([PROMPT + OUTPUT] * len(rules), dtype=torch.int32)
@@ -91,7 +91,7 @@ def candidates_of(
 
 
 def report(logits: torch.Tensor, usable: Sequence[bool], **sampling: object) -> tuple[RowCandidates, ...]:
-    """What rows 5, 6, 7... report."""
+    """Candidates that rows 5, 6, 7... report."""
     columns = make_columns([make_sampling(**sampling)] * len(logits))
     gathered = gather_candidates(logits, columns)
     assert gathered is not None
@@ -104,7 +104,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def test_rules_give_the_scores_of_transformers() -> None:
-    """All at once; each alone is in test_logit_rules.py."""
+    """All at once; test_logit_rules.py has each by itself."""
     rules = LogitRules(
         repetition_penalty=0.7,
         bias_token_ids=ints(7, 30),
@@ -121,7 +121,7 @@ def test_rules_give_the_scores_of_transformers() -> None:
         NoBadWordsLogitsProcessor([[9], [2, 7, 11], [8, 7, 12]]),
         MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [0]),
     ):
-        # The first row alone asks for something.
+        # Only the first row has rules.
         scores[:1] = processor(torch.LongTensor([PROMPT + OUTPUT]), scores[:1].clone())
     found = candidates_of(logits, [rules, None], VOCAB)
     expected = scores.sort(dim=1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""The sampler against a few lines of numpy: distribution, truncation, repeatability, independence of the batch."""
+"""The sampler compared with a few lines of numpy: distribution, truncation, repeatability, independence of batches."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"top_k": 99},
     {"top_p": 0.5},
     {"top_p": 0.9},
-    # The smallest that single precision holds.
+    # The smallest number of single precision.
     {"top_p": 1e-45},
     {"min_p": 1e-45},
     {"min_p": 0.2},
@@ -185,7 +185,7 @@ BANS = LogitRules(allowed_token_ids=np.array([3], np.int32), bad_sequences=(np.a
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_beam_whose_tokens_are_all_banned_is_finite_and_one_with_nan_or_infinity_is_not(bad: float) -> None:
-    """A row that draws needs a token; the beam of one that reports candidates may end without."""
+    """A row that draws needs a token; the beam of a row that reports candidates may end without one."""
     logits = torch.randn((5, 40), generator=torch.Generator().manual_seed(4))
     logits[1, 3], logits[2] = bad, -torch.inf
     rows = [make_sampling(num_candidates=4, rules=rules) for rules in (BANS, BANS, BANS, None)]
@@ -193,7 +193,7 @@ def test_a_beam_whose_tokens_are_all_banned_is_finite_and_one_with_nan_or_infini
     tokens, ones = torch.ones((5, 1), dtype=torch.int32), np.ones(5, np.int64)
     apply_logit_rules(logits, columns, History(tokens, np.arange(5), ones, ones))
     assert draw(logits, columns, ones).is_finite.tolist() == [True, False, False, True, False]
-    # The model computed nothing finite: no rule has banned it.
+    # The model's logits were not finite: no rule has banned the tokens.
     logits[3] = -torch.inf
     assert draw(logits, columns, ones).is_finite.tolist() == [True, False, False, False, False]
     candidates = gather_candidates(logits, columns)
@@ -203,7 +203,7 @@ def test_a_beam_whose_tokens_are_all_banned_is_finite_and_one_with_nan_or_infini
 
 
 def make_weights(lines: np.ndarray) -> torch.Tensor:
-    """Padded as the sampler pads."""
+    """Pads lines as the sampler does."""
     padded = torch.zeros((len(lines), padded_width(lines.shape[1])))
     padded[:, : lines.shape[1]] = torch.from_numpy(lines)
     return padded
@@ -217,7 +217,7 @@ def test_the_place_is_that_of_a_plain_cumulative_sum() -> None:
     cumulative = lines.astype(np.float64).cumsum(axis=1)
     expected = (cumulative <= numbers[:, None] * cumulative[:, -1:]).sum(axis=1)
     places = inverse_cdf(make_weights(lines), torch.from_numpy(numbers)).numpy()
-    # The two sums round differently, which may move a number across the edge of a token, once in millions.
+    # The two sums round differently, so that once in millions a number crosses the edge between tokens.
     assert (places != expected).sum() <= 1
     assert (np.take_along_axis(lines, places[:, None], axis=1) > 0).all()
 

@@ -1,4 +1,4 @@
-"""A limit of the reasoning: which tokens must follow, in rows with and without a constraint; and named log
+"""The limit of reasoning: tokens that must follow, in rows with and without a constraint; and named log
 probabilities."""
 
 import numpy as np
@@ -35,7 +35,7 @@ def matchers():
     [
         ("hi<t>", "abc", "</t>"),
         ("hi<t>", "ab", ""),
-        # The end that has begun goes on; what only looks like it does not.
+        # An end that has begun goes on; a similar text does not.
         ("hi<t>", "ab<", "/t>"),
         ("hi<t>", "a</", "t>"),
         ("hi<t>", "</</", "t>"),
@@ -48,7 +48,7 @@ def matchers():
         ("hi", "abcdef<t>abc", "</t>"),
         ("hi<", "t>abc", "</t>"),
         ("</t>", "<t>abc", "</t>"),
-        # All stretches count together.
+        # All parts of the reasoning count together.
         ("", "<t>ab</t>x<t>", "</t>"),
     ],
 )
@@ -67,7 +67,7 @@ def test_rows_are_free_up_to_the_limit_and_follow_forks_drafts_and_replaced_toke
     made = changes(assign(0, limited(1), "<t>"), assign(1, limited(9), "<t>"))
     assert step(matchers, made, [0, 1], "xx") == {}
     assert step(matchers, changes(fork=[(0, 2)]), [0, 1, 2], "<x<") == {0: {b"<"}, 2: {b"<"}}
-    # Row 0 has drafts: each is allowed only behind those before it.
+    # Row 0 has drafts: each is allowed only after the earlier ones.
     rows, drafts = np.array([0, 0, 0, 0], np.int32), np.array([0, *spelled("/t>")], np.int32)
     masks = matchers.begin(changes(), rows, drafts)
     assert masks is not None

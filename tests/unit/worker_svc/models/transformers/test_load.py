@@ -1,4 +1,4 @@
-"""The longest sequence that a transformers model is served with."""
+"""The maximum sequence length with which a transformers model is served."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from worker_svc.models.transformers.probe import max_model_len_of
     ("config", "length"),
     [
         (LlamaConfig(max_position_embeddings=300), 300),
-        # What it was trained with, besides.
+        # `seq_length` is the length of its training.
         (LlamaConfig(max_position_embeddings=300, seq_length=128), 300),  # pyright: ignore[reportCallIssue]
         (MptConfig(max_seq_len=700), 700),
         (BloomConfig(seq_length=900), 900),  # pyright: ignore[reportCallIssue]
         (BloomConfig(), 2048),
-        # Beyond the first chunk, chunks no longer see what is before them.
+        # Beyond the first chunk, tokens no longer see earlier chunks.
         (Llama4TextConfig(max_position_embeddings=9000, attention_chunk_size=512, floor_scale=8192), 512),
         (Llama4TextConfig(max_position_embeddings=300, attention_chunk_size=512, floor_scale=8192), 300),
         # Token 200, counted from 1, is the first whose temperature is not 1.

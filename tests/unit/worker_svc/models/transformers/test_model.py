@@ -1,4 +1,4 @@
-"""Directories and models that cannot be served through transformers' code, and what is done for those that can."""
+"""Directories and models that transformers' code cannot serve, and the preparation of models that it can."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +58,7 @@ REFUSED = {
 def test_a_model_that_cannot_be_served_is_refused_at_load(
     case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before weights are read, if that takes no numbers, and without transformers' advice to install packages."""
+    """It is refused before weights are read, if that takes no numbers, and without the advice to install packages."""
     family, reason = REFUSED[case]
     make_model(tmp_path, family)
     if "positions" not in case:

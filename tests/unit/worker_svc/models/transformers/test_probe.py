@@ -1,4 +1,4 @@
-"""What the worker finds out about a transformers model by running it: on models of one layer, made to fail."""
+"""Properties of a transformers model that the worker finds by running it: on models of one layer, made to fail."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def leave(x: torch.Tensor) -> torch.Tensor:
 
 
 def shift(x: torch.Tensor) -> torch.Tensor:
-    """Adds to each token, in the second but last dimension, the one before it."""
+    """Adds to each token its predecessor in the second but last dimension."""
     return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[..., :-1, :]
 
 
@@ -42,7 +42,7 @@ PLACES = ("on_queries", "on_keys", "on_values", "on_attended", "on_hidden", "pla
 
 
 def make_forward(recorder: Recorder, *, num_calls: int = 1, **how: Any) -> Forward:
-    """A model of one attention module; each of PLACES changes what its name says, `place` the positions."""
+    """A model of one attention module; each of PLACES changes the value that it names, `place` the positions."""
     on_queries, on_keys, on_values, on_attended, on_hidden, place = (how.pop(name, leave) for name in PLACES)
     generator = torch.Generator().manual_seed(0)
     tokens_of, places_of = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator), torch.randn(64, HIDDEN)
