@@ -73,7 +73,7 @@ def write_model(config: Mapping[str, Any], directory: Path, device: torch.device
     save_file(
         {spec.name: _random(spec, device).cpu() for spec in specs},
         directory / "model.safetensors",
-        # Without this entry transformers takes the file for another framework's.
+        # Without this entry transformers takes the file for one of another framework.
         metadata={"format": "pt"},
     )
     (directory / "config.json").write_text(json.dumps(dict(config)))

@@ -20,7 +20,7 @@ from worker_svc.startup import build_worker
 
 
 class InProcessEngine:
-    """Core and model runner, called in turn by the thread that creates them: its threads are bound like a worker's."""
+    """Core and model runner, called in turn by the thread that creates them: it binds threads as a worker does."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         worker = build_worker(settings, DeviceLoop())

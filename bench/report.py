@@ -82,7 +82,7 @@ def _instruction_set() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Versions that the figures depend on: this project's, and its dependencies' if the run has loaded them."""
+    """Versions that the figures depend on: of this project, and of its dependencies if the run has loaded them."""
     loaded = {name: str(sys.modules[name].__version__) for name in ("numpy", "torch") if name in sys.modules}
     return {"quire": VERSION, **loaded}
 

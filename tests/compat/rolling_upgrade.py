@@ -1,4 +1,4 @@
-"""Replaces services of the newest release by today's, one by one, and back, under streams: no token is lost.
+"""Replaces services of the newest release by today's services, one by one, and back: no stream loses a token.
 
 The releases are real: the one before is checked out of this repository's history, and each service of a server is a
 process of its own code. `make test-long` names this file; the tiers collect test_*.py.
@@ -41,7 +41,7 @@ def options_of(index: int) -> GenerationOptions:
 
 
 async def replace(served: Served, directory: Path, name: str, release: Release) -> None:
-    """Stops a service; its supervisor starts the other release's."""
+    """Stops a service; its supervisor starts that of the other release."""
     release.write(directory / name)
     process = served.server.process(name)
     starts = process.starts

@@ -1,4 +1,4 @@
-"""Today's code reads the messages of each release with the same meaning; a release reads the messages of today's."""
+"""Today's code reads the messages of each release with the same meaning; a release reads messages of today's code."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -128,7 +128,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 
 async def test_a_request_of_a_client_is_submitted_as_it_was(release: Release) -> None:
-    """From the bytes of the client to the scheduler's: validation, chat template, tokenizer, defaults."""
+    """From the client's bytes to the bytes for the scheduler: validation, chat template, tokenizer, defaults."""
     executor = FairExecutor(1)
     model = ServedModel.open(resolve_model(None), None, executor)
     welcome = welcome_from(scheduler_pb2.ConnectResponse.FromString(release.of(_CONNECT)[0].responses[0]).welcome)
@@ -327,7 +327,7 @@ def test_both_sides_of_each_connection_fit_those_of_today(release: Release) -> N
             check_protocol(
                 "quire.scheduler.v1", SCHEDULER_PROTOCOL, versions, us="this one", them=release.directory.name
             )
-        # The model is today's, and so is its fingerprint.
+        # The model is the current one, and so is its fingerprint.
         assert ModelFingerprint.of(hello.model).tokenizer == ModelFingerprint.of(welcome.model).tokenizer != ""
 
 

@@ -89,7 +89,7 @@ def shell_lines(text: str, pattern: str) -> list[str]:
 
 
 def here(text: str, served: Served) -> str:
-    """Replaces addresses in the text by this server's."""
+    """Replaces addresses in the text by addresses of this server."""
     text = text.replace("127.0.0.1:50051", served.server.grpc_address)
     return text.replace("127.0.0.1:8000", served.server.http_address)
 

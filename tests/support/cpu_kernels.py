@@ -50,7 +50,7 @@ IMPLEMENTATION_PARAMS = [pytest.param(name, marks=_marks(name)) for name in IMPL
 
 def parametrize_pairwise(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test with pairwise combinations of the axes. The first axis has instruction sets or
-    implementations; its name is `isa` or a fixture's."""
+    implementations; its name is `isa` or the name of a fixture."""
     cases = [pytest.param(*case, marks=_marks(case[0])) for case in pairwise(*axes)]
     first = names.split(",")[0]
     return pytest.mark.parametrize(names, cases, indirect=[] if first == "isa" else [first])

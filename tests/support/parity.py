@@ -1,4 +1,4 @@
-"""Compares a model's logits with transformers', over several ways to feed the tokens."""
+"""Compares a model's logits with the logits of transformers, over several ways to feed the tokens."""
 
 import torch
 from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""Releases from this repository's history, whose services run together with today's."""
+"""Releases from this repository's history, whose services run together with today's services."""
 
 import os
 import shutil

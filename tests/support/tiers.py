@@ -35,7 +35,7 @@ def parametrize_once(names: str, cases: Sequence[Any], **options: Any) -> pytest
 
 
 def may_select(expression: str, path: Path) -> bool:
-    """False if `-m expression` selects no test of the file; also true if it names a marker that is not a tier's."""
+    """False if `-m expression` selects no test of the file; also true if it names a marker that is no tier."""
     try:
         compiled = Expression.compile(expression)
     except SyntaxError:  # pytest says so.

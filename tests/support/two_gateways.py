@@ -16,7 +16,7 @@ from worker_svc.step import WorkerInfo
 
 
 class LlamaWorkerConfig(FakeWorkerConfig):
-    """Reports the embedded model's architecture, since the gateways' tokenizer is that model's."""
+    """Reports the embedded model's architecture, since the gateways use that model's tokenizer."""
 
     def info(self) -> WorkerInfo:
         info = FakeWorkerConfig.info(self)

@@ -53,7 +53,7 @@ def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:
 
 @pytest.mark.skipif(len(PROCESSORS) < 2, reason="the threads of a single processor are not bound")
 def test_threads_that_a_team_ends_and_the_next_one_creates_again_are_bound_as_before() -> None:
-    """Without a processor of its own, the new thread would be bound to its creator's."""
+    """Without a processor of its own, the new thread would be bound to the processor of its creator."""
     command = (sys.executable, "-m", "tests.support.fresh_team")
     free = {name: value for name, value in os.environ.items() if name not in OWN_BINDING}
     ran = subprocess.run(command, env=free, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

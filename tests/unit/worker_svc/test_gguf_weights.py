@@ -56,7 +56,7 @@ def make(directory: Path, family: str):
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
-# Values that no file has are llama.cpp's: scores are scaled by the size of heads, one layer of six has no window.
+# Values that no file has are as in llama.cpp: scores are scaled by the size of heads, one layer of six has no window.
 FURTHER = {
     "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
     "gemma2": Family("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 20, **CAPS}),
@@ -159,7 +159,7 @@ CODED = {
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, family: str, num_ranks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits, too, are the dequantized weights', bit for bit."""
+    """The logits, too, are logits of the dequantized weights, bit for bit."""
     experts = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 256}
     sizes: dict[str, Any] = {**CODED_SIZES, **(experts if "moe" in family else {})}
     # Each rank's inputs are whole groups.

@@ -130,7 +130,7 @@ def test_of_several_groups_a_module_is_in_the_one_that_names_it_as_compressed_te
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits, too, are the dequantized weights', bit for bit."""
+    """The logits, too, are logits of the dequantized weights, bit for bit."""
     make(tmp_path, name)
     codings = codings_in_use(tmp_path, num_ranks, monkeypatch)
     # The output layer has no codes, and blocks of FP8 may end within the inputs of a rank.

@@ -1,4 +1,4 @@
-"""Weights as files store them: products equal the dequantized weight's, bit for bit."""
+"""Weights as files store them: products equal products of the dequantized weight, bit for bit."""
 
 import pytest
 import torch

@@ -40,7 +40,7 @@ def test_each_row_draws_what_an_exact_computation_draws(isa: str, vocab_size: in
     generator = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(generator.standard_normal((NUM_ROWS, vocab_size)).astype(np.float32))
     logits *= torch.from_numpy(generator.choice([0.01, 1, 5, 20], (NUM_ROWS, 1)).astype(np.float32))
-    # Half of the rows are like bfloat16 models', with many equal logits; some have banned tokens.
+    # Half of the rows are like rows of bfloat16 models, with many equal logits; some have banned tokens.
     logits[::2] = logits[::2].bfloat16().float()
     logits[::5, 1::2] = -torch.inf
     with np.errstate(divide="ignore"):

@@ -1,4 +1,4 @@
-"""Weights as files store them on a GPU: the numbers equal the dequantized weight's, bit for bit."""
+"""Weights as files store them on a GPU: the numbers equal the dequantized weight, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path

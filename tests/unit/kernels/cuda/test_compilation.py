@@ -38,7 +38,7 @@ class Hopper:
     """The driver of an absent GPU: enough of it to compile for it."""
 
     def get_current_device(self) -> str:
-        # Keeps these compiled kernels apart from a real device's.
+        # Separates these compiled kernels from kernels of a real device.
         return "hopper"
 
     def get_current_stream(self, device: str) -> int:

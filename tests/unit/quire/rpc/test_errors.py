@@ -55,7 +55,7 @@ def test_every_error_survives_the_wire(cls: type[QuireError]) -> None:
     assert (received.code, received.message, received.reason) == (error.code, "what happened", "WHY")
     assert (received.violations, received.retry_after_ms, received.metadata) == (tuple(violations), 1234, {"a": "b"})
     assert str(received) == "what happened"
-    # A missing reason is the code's.
+    # Without a reason, the status code gives one.
     assert cls("x").reason == round_trip(cls("x")).reason == cls.code.name
 
 

@@ -83,7 +83,7 @@ def test_quotas_hold_for_a_tenant_and_for_all():
 def test_each_turn_of_a_conversation_takes_of_the_quota_what_it_adds():
     driver = make_driver(pin_quota=0.25, max_pinned=0.5)
     turns = [pinned(driver, token_ids=[7] * length) for length in (16, 24, 32)]
-    # All 8 blocks of the tenant: the longest turn's.
+    # All 8 blocks of the tenant, which belong to the longest turn.
     with pytest.raises(PinQuotaError, match="the prefix has 1 new blocks and 8 are pinned already"):
         pin(driver, [7] * 36)
     assert driver.scheduler.unpin("a", turns[0].pin_id)

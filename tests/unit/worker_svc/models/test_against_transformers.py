@@ -278,7 +278,7 @@ def test_gemma_3_as_transformers_4_wrote_it() -> None:
         section = expected.rope_parameters[kind]
         assert (rope.rope_type, rope.theta) == (section["rope_type"], section["rope_theta"])
     assert config.rope.fields.number("factor") == 8
-    # Its number of positions is the scaled rotation's.
+    # The maximum length is that of the scaled rotation.
     assert config.max_model_len == expected.max_position_embeddings
     assert [window is not None for window in config.sliding_windows] == [
         kind == "sliding_attention" for kind in expected.layer_types or ()

@@ -1,4 +1,4 @@
-"""Rotary tables equal transformers', in both writings of the configuration."""
+"""Rotary tables equal the tables of transformers, in both forms of the configuration."""
 
 from typing import Any
 

@@ -76,7 +76,7 @@ def test_by_default_sequences_end_where_the_rotation_would_change(name: str, mod
 def test_longer_sequences_and_all_in_their_company_are_rotated_as_the_longest(
     name: str, served: int, tmp_path: Path
 ) -> None:
-    """A sequence of the served length equals transformers', and its prefixes share its keys."""
+    """A sequence of the served length has the same logits as in transformers, and its prefixes share its keys."""
     reference = make_model(tmp_path, SCALED[name])
     expected = logits_of(reference, make_sequences(served)[0])
     model = load(tmp_path, served)
