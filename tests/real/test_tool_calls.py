@@ -1,12 +1,15 @@
 """Tool calls over HTTP with the real vocabularies of several families, by the openai client, streamed."""
 
+import itertools
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import safetensors.torch
 import tokenizers
 from openai import AsyncOpenAI
 
@@ -17,16 +20,42 @@ from tests.support.serving import serving
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-# The model, a template where it is not its own, and the token that begins a call in its format, if there is one.
-MODELS = {
-    "Qwen 2.5": ("qwen2_5", None, "<tool_call>"),
-    "Qwen 3": ("qwen3", None, "<tool_call>"),
-    "DeepSeek V3": ("deepseek_v3", "deepseek-ai-DeepSeek-V3.1", "<｜tool▁calls▁begin｜>"),
-    "Llama 3.1": ("llama3_1", None, None),
-    "Mistral NeMo": ("mistral_nemo", None, "[TOOL_CALLS]"),
-    "gpt-oss": ("gptoss", None, None),
-    "Gemma": ("gemma3", "unsloth-functiongemma-270m-it", None),
+# The model, a template if it is not its own, and the tokens that a call begins with: one that a bias makes the model
+# write, or a chain of which each token follows the one before it. Llama's call is not constrained, and is whole here.
+MODELS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
+    "Qwen 2.5": ("qwen2_5", None, ("<tool_call>",)),
+    "Qwen 3": ("qwen3", None, ("<tool_call>",)),
+    "DeepSeek V3": ("deepseek_v3", "deepseek-ai-DeepSeek-V3.1", ("<｜tool▁calls▁begin｜>",)),
+    "Llama 3.1": (
+        *("llama3_1", None),
+        (
+            "ĊĊ",
+            '{"',
+            "name",
+            '":',
+            'Ġ"',
+            "now",
+            '","',
+            "parameters",
+            '":{"',
+            "utc",
+            '"',
+            ":",
+            "true",
+            "}}",
+            "<|eot_id|>",
+        ),
+    ),
+    "Mistral NeMo": ("mistral_nemo", None, ("[TOOL_CALLS]",)),
+    "gpt-oss": ("gptoss", None, ("assistant", "<|channel|>", "comment", "ary", "Ġto", "=", "functions", ".")),
+    "Gemma": ("gemma3", "unsloth-functiongemma-270m-it", ("<start_function_call>",)),
 }
+# Models whose template has marks for which the vocabulary of another model of the family has unused tokens.
+_RENAMED = {
+    "Gemma": {"<unused0>": "<start_function_call>", "<unused1>": "<end_function_call>", "<unused2>": "<escape>"}
+}
+# A call ends their messages: templates refuse several calls, or one token ends both the call and the answer.
+_SINGLE = ("Llama 3.1", "gpt-oss")
 _CITIES, _UNITS = ["Paris", "Oslo", "名古屋"], ["C", "F"]
 TOOLS: Any = [
     {
@@ -63,21 +92,37 @@ TOOLS: Any = [
 
 
 def directory_of(name: str, folder: Path) -> Path:
-    """The model's directory. DeepSeek's templates write calls and no tools: here they get those in front."""
-    model, template, _ = MODELS[name]
-    real = real_model(model, template)
-    if name != "DeepSeek V3":
-        return real
-    made = folder / real.name
-    made.mkdir()
-    for file in real.iterdir():
-        if file.name != "chat_template.jinja":
-            (made / file.name).symlink_to(file)
-    source = (real / "chat_template.jinja").read_text(encoding="utf-8")
-    (made / "chat_template.jinja").write_text(
-        "{% if tools %}{{ tools | tojson }}{% endif %}" + source, encoding="utf-8"
-    )
+    """A copy of the model's directory. DeepSeek's templates write calls and no tools: here they get the tools in
+    front."""
+    model, template, begins = MODELS[name]
+    made = folder / "model"
+    shutil.copytree(real_model(model, template), made)
+    if name == "DeepSeek V3":
+        file = made / "chat_template.jinja"
+        file.write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + file.read_text("utf-8"), "utf-8")
+    for file in (made / "tokenizer.json", made / "tokenizer_config.json") if name in _RENAMED else ():
+        text = file.read_text("utf-8")
+        for unused, mark in _RENAMED[name].items():
+            text = text.replace(unused, mark)
+        file.write_text(text, "utf-8")
+    if len(begins) > 1:
+        steer(made, begins)
     return made
+
+
+def steer(directory: Path, tokens: tuple[str, ...]) -> None:
+    """Changes the weights so that each of the tokens is followed by the next one, whatever came before."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    embeddings = weights["model.embed_tokens.weight"]
+    for token_id, following in itertools.pairwise(ids):
+        hidden = embeddings[token_id] / embeddings[token_id].pow(2).mean().sqrt() * weights["model.norm.weight"]
+        weights["lm_head.weight"][following] = 100 * hidden / hidden.pow(2).sum()
+    safetensors.torch.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODELS)
@@ -90,20 +135,19 @@ async def served(request, tmp_path_factory) -> AsyncIterator[tuple[str, AsyncOpe
         yield request.param, client
 
 
-async def streamed(client: AsyncOpenAI, messages: list[Any], **options: Any) -> dict[str, Any]:
+async def streamed(client: AsyncOpenAI, name: str, messages: list[Any], **options: Any) -> dict[str, Any]:
     """The assistant's message of a streamed answer, as clients put it together."""
-    model = (await client.models.list()).data[0].id
     calls: list[dict[str, Any]] = []
     text, reasons = "", []
     # A model of random weights reasons without an end.
-    body: dict[str, Any] = {"thinking_token_budget": 4} if any(each in model for each in ("qwen3", "deepseek")) else {}
-    if "gptoss" in model:
+    body: dict[str, Any] = {"thinking_token_budget": 4} if name in ("Qwen 3", "DeepSeek V3") else {}
+    if name == "gpt-oss" and options["tool_choice"] != "auto":
         # The texts that end its reasoning and begin its next message, in an order that it finds by chance.
         tokenizer = tokenizers.Tokenizer.from_file(str(real_model("gptoss") / "tokenizer.json"))
         ending = (tokenizer.token_to_id(token) for token in ("<|end|>", "<|start|>", "assistant"))
         body = {"logit_bias": {str(token_id): 100 for token_id in ending}}
     stream = await client.chat.completions.create(
-        model=model, messages=messages, tools=TOOLS, stream=True, max_tokens=400, extra_body=body, **options
+        model="", messages=messages, tools=TOOLS, stream=True, max_tokens=1200, extra_body=body, **options
     )
     async for chunk in stream:
         for choice in chunk.choices:
@@ -116,8 +160,17 @@ async def streamed(client: AsyncOpenAI, messages: list[Any], **options: Any) -> 
                 calls[each.index]["function"]["arguments"] += each.function.arguments or ""
     # A call of a named function ends the answer as OpenAI ends it.
     assert reasons == ["stop" if isinstance(options.get("tool_choice"), dict) else "tool_calls"]
-    assert not text.strip() or "gptoss" in model
+    assert not text.strip() or name == "gpt-oss"
     return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def token_id_of(name: str, token: str) -> str:
+    """Its id as a key of `logit_bias`."""
+    original = {mark: unused for unused, mark in _RENAMED.get(name, {}).items()}
+    directory = ModelDirectory.open(real_model(*MODELS[name][:2]))
+    found = tokenizers.Tokenizer.from_buffer(directory.tokenizer_json()).token_to_id(original.get(token, token))
+    assert found is not None
+    return str(found)
 
 
 def assert_fitting(message: dict[str, Any]) -> None:
@@ -137,7 +190,7 @@ def results_of(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def test_three_turns_of_forced_calls(served):
-    _, client = served
+    name, client = served
     messages: list[Any] = [{"role": "user", "content": "Weather and time, please."}]
     for turn in range(3):
         options = (
@@ -146,14 +199,14 @@ async def test_three_turns_of_forced_calls(served):
             else {"tool_choice": {"type": "function", "function": {"name": "now"}}}
         )
         # A model of random weights has no reason to end; a single call ends by itself.
-        message = await streamed(client, messages, seed=turn, parallel_tool_calls=False, **options)
+        message = await streamed(client, name, messages, seed=turn, parallel_tool_calls=False, **options)
         assert len(message["tool_calls"]) == 1
         assert_fitting(message)
         messages += [message, *results_of(message)]
 
 
 async def test_a_turn_of_two_calls_is_followed_by_another(served):
-    _, client = served
+    name, client = served
     functions = ("get_weather", {"city": "Oslo", "days": 2, "unit": "C"}), ("now", {"utc": True})
     calls = [
         {"id": f"abcdefgh{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
@@ -161,23 +214,33 @@ async def test_a_turn_of_two_calls_is_followed_by_another(served):
     ]
     two = {"role": "assistant", "content": None, "tool_calls": calls}
     messages = [{"role": "user", "content": "Weather and time, please."}, two, *results_of(two)]
-    message = await streamed(client, messages, tool_choice="required", parallel_tool_calls=False)
+    message = await streamed(client, name, messages, tool_choice="required", parallel_tool_calls=False)
     assert_fitting(message)
+
+
+async def test_several_calls_in_one_answer(served):
+    """A model of random weights ends after one call, or after more, as it draws."""
+    name, client = served
+    wanted = 1 if name in _SINGLE else 2
+    for seed in range(20):
+        asked = [{"role": "user", "content": "Please."}]
+        message = await streamed(client, name, asked, seed=seed, tool_choice="required")
+        assert_fitting(message)
+        if len(message["tool_calls"]) >= wanted:
+            return
+    raise AssertionError("none of 20 answers has several calls")
 
 
 async def test_a_call_that_the_model_begins_by_itself_fits(served):
     name, client = served
-    model, template, begin = MODELS[name]
-    if begin is None:
-        pytest.skip("no single token begins a call")
-    directory = ModelDirectory.open(real_model(model, template))
-    token_id = tokenizers.Tokenizer.from_buffer(directory.tokenizer_json()).token_to_id(begin)
+    begin, *more = MODELS[name][2]
     message = await streamed(
         client,
+        name,
         [{"role": "user", "content": "Weather, please."}],
         tool_choice="auto",
         parallel_tool_calls=False,
-        logit_bias={str(token_id): 100},
+        logit_bias={} if more else {token_id_of(name, begin): 100},
     )
     assert len(message["tool_calls"]) == 1
     assert_fitting(message)
