@@ -78,8 +78,8 @@ _TABLES_TIMEOUT_S = 0.2
 # Open files in addition to client connections: libraries, stores, schedulers, batches.
 _OTHER_FILES = 512
 _ADAPTERS_FIXED = (
-    "several gateways share the ports here, and only one of them would know; name adapters by --adapters, or start one "
-    "gateway"
+    "several gateways share the ports here, and only one of them would load it; list adapters in --adapters, or start "
+    "only one gateway"
 )
 _logger = logging.getLogger(__name__)
 

@@ -128,7 +128,7 @@ class FormatFlags(ServiceFlags):
             if "=" not in each:
                 raise ValueError(f"--adapters has {each!r}; it must be NAME=DIR")
             if names.count(name) > 1:
-                raise ValueError(f"--adapters has the name {name} twice; each adapter needs a name of its own")
+                raise ValueError(f"--adapters has the name {name} twice; names must be unique")
 
 
 @dataclass(frozen=True)

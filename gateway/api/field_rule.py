@@ -268,7 +268,7 @@ class FieldRule:
         types by path. In strict mode they are refused."""
         if self.is_strict:
             for path, name in paths.items():
-                violations.add(path, f'is "{name:.80}", which cannot be done here')
+                violations.add(path, f'is "{name:.80}", which is not supported')
             return
         ignored = IgnoredFields()
         for path, name in paths.items():
@@ -331,7 +331,7 @@ class _Check:
                 else:
                     self.ignored.add(_place(path, name))
             elif values is None:
-                known = "is not a field that is known here" if path else "is not a field of this request"
+                known = "is not a known field" if path else "is not a field of this request"
                 self._violations.add(_place(path, name), known)
             # `in` would treat 1 as equal to true.
             elif not any(isinstance(value, bool) is isinstance(each, bool) and value == each for each in values):

@@ -743,7 +743,7 @@ def adapters_are_off() -> FailedPrecondition:
 def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:
     parts = ", ".join(differing_parts(live.model, model))
     return Unavailable(
-        f"the replicas have another model than the one that this request began with (before and now: {parts}); it "
-        "cannot go on: send it again",
+        f"the replicas have another model than when this request began (before and now: {parts}); it cannot continue: "
+        "send it again",
         reason="MODEL_CHANGED",
     )

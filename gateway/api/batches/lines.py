@@ -77,7 +77,7 @@ def read_lines(
             if isinstance(found, LineError):
                 errors.append(found)
             elif found in seen:
-                message = f"is {found!r:.100}, as in line {seen[found]:,}; each request has its own"
+                message = f"is {found!r:.100}, as in line {seen[found]:,}; it must be unique"
                 errors.append(LineError(number, "duplicate_custom_id", f"custom_id {message}", "custom_id"))
             else:
                 seen[found] = number

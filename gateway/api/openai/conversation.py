@@ -154,7 +154,7 @@ def check_conversation(
     for name in ("documents", "enable_thinking"):
         asked = getattr(body, name)
         if asked is not None and kwargs.get(name, asked) != asked:
-            violations.add(name, f"is not what chat_template_kwargs.{name} is; set one of them")
+            violations.add(name, f"differs from chat_template_kwargs.{name}; set only one of them")
 
 
 def left_out_tools(body: ConversationFields) -> dict[str, str]:

@@ -225,11 +225,11 @@ def check_body(violations: Violations, body: Body) -> None:
 def _check_combinations(violations: Violations, body: GenerationBody) -> None:
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
-            violations.add("length_penalty", "has a meaning only where use_beam_search is true")
+            violations.add("length_penalty", "has an effect only if use_beam_search is true")
         if body.early_stopping not in (None, False):
-            violations.add("early_stopping", "has a meaning only where use_beam_search is true")
+            violations.add("early_stopping", "has an effect only if use_beam_search is true")
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
-        violations.add("stream_options", "is set; it has a meaning only where stream is true")
+        violations.add("stream_options", "is set; it has an effect only if stream is true")
     if body.durable and not body.stream:
         violations.add("durable", ONLY_STREAMS)
     if body.logprob_token_ids and isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0:
@@ -252,5 +252,5 @@ def check_prediction(violations: Violations, prediction: Prediction | None) -> N
 
 def _check_chat(violations: Violations, body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
-        violations.add("top_logprobs", "is set; it has a meaning only where logprobs is true")
+        violations.add("top_logprobs", "is set; it has an effect only if logprobs is true")
     check_tool_choice(violations, body.tool_choice)

@@ -391,12 +391,12 @@ def _check_output(violations: Violations, body: ResponseBody) -> None:
         _check_background(violations, body)
     violations.check_count("include", include, _MAX_INCLUDE)
     if body.top_logprobs and not body.shows_logprobs:
-        violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")
+        violations.add("top_logprobs", f"is set; it has an effect only if include has {LOGPROBS}")
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     if body.structured_outputs is not None:
         check_constraints(violations, ConstraintFields(structured_outputs=body.structured_outputs))
         if _constraint(body.text) is not None:
-            violations.add("structured_outputs", "is set, and text.format too; an answer can match only one of them")
+            violations.add("structured_outputs", "is set, and so is text.format; an answer can match only one of them")
     check_prediction(violations, body.prediction)
     metadata = body.metadata or {}
     for name, value in metadata.items():
@@ -439,7 +439,7 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
             if choice.name is None:
                 violations.add("tool_choice.name", "is missing")
             elif choice.name not in names:
-                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is none of the tools')
+                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is not one of the tools')
         case ToolChoiceObject(type="allowed_tools"):
             if choice.mode not in ("auto", "required"):
                 shown = "is missing" if choice.mode is None else f'is "{shortened(choice.mode)}"'
