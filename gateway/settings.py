@@ -303,7 +303,7 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
     schedulers: tuple[str, ...] = setting(
         ("127.0.0.1:50052",),
         "addresses of the schedulers, one per replica; dns:///NAME:PORT means all addresses of a DNS name, which is "
-        "resolved again as they change",
+        "resolved repeatedly",
         metavar="ADDRESS",
     )
     routing: str = setting(

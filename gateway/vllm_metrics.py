@@ -2,7 +2,7 @@
 
 An engine is a replica; its label is its position in `--schedulers`, or for a replica from a DNS name the first free
 number when it was found. The queue gauges count only this gateway's requests, so that sums over several gateways are
-correct; the KV cache usage is the whole replica's. docs/metrics.md has the table of names.
+correct; the KV cache usage covers the whole replica. docs/metrics.md has the table of names.
 """
 
 import asyncio

@@ -161,7 +161,7 @@ class EnvelopeMiddleware:
     """Rules for every request, independent of its path and its answer.
 
     - The trace context in its headers is read.
-    - The client's X-Request-Id is returned with the answer, in place of the gateway's own.
+    - The client's X-Request-Id is returned with the answer, in place of the gateway's own id.
     - The answer names the fields of the body that were ignored.
     - While the gateway drains, the answer has the header `connection: close`, and the connection closes after it. A
       client that reuses connections then opens a new one, and does not send a request while the old one closes.

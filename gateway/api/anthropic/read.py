@@ -244,9 +244,9 @@ class MessageBody(TokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # vLLM's.
+    # An extension of vLLM.
     cache_salt: Salt | None = None
-    # Quire's: the stream outlives its reader, and its events have ids.
+    # An extension of Quire: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
 
@@ -367,7 +367,7 @@ def _texts(blocks: Sequence[Part]) -> list[str]:
 
 
 def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think: bool) -> ChatPrompt:
-    """The prompt of a checked body. If the last message is the assistant's, the answer continues it. With
+    """The prompt of a checked body. If the last message is of the assistant, the answer continues it. With
     `is_told_to_think`, enabled thinking is an argument of the template."""
     choice = body.tool_choice
     return ChatPrompt(

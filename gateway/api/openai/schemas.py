@@ -40,7 +40,7 @@ class StreamOptions(Part):
     unread: ClassVar[Unread] = field_rule.STREAM_OPTIONS
 
     include_usage: bool | None = None
-    # vLLM's: with include_usage, every chunk has the usage so far.
+    # An extension of vLLM: with include_usage, every chunk has the usage so far.
     continuous_usage_stats: bool | None = None
 
 
@@ -126,9 +126,9 @@ class GenerationBody(Body, ConstraintFields):
     add_special_tokens: bool | None = None
     request_id: str | None = None
     cache_salt: Salt | None = None
-    # Dynamo's.
+    # The extensions of Dynamo.
     nvext: Nvext | None = None
-    # Quire's: the stream outlives its reader, and its events have ids.
+    # An extension of Quire: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
 

@@ -323,7 +323,7 @@ class ResponseBody(InputBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    # Quire's: the stream outlives its reader, and its events have ids.
+    # An extension of Quire: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
     @property

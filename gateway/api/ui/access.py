@@ -101,9 +101,11 @@ def _cookie_at(request: Request) -> str:
 
 
 def check_operator(*, is_operator: bool) -> None:
-    """Raises PermissionDenied if the key is not an operator's."""
+    """Raises PermissionDenied if the key does not belong to an operator."""
     if not is_operator:
-        raise PermissionDenied("the page is for operators, and this API key is not one's", reason="OPERATORS_ONLY")
+        raise PermissionDenied(
+            "the page is for operators, and this API key does not belong to one", reason="OPERATORS_ONLY"
+        )
 
 
 def refusal(error: QuireError) -> Response:
@@ -116,8 +118,8 @@ def refusal(error: QuireError) -> Response:
 
 
 async def take_key(request: Request, authenticator: Authenticator, on_refusal: Callable[[str], object]) -> Response:
-    """Stores the key of the form in the cookie, if it is an operator's; an empty key deletes the cookie. `on_refusal`
-    is called with the reason if the key is rejected."""
+    """Stores the key of the form in the cookie, if it belongs to an operator; an empty key deletes the cookie.
+    `on_refusal` is called with the reason if the key is rejected."""
     body = b""
     async for piece in request.stream():
         body += piece
