@@ -331,8 +331,7 @@ async def serve(settings: GatewaySettings) -> None:
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        # Loaded objects live on. A garbage collection that visits all of them would block the event loop for about
-        # 50 ms.
+        # Loaded objects live on. A garbage collection that visits them would block the event loop for about 50 ms.
         gc.collect()
         gc.freeze()
         # The only line on stdout. A process that starts a gateway with port 0 reads the port from it.

@@ -157,8 +157,7 @@ RESPONSE_TEXT = Unread(frozenset({"verbosity"}))
 
 # Anthropic's messages.
 MESSAGES = Unread(
-    # `context_management` requests that the server edits a long context; here the whole context is read, or rejected
-    # for its length.
+    # `context_management`: edits of a long context by the server. Here all of it is read, or rejected for its length.
     frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
     # The error code for `thread` makes Anthropic's tool runner send all messages by itself.
     {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},

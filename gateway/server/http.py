@@ -492,9 +492,7 @@ class _ProbeRoutes:
         wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
-        _check_values(
-            request, "mode", {"keep"}, "running requests wait and continue after /wake_up; cancel them yourself"
-        )
+        _check_values(request, "mode", {"keep"}, "running requests continue after /wake_up; cancel them yourself")
         await self._generator.replicas.calls.sleep(discard_weights="2" in request.query_params.getlist("level"))
         return {"is_sleeping": True}
 

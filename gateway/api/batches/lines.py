@@ -49,9 +49,8 @@ class LineError:
 def read_lines(
     path: Path, endpoint: str, limits: BatchLimits, wrong_model: WrongModel = lambda _: None
 ) -> tuple[list[Line], list[LineError]]:
-    """The requests of a file, and its errors. In bodies it checks only the model, and fields that are not allowed in
-    batches. Blank lines are skipped. Must run in a thread, since large files take long. Raises the errors of `opened`.
-    """
+    """The requests and the errors of a file. In bodies it checks only the model, and fields that batches do not allow.
+    Blank lines are skipped. Must run in a thread, since large files take long. Raises the errors of `opened`."""
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: dict[str, int] = {}

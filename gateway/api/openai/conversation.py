@@ -260,8 +260,7 @@ def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
 
 
 def template_options(body: ConversationFields) -> TemplateOptions:
-    """The options of the chat template. Raises InvalidArgument for an integer beyond the range of floats, the type of
-    numbers in the message."""
+    """Options of the chat template. Raises InvalidArgument for integers beyond the range of the message's floats."""
     options = TemplateOptions()
     if body.add_generation_prompt is not None:
         options.add_generation_prompt = body.add_generation_prompt

@@ -64,8 +64,7 @@ class AgentHints(Part):
 
 
 class CacheControl(Part):
-    """The time for which the blocks of the conversation are kept after the answer: `ttl` is for example 30s, 5m or 1h;
-    by default 5m."""
+    """The time to keep the conversation's blocks after the answer: `ttl` is 5m by default, or for example 30s or 1h."""
 
     type: str | None = None
     ttl: str | None = None

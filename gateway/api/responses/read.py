@@ -240,8 +240,7 @@ class ToolChoiceObject(Part):
 
 
 class Reasoning(Part):
-    """Options of reasoning. `effort` is an argument of the chat template. The reasoning itself is shown, so there is no
-    summary."""
+    """Options of reasoning. The chat template gets `effort`. The reasoning itself is shown, so there is no summary."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_REASONING
 
@@ -249,8 +248,7 @@ class Reasoning(Part):
 
 
 class TextFormat(Part):
-    """The format of the text. The model does not see `name` and `description`. The schema is enforced with and without
-    `strict`."""
+    """The format of the text. The model does not see `name` and `description`. `strict` has no effect on the schema."""
 
     type: str
     name: str | None = None

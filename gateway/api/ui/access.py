@@ -39,8 +39,7 @@ _COOKIE = "quire-operator"
 _PORT = re.compile(r":([0-9]{1,5})$")
 _MAX_FORM_BYTES = 4096
 OWN_SITES = ("same-origin", "none")
-"""Values of sec-fetch-site for requests of this site's pages, or typed by the user; "same-site" would include other
-ports and subdomains."""
+"""Values of sec-fetch-site for this site's pages and for typed addresses; "same-site" is another port or subdomain."""
 _REFUSAL = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -103,9 +102,7 @@ def _cookie_at(request: Request) -> str:
 def check_operator(*, is_operator: bool) -> None:
     """Raises PermissionDenied if the key does not belong to an operator."""
     if not is_operator:
-        raise PermissionDenied(
-            "the page is for operators, and this API key does not belong to one", reason="OPERATORS_ONLY"
-        )
+        raise PermissionDenied("the page is for operators; this API key has no such right", reason="OPERATORS_ONLY")
 
 
 def refusal(error: QuireError) -> Response:
