@@ -14,7 +14,7 @@ _PROGRAM = "quire gateway"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a gateway with the given flags, by default the command line's; returns the exit status."""
+    """Runs a gateway with the given flags, by default from the command line; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
 
     async def start() -> None:

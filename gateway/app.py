@@ -78,8 +78,8 @@ _TABLES_TIMEOUT_S = 0.2
 # Open files in addition to client connections: libraries, stores, schedulers, batches.
 _OTHER_FILES = 512
 _ADAPTERS_FIXED = (
-    "several gateways share the ports here, and only one of them would know; name adapters by --adapters, or start one "
-    "gateway"
+    "several gateways share the ports here, and only one of them would load it; list adapters in --adapters, or start "
+    "only one gateway"
 )
 _logger = logging.getLogger(__name__)
 
@@ -331,8 +331,7 @@ async def serve(settings: GatewaySettings) -> None:
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        # Loaded objects live on. A garbage collection that visits all of them would block the event loop for about
-        # 50 ms.
+        # Loaded objects live on. A garbage collection that visits them would block the event loop for about 50 ms.
         gc.collect()
         gc.freeze()
         # The only line on stdout. A process that starts a gateway with port 0 reads the port from it.

@@ -128,7 +128,7 @@ class FormatFlags(ServiceFlags):
             if "=" not in each:
                 raise ValueError(f"--adapters has {each!r}; it must be NAME=DIR")
             if names.count(name) > 1:
-                raise ValueError(f"--adapters has the name {name} twice; each adapter needs a name of its own")
+                raise ValueError(f"--adapters has the name {name} twice; names must be unique")
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
     schedulers: tuple[str, ...] = setting(
         ("127.0.0.1:50052",),
         "addresses of the schedulers, one per replica; dns:///NAME:PORT means all addresses of a DNS name, which is "
-        "resolved again as they change",
+        "resolved repeatedly",
         metavar="ADDRESS",
     )
     routing: str = setting(

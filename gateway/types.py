@@ -94,8 +94,7 @@ class HeldSequence:
 class RequestOptions:
     """One request as the caller sent it, before validation.
 
-    Requests with a higher `priority` run earlier. Errors show `priority_sign * priority`, the value that the caller
-    wrote.
+    Requests with a higher `priority` run earlier. Errors show `priority_sign * priority`, the caller's value.
     """
 
     prompt: Prompt | None

@@ -2,7 +2,7 @@
 
 An engine is a replica; its label is its position in `--schedulers`, or for a replica from a DNS name the first free
 number when it was found. The queue gauges count only this gateway's requests, so that sums over several gateways are
-correct; the KV cache usage is the whole replica's. docs/metrics.md has the table of names.
+correct; the KV cache usage covers the whole replica. docs/metrics.md has the table of names.
 """
 
 import asyncio
@@ -175,9 +175,7 @@ class VllmMetrics(Collector):
             loading = links[address].loading if address in links else None
             phase = None if loading is None or loading.phase not in _SLEEP_STATES.values() else loading.phase
             states |= {(engine, state): int(phase == own) for state, own in _SLEEP_STATES.items()}
-        return self._family(
-            "gauge", "engine_sleep_state", "1 for the state of the replica, else 0.", states, ["sleep_state"]
-        )
+        return self._family("gauge", "engine_sleep_state", "1 if a replica is in a state.", states, ["sleep_state"])
 
     def _http(self) -> Iterable[Metric]:
         """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
@@ -230,9 +228,7 @@ class VllmMetrics(Collector):
 
     def _cache_config(self, engines: Mapping[str, str]) -> Metric:
         names = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "engine", "model_name")
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "Configuration of a replica's KV cache; the value is 1.", labels=names
-        )
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's sizes; the value is 1.", labels=names)
         for address, engine in engines.items():
             link = self._replicas.links.get(address)
             if link is not None and (welcome := link.welcome) is not None:

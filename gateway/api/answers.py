@@ -161,7 +161,7 @@ def error_answer(error: Exception, request_id: str | None = None) -> ErrorAnswer
             return _of_quire_error(error)
     found = _client_request_id.get() or request_id or entropy.random_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
-    message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
+    message = f"an unexpected error; the server's log has details under the request id {shortened(found)}"
     return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found, "x-should-retry": "false"})
 
 
@@ -224,7 +224,7 @@ def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
         path = next(each.path for each in request.app.routes if each.matches(request.scope)[0] is not Match.NONE)
         methods = {method for each in request.app.routes if each.path == path for method in each.methods}
         headers["Allow"] = ", ".join(sorted(methods))
-        message = f"{shown} is not allowed; the path takes {headers['Allow']}"
+        message = f"{shown} is not allowed; the path allows {headers['Allow']}"
     return ErrorAnswer(error.status_code, message, code, headers=headers)
 
 

@@ -69,8 +69,7 @@ class BodyLimits:
 
 
 async def read_body(request: Request, limits: BodyLimits, *, media_types: Collection[str] = ()) -> bytes:
-    """The whole body, decompressed. Its media type is JSON or one of `media_types`, which browsers send only after a
-    preflight request.
+    """The whole body, decompressed: JSON, or one of `media_types`, which browsers send only after a preflight request.
 
     Raises:
         HttpError: the media type or the encoding is not supported, or the body is too large or too slow.
@@ -111,8 +110,7 @@ class _Inflating:
         return self._stream.eof
 
     async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
-        """The decompressed pieces of `data`. Raises InvalidArgument if the format is wrong, and ResourceExhausted if
-        there is no memory for the pieces."""
+        """Decompresses in pieces. Raises InvalidArgument for malformed data, and ResourceExhausted without memory."""
         while data:
             if self._stream.eof:
                 self._stream = zlib.decompressobj(self._window)

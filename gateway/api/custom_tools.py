@@ -34,8 +34,7 @@ class Grammar(Part):
 
 
 class CustomFormat(Part):
-    """The format of the input; `type` is text or grammar. Responses have the fields of a grammar here, chats in
-    `grammar`."""
+    """A format; `type` is text or grammar. Responses have the fields of a grammar here, chats in `grammar`."""
 
     type: str
     syntax: str | None = None

@@ -21,7 +21,7 @@ from quire.progress import shown_bytes
 from quire.rpc.errors import NotFound, invalid_field
 
 MAX_FRONT_END_BYTES = 256 << 10
-ONLY_STREAMS = "is true; it has a meaning only where stream is true"
+ONLY_STREAMS = "is true; it has an effect only if stream is true"
 LAST_EVENT_ID = "Last-Event-ID"
 _ID = re.compile(r"([A-Za-z0-9._:-]{1,128}):([0-9]{1,9})")
 
@@ -101,8 +101,8 @@ class FrontEnd:
         if max_bytes is not None and len(data) > max_bytes:
             raise invalid_field(
                 "durable",
-                f"is true, and what the answer needs of this body has {shown_bytes(len(data))}; a durable stream keeps "
-                f"at most {shown_bytes(max_bytes)}",
+                f"is true, but the fields of this body that affect the answer have {shown_bytes(len(data))}; the max "
+                f"for a durable stream is {shown_bytes(max_bytes)}",
             )
         return data
 
@@ -112,7 +112,7 @@ class FrontEnd:
         found = from_json(data) if data else {}
         if found.get("api") != api:
             raise NotFound(
-                f'"{request_id}" names no stream of this path; come back to the path that the stream came from',
+                f'"{request_id}" names no stream of this path; resume the stream on the path where it began',
                 reason="REQUEST_NOT_FOUND",
             )
         return cls(**found)

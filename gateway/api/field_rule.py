@@ -157,8 +157,7 @@ RESPONSE_TEXT = Unread(frozenset({"verbosity"}))
 
 # Anthropic's messages.
 MESSAGES = Unread(
-    # `context_management` requests that the server edits a long context; here the whole context is read, or rejected
-    # for its length.
+    # `context_management`: edits of a long context by the server. Here all of it is read, or rejected for its length.
     frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"}),
     # The error code for `thread` makes Anthropic's tool runner send all messages by itself.
     {"mcp_servers": ([],), **_never("container", "diagnostics", "inference_geo", "thread")},
@@ -268,7 +267,7 @@ class FieldRule:
         types by path. In strict mode they are refused."""
         if self.is_strict:
             for path, name in paths.items():
-                violations.add(path, f'is "{name:.80}", which cannot be done here')
+                violations.add(path, f'is "{name:.80}", which is not supported')
             return
         ignored = IgnoredFields()
         for path, name in paths.items():
@@ -331,7 +330,7 @@ class _Check:
                 else:
                     self.ignored.add(_place(path, name))
             elif values is None:
-                known = "is not a field that is known here" if path else "is not a field of this request"
+                known = "is not a known field" if path else "is not a field of this request"
                 self._violations.add(_place(path, name), known)
             # `in` would treat 1 as equal to true.
             elif not any(isinstance(value, bool) is isinstance(each, bool) and value == each for each in values):

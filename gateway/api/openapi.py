@@ -35,8 +35,7 @@ _STATUSES = frozenset({401, 403, 404, 500})
 class ApiRoute(Route):
     """A route with its description for callers.
 
-    If an endpoint does not return a Response, its return value is sent as JSON, and its return annotation is the type
-    of the answer.
+    If an endpoint does not return a Response, its value is sent as JSON; its annotation is then the answer's type.
 
     Attributes:
         body: The type of the request's body; None if it has none.

@@ -281,8 +281,7 @@ def _shown(value: object) -> str:
 
 
 class NoAuthenticator:
-    """The authenticator if authentication is off: all clients are one caller, with any key or none. It has the methods
-    of `KeyRing`."""
+    """The authenticator if authentication is off: all clients are one caller. It has the methods of `KeyRing`."""
 
     def __init__(self) -> None:
         self._caller = anyone()

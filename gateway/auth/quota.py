@@ -91,8 +91,7 @@ class Refund(Enum):
 
 
 def _refund_before_it_ran(error: QuireError) -> Refund:
-    """The default refund. A caller's error is not refunded: its detection took work that the rates limit, such as
-    tokenization."""
+    """The default refund: nothing for a caller's error, which was found by work that the rates limit."""
     return Refund.NOTHING if isinstance(error, InvalidArgument) else Refund.ALL
 
 

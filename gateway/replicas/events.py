@@ -310,9 +310,8 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """Changes of a replica's prefix cache and of its disk tier, applied in the order of the fields. A block is
-    represented by the end of its hash; a large pool reports only blocks whose hash ends in `sampling_bits` zero bits.
-    """
+    """Changes of a replica's prefix cache and its disk tier, applied in the order of the fields. Blocks are ends of
+    their hashes; a large pool reports only blocks whose hash ends in `sampling_bits` zero bits."""
 
     is_cleared: bool
     removed: list[bytes]

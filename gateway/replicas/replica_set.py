@@ -548,9 +548,8 @@ class Replicas:
         self._assign(live, None)
 
     def _end_released(self, link: SchedulerLink) -> None:
-        """Ends durable requests that were released while their scheduler was disconnected. Each is submitted first: the
-        submission identifies it exactly, and makes this stream its reader, which may abort it. A restarted scheduler
-        does not have these requests."""
+        """Ends durable requests that were released while their scheduler was disconnected. Each is submitted first, and
+        this stream becomes its reader, which may abort it. A restarted scheduler does not have these requests."""
         assert link.welcome is not None
         for live, epoch in self._unended[link.address].values():
             if are_of_one_start(epoch, link.welcome.scheduler_epoch):
@@ -565,8 +564,7 @@ class Replicas:
             self._forget(live)
 
     def _outlive_scheduler(self, live: LiveRequest) -> None:
-        """Ends a request that is complete except for the report of its lost scheduler; other requests wait for the
-        scheduler for a while."""
+        """Ends a request that lacks only the lost scheduler's report; other requests wait for the scheduler."""
         self._end_if_complete(live)
         if not live.is_over:
             self._set_timer(live, self._failover_delay_s, self._fail_over)
@@ -743,7 +741,7 @@ def adapters_are_off() -> FailedPrecondition:
 def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:
     parts = ", ".join(differing_parts(live.model, model))
     return Unavailable(
-        f"the replicas have another model than the one that this request began with (before and now: {parts}); it "
-        "cannot go on: send it again",
+        f"the replicas have another model than when this request began (before and now: {parts}); it cannot continue: "
+        "send it again",
         reason="MODEL_CHANGED",
     )

@@ -69,9 +69,8 @@ _NOTHING = Found(0)
 
 
 class CachedBlocks:
-    """The blocks in a replica's prefix cache and on its disks, as its scheduler reports them, by the ends of their
-    hashes. A large pool is sampled: its scheduler reports only hashes that end in some zero bits, about 65,536 at most.
-    """
+    """The blocks in a replica's prefix cache and on its disks, by the ends of their hashes, as its scheduler reports
+    them. A large pool is sampled: only hashes that end in some zero bits are reported, about 65,536 at most."""
 
     def __init__(self) -> None:
         self._blocks: set[bytes] = set()

@@ -31,7 +31,7 @@ class FoundRequest:
     Attributes:
         is_over: Whether it has ended.
         num_generated_tokens: Its tokens so far, in all sequences that are returned.
-        address: The scheduler's.
+        address: The address of the scheduler.
     """
 
     request: GenerationRequest
@@ -295,7 +295,7 @@ async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, 
         return found
     for error in errors:
         if isinstance(error, DeadlineExceeded):
-            # The time limit is the gateway's own, so the caller may retry.
+            # The gateway has set the time limit, so the caller may retry.
             raise Unavailable(f"a scheduler did not answer within {_TIMEOUT_S:g} s") from error
         if not isinstance(error, NotFound):
             raise error

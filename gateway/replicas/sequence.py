@@ -136,8 +136,7 @@ class SequenceStream:
     def skip(
         self, num_tokens: int, num_characters: int | None = None, *, cumulative_logprob: float | None = None
     ) -> None:
-        """Skips output that the client already has: `num_tokens` tokens, and `num_characters` characters or, if None,
-        the output of these tokens.
+        """Skips `num_tokens` tokens that the client has, and `num_characters` characters or all output of these tokens.
 
         Must be called before any output is taken. If the client sent the tokens with the request, it may also send the
         sum of their log probabilities; call `drop_skipped` when the tokens are accepted.

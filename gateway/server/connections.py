@@ -46,8 +46,7 @@ _MAX_SHORT_CHUNKS = 1 << 13
 _MIN_MEAN_CHUNK_BYTES = 256
 _logger = logging.getLogger(__name__)
 _CLOSE = (b"connection", b"close")
-# Limits of the body that is read and dropped after an answer: most clients read an answer only after sending their
-# whole body.
+# Limits of the body that is dropped after an answer: most clients read an answer only after sending their whole body.
 _MAX_DRAINED_BYTES = 16 * 1024 * 1024
 _MAX_DRAIN_S = 2.0
 # A piece of an answer stays in this process's memory until the client reads it.
@@ -60,8 +59,7 @@ class IncomingBody:
 
     Reading fails with 408 if the body takes longer than `timeout_s` from the end of the headers, and with 429 if its
     memory is needed for other requests. An answer before the end of the body has the header `connection: close`; the
-    rest of the body is then read and dropped for a while, since a client that still sends would lose the answer if the
-    connection closed at once.
+    rest is then dropped for a while, since a client that still sends would lose the answer if the connection closed.
     """
 
     def __init__(
@@ -548,8 +546,7 @@ class HttpConnection(H11Protocol):
         self._reading = _stopped(self._reading)
         self._places.give_back(self)
         super().connection_lost(exc)
-        # After a reset by the client uvicorn does not stop its timer, which would hold the connection's memory for
-        # `_KEEP_ALIVE_S`.
+        # After a reset by the client uvicorn does not stop its timer, which holds all memory for `_KEEP_ALIVE_S`.
         self._unset_keepalive_if_required()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

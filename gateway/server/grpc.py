@@ -88,7 +88,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             # gRPC answers unknown methods; some clients try several.
             if handler is not None and method.rpartition("/")[0].removeprefix("/") not in self._service_names:
-                raise PermissionDenied(f"no API key is good for {method}", reason="METHOD_NOT_ALLOWED")
+                raise PermissionDenied(f"no API key allows {method}", reason="METHOD_NOT_ALLOWED")
         except QuireError as error:
             self._on_refusal(error.reason)
             # A stream handler can answer calls of any kind, and does not read a message first.

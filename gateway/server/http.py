@@ -161,7 +161,7 @@ class EnvelopeMiddleware:
     """Rules for every request, independent of its path and its answer.
 
     - The trace context in its headers is read.
-    - The client's X-Request-Id is returned with the answer, in place of the gateway's own.
+    - The client's X-Request-Id is returned with the answer, in place of the gateway's own id.
     - The answer names the fields of the body that were ignored.
     - While the gateway drains, the answer has the header `connection: close`, and the connection closes after it. A
       client that reuses connections then opens a new one, and does not send a request while the old one closes.
@@ -492,7 +492,7 @@ class _ProbeRoutes:
         wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
-        _check_values(request, "mode", {"keep"}, "running requests wait and go on after /wake_up; cancel them yourself")
+        _check_values(request, "mode", {"keep"}, "running requests continue after /wake_up; cancel them yourself")
         await self._generator.replicas.calls.sleep(discard_weights="2" in request.query_params.getlist("level"))
         return {"is_sleeping": True}
 

@@ -244,9 +244,9 @@ class MessageBody(TokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # vLLM's.
+    # An extension of vLLM.
     cache_salt: Salt | None = None
-    # Quire's: the stream outlives its reader, and its events have ids.
+    # An extension of Quire: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
 
@@ -280,7 +280,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
         for number, block in enumerate(last.content):
             if isinstance(block, ToolUseBlock):
                 path = f"messages[{len(body.messages) - 1}].content[{number}].type"
-                problem = "in the last message, which the answer would continue; send the result of the call after it"
+                problem = "in the last message, which the answer would continue; send the call's result after it"
                 violations.add(path, f'is "tool_use" {problem}')
                 break
     known = set[str]()
@@ -289,7 +289,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
             return
         if isinstance(tool, ToolDefinition):
             if tool.name in known:
-                shown = f'is "{shortened(tool.name)}", as that of a tool before it; names must be unique'
+                shown = f'is "{shortened(tool.name)}", like an earlier tool\'s name; names must be unique'
                 violations.add(f"tools[{position}].name", shown)
             known.add(tool.name)
     choice, names = body.tool_choice, [tool.name for tool in _shown_tools(body).values()]
@@ -298,7 +298,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
     if choice.type in ("any", "tool") and not names:
         violations.add("tool_choice", f"is {choice.type}, and there are no tools to choose from; set tools")
     elif choice.type == "tool" and choice.name not in names:
-        shown = "is missing" if choice.name is None else f'is "{shortened(choice.name)}", which is none of the tools'
+        shown = "is missing" if choice.name is None else f'is "{shortened(choice.name)}", which is not one of the tools'
         violations.add("tool_choice.name", shown)
 
 
@@ -367,7 +367,7 @@ def _texts(blocks: Sequence[Part]) -> list[str]:
 
 
 def prompt_of(body: TokensBody, conversation: Conversation, *, is_told_to_think: bool) -> ChatPrompt:
-    """The prompt of a checked body. If the last message is the assistant's, the answer continues it. With
+    """The prompt of a checked body. If the last message is of the assistant, the answer continues it. With
     `is_told_to_think`, enabled thinking is an argument of the template."""
     choice = body.tool_choice
     return ChatPrompt(

@@ -49,9 +49,8 @@ class LineError:
 def read_lines(
     path: Path, endpoint: str, limits: BatchLimits, wrong_model: WrongModel = lambda _: None
 ) -> tuple[list[Line], list[LineError]]:
-    """The requests of a file, and its errors. In bodies it checks only the model, and fields that are not allowed in
-    batches. Blank lines are skipped. Must run in a thread, since large files take long. Raises the errors of `opened`.
-    """
+    """The requests and the errors of a file. In bodies it checks only the model, and fields that batches do not allow.
+    Blank lines are skipped. Must run in a thread, since large files take long. Raises the errors of `opened`."""
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: dict[str, int] = {}
@@ -77,7 +76,7 @@ def read_lines(
             if isinstance(found, LineError):
                 errors.append(found)
             elif found in seen:
-                message = f"is {found!r:.100}, as in line {seen[found]:,}; each request has its own"
+                message = f"is {found!r:.100}, as in line {seen[found]:,}; it must be unique"
                 errors.append(LineError(number, "duplicate_custom_id", f"custom_id {message}", "custom_id"))
             else:
                 seen[found] = number

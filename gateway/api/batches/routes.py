@@ -75,7 +75,7 @@ class _BatchRoutes:
     @property
     def _here(self) -> Batches:
         if self._batches is None:
-            raise Unimplemented("this gateway keeps no files and batches; --batch-dir turns them on")
+            raise Unimplemented("this gateway has no files and batches; --batch-dir enables them")
         return self._batches
 
     async def upload(self, request: Request) -> AnyObject:
@@ -200,7 +200,7 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
 
 def _not_kept(error: OSError) -> Unavailable:
     """The error if the disk of temporary files or of the directory is full, or too many files are open."""
-    return Unavailable(f"the file cannot be kept: {error.strerror}", retry_after_ms=_RETRY_AFTER_MS)
+    return Unavailable(f"the file cannot be stored: {error.strerror}", retry_after_ms=_RETRY_AFTER_MS)
 
 
 def _too_large(limit: int) -> HttpError:

@@ -453,8 +453,7 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, errors: Sequence[dict[str, Any]]) -> None:
-        """Fails a batch whose input is invalid, or which must not run any more. Its answers are deleted, only their
-        counts remain. Raises NotOwnerError."""
+        """Fails a batch that is invalid or must stop; only counts remain of its answers. Raises NotOwnerError."""
         counts = self._select("id = ?", (batch_id,))[0].shown()["request_counts"]
         facts: dict[str, Any] = {"failed_at": int(clock.unix_s()), "request_counts": counts}
         facts["errors"] = {"object": "list", "data": list(errors)}

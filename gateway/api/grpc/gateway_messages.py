@@ -86,8 +86,7 @@ def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOf
 
 
 class _ChatMessages(Sequence[ChatMessage]):
-    """The messages of a conversation. Each is converted when it is read, so that too many messages are rejected before
-    any conversion."""
+    """The messages of a conversation, converted when they are read: too many are rejected without a conversion."""
 
     def __init__(self, messages: Sequence[generation_pb2.ChatMessage]) -> None:
         self._messages = messages

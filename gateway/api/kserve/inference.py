@@ -92,7 +92,7 @@ _ELSEWHERE = {
 }
 _NO_STATE = "is set; requests have no state that they could share"
 _REFUSED = {
-    **{name: f"is no sampling parameter; set {place}" for name, place in _ELSEWHERE.items()},
+    **{name: f"is not a sampling parameter; set {place}" for name, place in _ELSEWHERE.items()},
     **dict.fromkeys(("stream_options", "add_special_tokens"), "is not supported by this version"),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "is set; outputs have no token ids"),
     "include_metrics": "is set; no output has metrics of a request",
@@ -155,7 +155,7 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
             break
         field = f"inputs[{position}]"
         if tensor.name in found:
-            violations.add(f"{field}.name", f'is "{shortened(tensor.name)}" a second time')
+            violations.add(f"{field}.name", f'is "{shortened(tensor.name)}", which is repeated')
         elif _check_head(violations, field, tensor, datatypes):
             contents = f"raw_input_contents[{position}]" if raw else f"{field}.contents.{_CONTENTS[tensor.datatype]}"
             values = _raw_values(tensor, raw[position]) if raw else _typed_values(tensor)
@@ -476,7 +476,7 @@ def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bo
 
 def _check_streaming(violations: Violations, inputs: Mapping[str, Tensor], *, in_stream: bool) -> None:
     if not in_stream:
-        violations.add(inputs["stream"].element(0), "is true; ModelInfer answers once, use ModelStreamInfer")
+        violations.add(inputs["stream"].element(0), "is true; ModelInfer does not stream, use ModelStreamInfer")
     prompts = inputs.get("text_input")
     if prompts is not None and len(prompts.values) > 1:
         violations.add(prompts.field, f"has {len(prompts.values):,} prompts; a streamed request has 1")

@@ -46,7 +46,7 @@ _BINARY = "application/octet-stream"
 _MAX_DIGITS = 12
 _BINARY_HEADER = "inference-header-content-length"
 _UNION_TYPES = {
-    "data": "a list of strings or a list of booleans, in lists of their own if the shape has two dimensions",
+    "data": "a list of strings or a list of booleans, nested if the shape has two dimensions",
     "parameters": "an object whose values are strings, numbers or booleans",
 }
 
@@ -391,7 +391,7 @@ def _request_message(body: InferBody, request: Request, rule: FieldRule, binary:
         else:
             violations.add(f"inputs[{place}].parameters", f"has {_BINARY_SIZE} {size}; {len(binary):,} bytes are left")
     if binary and not violations.found:
-        violations.add("inputs", f"leave {len(binary):,} bytes behind the JSON over")
+        violations.add("inputs", f"do not use {len(binary):,} bytes of the binary data after the JSON")
     own = {name: value for name, value in (body.parameters or {}).items() if name != _BINARY_OUTPUT}
     message = pb.ModelInferRequest(
         model_name=target["name"],

@@ -54,7 +54,7 @@ _DATA_TYPES = {
 # Maximum running requests of a stream. The next request is read after one of them is answered.
 MAX_RUNNING = 64
 _SHARED_MEMORY = "elements of tensors are sent in the messages"
-_FIXED = "the model is the one that the server was started with"
+_FIXED = "the server only serves the model that it was started with"
 _WAYS_OUT: Mapping[str, str] = {
     "RepositoryModelLoad": _FIXED,
     "RepositoryModelUnload": _FIXED,
@@ -163,7 +163,7 @@ class KServeServicer:
             yield error_response(self._model_name, request.id, error.message)
         except Exception:
             _logger.exception("a request of a stream failed unexpectedly")
-            message = "an unexpected error; the server's log tells more"
+            message = "an unexpected error; the server's log has details"
             yield error_response(self._model_name, request.id, message)
 
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:

@@ -71,8 +71,7 @@ class ChatLogprobs(TypedDict):
 
 
 class RequestMetrics(TypedDict):
-    """Times of a request with one sequence, for `include_metrics`. The time to the first token starts at the request's
-    arrival."""
+    """Times of a request with one sequence, for `include_metrics`. The first token is timed from the arrival."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float

@@ -124,7 +124,7 @@ class CompletionCall(_Call):
         if num_prompts > 1:
             _check_shared_id(self._body.request_id, num_prompts)
             if self._is_durable:
-                raise invalid_field("durable", f"is true, and there are {num_prompts:,} prompts; it takes one")
+                raise invalid_field("durable", f"is true, but there are {num_prompts:,} prompts; only one is allowed")
         first_id = self._request_id
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
         # The requests share one object with their parameters.

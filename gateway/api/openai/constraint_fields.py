@@ -132,7 +132,7 @@ def check_constraints(violations: Violations, body: ConstraintFields) -> None:
     paths = [*found]
     # Some clients send the same constraint under its older and its newer name.
     if len(paths) > 1 and not violations.found and len({make().SerializeToString() for make in found.values()}) > 1:
-        violations.add(paths[1], f"is set, and {paths[0]} too; an answer can match only one of them")
+        violations.add(paths[1], f"is set, and so is {paths[0]}; an answer can match only one of them")
     if body.structured_outputs is not None and not any(path.startswith("structured") for path in paths):
         names = (field.alias or name for name, field in StructuredOutputs.model_fields.items())
         kinds = ", ".join(name for name in names if name != "disable_any_whitespace")

@@ -154,7 +154,7 @@ def check_conversation(
     for name in ("documents", "enable_thinking"):
         asked = getattr(body, name)
         if asked is not None and kwargs.get(name, asked) != asked:
-            violations.add(name, f"is not what chat_template_kwargs.{name} is; set one of them")
+            violations.add(name, f"differs from chat_template_kwargs.{name}; set only one of them")
 
 
 def left_out_tools(body: ConversationFields) -> dict[str, str]:
@@ -260,8 +260,7 @@ def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
 
 
 def template_options(body: ConversationFields) -> TemplateOptions:
-    """The options of the chat template. Raises InvalidArgument for an integer beyond the range of floats, the type of
-    numbers in the message."""
+    """Options of the chat template. Raises InvalidArgument for integers beyond the range of the message's floats."""
     options = TemplateOptions()
     if body.add_generation_prompt is not None:
         options.add_generation_prompt = body.add_generation_prompt

@@ -40,7 +40,7 @@ class StreamOptions(Part):
     unread: ClassVar[Unread] = field_rule.STREAM_OPTIONS
 
     include_usage: bool | None = None
-    # vLLM's: with include_usage, every chunk has the usage so far.
+    # An extension of vLLM: with include_usage, every chunk has the usage so far.
     continuous_usage_stats: bool | None = None
 
 
@@ -64,8 +64,7 @@ class AgentHints(Part):
 
 
 class CacheControl(Part):
-    """The time for which the blocks of the conversation are kept after the answer: `ttl` is for example 30s, 5m or 1h;
-    by default 5m."""
+    """The time to keep the conversation's blocks after the answer: `ttl` is 5m by default, or for example 30s or 1h."""
 
     type: str | None = None
     ttl: str | None = None
@@ -126,9 +125,9 @@ class GenerationBody(Body, ConstraintFields):
     add_special_tokens: bool | None = None
     request_id: str | None = None
     cache_salt: Salt | None = None
-    # Dynamo's.
+    # The extensions of Dynamo.
     nvext: Nvext | None = None
-    # Quire's: the stream outlives its reader, and its events have ids.
+    # An extension of Quire: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
 
@@ -225,11 +224,11 @@ def check_body(violations: Violations, body: Body) -> None:
 def _check_combinations(violations: Violations, body: GenerationBody) -> None:
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
-            violations.add("length_penalty", "has a meaning only where use_beam_search is true")
+            violations.add("length_penalty", "has an effect only if use_beam_search is true")
         if body.early_stopping not in (None, False):
-            violations.add("early_stopping", "has a meaning only where use_beam_search is true")
+            violations.add("early_stopping", "has an effect only if use_beam_search is true")
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
-        violations.add("stream_options", "is set; it has a meaning only where stream is true")
+        violations.add("stream_options", "is set; it has an effect only if stream is true")
     if body.durable and not body.stream:
         violations.add("durable", ONLY_STREAMS)
     if body.logprob_token_ids and isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0:
@@ -252,5 +251,5 @@ def check_prediction(violations: Violations, prediction: Prediction | None) -> N
 
 def _check_chat(violations: Violations, body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
-        violations.add("top_logprobs", "is set; it has a meaning only where logprobs is true")
+        violations.add("top_logprobs", "is set; it has an effect only if logprobs is true")
     check_tool_choice(violations, body.tool_choice)

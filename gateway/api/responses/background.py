@@ -68,8 +68,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _News:
-    """Wakes readers of this gateway. Each change sets the current event and replaces it, so a reader that takes the
-    event before it reads the store misses no change."""
+    """Wakes readers here. A change sets and replaces the event: readers that take it before a look miss no change."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     num_readers: int = 0

@@ -161,8 +161,8 @@ class BackgroundStore:
             problem = f"{running:,} responses of this tenant run in the background, which is the max"
         elif own and total + size > limit and own + size > limit // len(sizes):
             problem = (
-                f"the responses that run in the background take {shown_bytes(total)}, {shown_bytes(own)} of them this "
-                f"tenant's, and with {shown_bytes(size)} more they exceed half of --max-stored-response-bytes"
+                f"running background responses take {shown_bytes(total)}, {shown_bytes(own)} for this tenant, and with "
+                f"{shown_bytes(size)} more they would exceed half of --max-stored-response-bytes"
             )
         else:
             return

@@ -62,7 +62,7 @@ def item_page(items: Sequence[InputItem], parameters: Mapping[str, str]) -> Inpu
     if after is not None:
         position = next((place for place, item in enumerate(ordered) if item["id"] == after), None)
         if position is None:
-            raise invalid_field("after", f'is "{shortened(after)}", which is no item of this response')
+            raise invalid_field("after", f'is "{shortened(after)}", which is not an item of this response')
         ordered = ordered[position + 1 :]
     page = ordered[:limit]
     return {

@@ -240,8 +240,7 @@ class ToolChoiceObject(Part):
 
 
 class Reasoning(Part):
-    """Options of reasoning. `effort` is an argument of the chat template. The reasoning itself is shown, so there is no
-    summary."""
+    """Options of reasoning. The chat template gets `effort`. The reasoning itself is shown, so there is no summary."""
 
     unread: ClassVar[Unread] = field_rule.RESPONSE_REASONING
 
@@ -249,8 +248,7 @@ class Reasoning(Part):
 
 
 class TextFormat(Part):
-    """The format of the text. The model does not see `name` and `description`. The schema is enforced with and without
-    `strict`."""
+    """The format of the text. The model does not see `name` and `description`. `strict` has no effect on the schema."""
 
     type: str
     name: str | None = None
@@ -323,7 +321,7 @@ class ResponseBody(InputBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    # Quire's: the stream outlives its reader, and its events have ids.
+    # An extension of Quire: the stream outlives its reader, and its events have ids.
     durable: bool | None = None
 
     @property
@@ -391,12 +389,12 @@ def _check_output(violations: Violations, body: ResponseBody) -> None:
         _check_background(violations, body)
     violations.check_count("include", include, _MAX_INCLUDE)
     if body.top_logprobs and not body.shows_logprobs:
-        violations.add("top_logprobs", f"is set; it has a meaning only where include has {LOGPROBS}")
+        violations.add("top_logprobs", f"is set; it has an effect only if include has {LOGPROBS}")
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     if body.structured_outputs is not None:
         check_constraints(violations, ConstraintFields(structured_outputs=body.structured_outputs))
         if _constraint(body.text) is not None:
-            violations.add("structured_outputs", "is set, and text.format too; an answer can match only one of them")
+            violations.add("structured_outputs", "is set, and so is text.format; an answer can match only one of them")
     check_prediction(violations, body.prediction)
     metadata = body.metadata or {}
     for name, value in metadata.items():
@@ -439,7 +437,7 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
             if choice.name is None:
                 violations.add("tool_choice.name", "is missing")
             elif choice.name not in names:
-                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is none of the tools')
+                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is not one of the tools')
         case ToolChoiceObject(type="allowed_tools"):
             if choice.mode not in ("auto", "required"):
                 shown = "is missing" if choice.mode is None else f'is "{shortened(choice.mode)}"'

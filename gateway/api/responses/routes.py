@@ -114,7 +114,7 @@ class _ResponseRoutes:
             return respond(self._generator, call, self._keep_alive_s)
         if not self._store.keeps_any:
             raise invalid_field(
-                "background", "is true, and this gateway keeps no responses (--max-stored-response-bytes is 0)"
+                "background", "is true, but this gateway stores no responses (--max-stored-response-bytes is 0)"
             )
         state = await self._background.begin(call)
         return self._events_of(call.id) if call.streams else _json(state)
@@ -131,7 +131,7 @@ class _ResponseRoutes:
             if row is None:
                 raise
             way_out = "wait until it is completed" if row.is_running else "send the items of the earlier turns in input"
-            description = f'is "{earlier:.80}", which is {row.status} and has no answer to go on from; {way_out}'
+            description = f'is "{earlier:.80}", which is {row.status} and has no answer to continue from; {way_out}'
             raise invalid_field(name, description) from error
 
     def _events_of(self, response_id: str, after: EventId | int = -1) -> Response:
@@ -211,7 +211,7 @@ def _starting_after(request: Request, response_id: str) -> EventId | int:
     """The last event that the caller has, -1 if none. Raises InvalidArgument if it belongs to another response."""
     if (last := last_event_id(request)) is not None:
         if last.request_id != response_id:
-            raise invalid_field(LAST_EVENT_ID, f'is "{last!s:.200}", no event of response "{response_id:.80}"')
+            raise invalid_field(LAST_EVENT_ID, f'is "{last!s:.200}", not an event of response "{response_id:.80}"')
         return last
     text = request.query_params.get("starting_after")
     if text is None:

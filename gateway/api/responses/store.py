@@ -161,7 +161,7 @@ class ResponseStore(ABC):
         for path, item_id in references.items():
             num_bytes += found[item_id][1]
             if num_bytes > _MAX_REFERRED_BYTES:
-                description = f"stands for {num_bytes:,} bytes with those before it; the max is {_MAX_REFERRED_BYTES:,}"
+                description = f"adds up to {num_bytes:,} bytes with earlier ones; the max is {_MAX_REFERRED_BYTES:,}"
                 raise invalid_field(path, description)
         count_memory(num_bytes)
         return {item_id: item for item_id, (item, _) in found.items()}
@@ -173,10 +173,10 @@ class ResponseStore(ABC):
     @property
     def _absence(self) -> str:
         if not self.keeps_any:
-            return "is not known: this gateway keeps no responses (--max-stored-response-bytes is 0)"
+            return "is not known: this gateway stores no responses (--max-stored-response-bytes is 0)"
         return (
-            f"is not known to this gateway: it keeps {self._whose}, as long as all together take at most "
-            f"{shown_bytes(self._max_bytes)} (--max-stored-response-bytes)"
+            f"is not known to this gateway: it stores {self._whose}, and deletes the oldest ones if all together "
+            f"exceed {shown_bytes(self._max_bytes)} (--max-stored-response-bytes)"
         )
 
     @property

@@ -39,8 +39,7 @@ _COOKIE = "quire-operator"
 _PORT = re.compile(r":([0-9]{1,5})$")
 _MAX_FORM_BYTES = 4096
 OWN_SITES = ("same-origin", "none")
-"""Values of sec-fetch-site for requests of this site's pages, or typed by the user; "same-site" would include other
-ports and subdomains."""
+"""Values of sec-fetch-site for this site's pages and for typed addresses; "same-site" is another port or subdomain."""
 _REFUSAL = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -101,9 +100,9 @@ def _cookie_at(request: Request) -> str:
 
 
 def check_operator(*, is_operator: bool) -> None:
-    """Raises PermissionDenied if the key is not an operator's."""
+    """Raises PermissionDenied if the key does not belong to an operator."""
     if not is_operator:
-        raise PermissionDenied("the page is for operators, and this API key is not one's", reason="OPERATORS_ONLY")
+        raise PermissionDenied("the page is for operators; this API key has no such right", reason="OPERATORS_ONLY")
 
 
 def refusal(error: QuireError) -> Response:
@@ -116,8 +115,8 @@ def refusal(error: QuireError) -> Response:
 
 
 async def take_key(request: Request, authenticator: Authenticator, on_refusal: Callable[[str], object]) -> Response:
-    """Stores the key of the form in the cookie, if it is an operator's; an empty key deletes the cookie. `on_refusal`
-    is called with the reason if the key is rejected."""
+    """Stores the key of the form in the cookie, if it belongs to an operator; an empty key deletes the cookie.
+    `on_refusal` is called with the reason if the key is rejected."""
     body = b""
     async for piece in request.stream():
         body += piece

@@ -41,9 +41,8 @@ def ui_routes(
     history: LoadHistory,
     demo_socket: Path | None,
 ) -> list[BaseRoute]:
-    """The routes. `routes` includes the routes of OpenAI's API; `on_refusal` is called with the reason when the form
-    rejects a key. `demo_socket` is the socket of the supervisor that kills services for demonstrations; without it, the
-    page does not offer that."""
+    """`routes` includes the routes of OpenAI's API; `on_refusal` is called with the reason when the form rejects a key.
+    At `demo_socket` the supervisor kills services for demonstrations; without it, the page does not offer that."""
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
 

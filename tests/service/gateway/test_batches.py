@@ -294,7 +294,7 @@ async def test_leases_are_renewed_while_a_file_is_kept(client, tmp_path, monkeyp
 
 async def test_a_full_disk_of_temporary_files_is_no_fault_of_the_gateway(client, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(APIStatusError, match="cannot be kept") as refused:
+    with pytest.raises(APIStatusError, match="cannot be stored") as refused:
         await client.files.create(file=("in.jsonl", line("a") * 30_000), purpose="batch")
     assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
     assert not [each for each in caplog.records if each.exc_info]

@@ -171,7 +171,7 @@ def with_parameter(name, **value):
         (lambda r: setattr(r.inputs[0], "datatype", "FP32"), "inputs[0].datatype", "BYTES"),
         (lambda r: setattr(r.inputs[0], "name", "other"), "inputs[0].name", "text_input"),
         (lambda r: r.inputs[1].contents.bool_contents.append(True), "inputs[1].shape", "2 came"),
-        (lambda r: setattr(r.inputs[1], "name", "text_input"), "inputs[1].name", "second time"),
+        (lambda r: setattr(r.inputs[1], "name", "text_input"), "inputs[1].name", "which is repeated"),
         (lambda r: r.raw_input_contents.append(b"\x05"), "raw_input_contents", "1 entries for 3 inputs"),
         (
             lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b"\xff"),
@@ -210,7 +210,7 @@ async def test_a_tensor_at_fault_is_named(gateway, change, field, words):
     [
         ({"prompt_embeds": "a"}, "is not supported by this version"),
         ({"ignore_eos": "perhaps"}, 'is "perhaps"; it must be true or false'),
-        ({"prompt": "hello"}, "is no sampling parameter; set the input text_input"),
+        ({"prompt": "hello"}, "is not a sampling parameter; set the input text_input"),
         ({"stream": True}, "set the input stream"),
         ({"logprobs": 3}, "return_logprobs"),
         ({"prompt_logprobs": 3}, "no output"),

@@ -135,7 +135,7 @@ async def test_an_echo_of_no_tokens_scores_the_prompt_alone(client, rig, streami
         ("POST", "/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("GET", "/v1/nothing", "is not known here; /docs lists all paths"),
-        ("GET", CHAT, "the path takes POST"),
+        ("GET", CHAT, "the path allows POST"),
     ],
 )
 async def test_a_wrong_path_or_method_is_told_the_right_one(client, method, path, said):

@@ -11,9 +11,9 @@ const NAMES = ["chat", "memory", "load"];
 const STATES = {
   connected: "live", lost: "reconnecting…", refused: "the key is no longer valid; reload the page",
 };
-// A page that nobody sees for so long costs the schedulers nothing.
+// A page that is hidden for this long closes its feed, so that it costs the schedulers nothing.
 const HIDDEN_MS = 30_000;
-// For so long the page says that a service is back.
+// The time for which the page shows that a service has returned.
 const BACK_MS = 8000;
 
 class Page {
@@ -79,7 +79,7 @@ class Page {
     find(`#tab-${name}`).focus();
   }
 
-  // Keys that work wherever no text is typed.
+  // Keys that work outside of text fields.
   press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
     const view = NAMES[Number(event.key) - 1];
@@ -100,13 +100,13 @@ class Page {
 
   takeGateway({ version, model }) {
     this.listReplicas();
-    // Workers may have come back with another model.
+    // Workers may have restarted with another model.
     this.views.chat.model = model;
     find("#model").textContent = model;
     if (version !== this.version) find("#connection").textContent = "another version runs now; reload the page";
   }
 
-  // A replica that is gone leaves its place to the first one; its last picture stays where there is none.
+  // If the shown replica is removed, the first one replaces it; without any, its last picture stays.
   listReplicas() {
     const choice = find("#replica"), { replicas } = this.feed, addresses = [...replicas.keys()];
     const shown = [...choice.options].map((each) => each.value);
@@ -127,7 +127,7 @@ class Page {
     this.views.load.choose(this.replica);
   }
 
-  // Whether the page is told of the gateway, and whether that can serve.
+  // Whether the page is connected to the gateway, and whether the gateway can serve.
   say() {
     const place = find("#connection"), bar = find("#outage"), { replica, state } = this;
     const outage = state === "connected" ? replica?.outages.current ?? null : null;
@@ -151,7 +151,7 @@ class Page {
     this.say();
   }
 
-  // Kills the worker while an answer is written: one that runs, or one that is asked for.
+  // Kills the worker during an answer: one that runs, or one that is requested for this.
   async kill() {
     const button = find("#kill");
     button.disabled = true;

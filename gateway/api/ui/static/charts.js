@@ -5,7 +5,7 @@ import { colourOf, fit, short } from "./dom.js";
 const [LEAST_SECONDS, MOST_SECONDS] = [30, 600];
 const PADDING = { top: 8, right: 4, bottom: 16, left: 50 };
 
-// Lines of `names`, of samples with a time `at` in seconds. `format` writes the labels of the axis.
+// Draws a line for each of `names`, from samples with a time `at` in seconds. `format` formats the labels of the axis.
 // `outages` are times without a service, which are shaded.
 export function drawLines(canvas, samples, lines, { format = short, least = 1, outages = [] } = {}) {
   const width = canvas.parentElement.clientWidth, height = 120;
@@ -67,13 +67,13 @@ function drawAxes(context, width, inner, span, most, y, format) {
   context.fillText("now", width - PADDING.right, PADDING.top + inner.height + 13);
 }
 
-// A round number that is not below `value`.
+// A round number of at least `value`.
 function niceAbove(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 4, 5, 10].map((each) => each * power).find((each) => each >= value);
 }
 
-// One bar a step: tokens of decodes below, of chunks of prompts above; a mark where it preempted.
+// One bar per step: decode tokens below, tokens of prompt chunks above; a mark if the step preempted requests.
 export function drawSteps(canvas, steps, budget) {
   const width = canvas.parentElement.clientWidth, height = 110;
   const context = fit(canvas, width, height);

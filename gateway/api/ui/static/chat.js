@@ -23,7 +23,7 @@ const EXAMPLE_TOOL = [{
 const SUGGESTIONS = [
   "What is PagedAttention?", "What is the capital of France?", "Tell me a story about a fox.", "Write a haiku.",
 ];
-// What is kept over a reload, in this tab alone.
+// The data that survives a reload, only in this tab.
 const KEPT = "quire-chat";
 
 export class ChatView {
@@ -102,11 +102,11 @@ export class ChatView {
     return make("label", { className: "field", htmlFor: id }, make("span", {}, name), input);
   }
 
-  // The fields that are set. Throws an Error that names the field.
+  // The fields that are set. Throws an Error that names an invalid field.
   parameters() {
     const set = {};
     for (const [name, { kind, input }] of this.fields) {
-      // Its value is empty then.
+      // The input's value is empty if it is not a number.
       if (input.validity.badInput) throw new Error(`${name} is not a number`);
       let value;
       try {
@@ -158,7 +158,7 @@ export class ChatView {
     });
   }
 
-  // In an empty chat: questions to begin with.
+  // Example questions in an empty chat.
   suggest() {
     const buttons = SUGGESTIONS.map((text) => {
       const button = make("button", { type: "button" }, text);
@@ -178,11 +178,11 @@ export class ChatView {
     try {
       sessionStorage.setItem(KEPT, JSON.stringify(this.messages));
     } catch {
-      // There is no room, or the browser keeps nothing: the chat goes on without.
+      // The storage is full or disabled: the chat continues without it.
     }
   }
 
-  // Shows the chat as it was before a reload; the probabilities of its tokens are gone.
+  // Restores the chat after a reload, without the probabilities of its tokens.
   restore() {
     let kept = [];
     try {
@@ -202,8 +202,8 @@ export class ChatView {
     }
   }
 
-  // Begins an answer that takes long: several, of stories one after the other (behind the end of its answer a model of
-  // chats would write anything). Resolves when some of it has come.
+  // Begins an answer that takes long: several answers, each with several stories (after the end of its answer a chat
+  // model would write nonsense). Resolves when the first output has come.
   writeAtLength() {
     if (this.running) return Promise.resolve();
     const fields = { n: "3", max_tokens: "320", min_tokens: "320", temperature: "0.7" };
@@ -222,7 +222,7 @@ export class ChatView {
     });
   }
 
-  // Asks for the next answer. Where nothing comes, `undo` makes the conversation what it was before the question.
+  // Requests the next answer. If there is no output, `undo` restores the conversation before the question.
   async answer(undo) {
     const { messages } = this;
     const place = make("div", { className: "choices" });
@@ -274,7 +274,7 @@ export class ChatView {
     return usage;
   }
 
-  // Scrolls with the answer while its end is in view: the conversation, or the page where that scrolls as a whole.
+  // Scrolls with the answer while its end is visible: the conversation, or the page if that scrolls as a whole.
   follow() {
     const conversation = find("#conversation");
     const isOwn = getComputedStyle(conversation).overflowY !== "visible";
@@ -295,7 +295,7 @@ export class ChatView {
     return facts.join(" · ");
   }
 
-  // The conversation goes on from the first answer, or from the one that is chosen.
+  // The conversation continues from the first answer, or from the chosen one.
   keep(columns, place) {
     const position = this.messages.length;
     const all = [...columns.values()].sort((a, b) => a.choice.index - b.choice.index);
@@ -315,7 +315,7 @@ export class ChatView {
     for (const each of all) each.choose(each === chosen);
   }
 
-  // A person answers the calls of tools.
+  // The user answers the tool calls.
   askForResults(column, place) {
     const calls = column.choice.wholeCalls;
     const about = { rows: 2, placeholder: "what the tool returns", ariaLabel: "result of the tool" };
@@ -343,7 +343,7 @@ export class ChatView {
   enable(isIdle) {
     find("#send").disabled = !isIdle;
     find("#stop").disabled = isIdle;
-    // A screen reader reads an answer when it is whole, and not token by token.
+    // A screen reader reads only whole answers, and not token by token.
     find("#conversation").setAttribute("aria-busy", String(!isIdle));
   }
 
@@ -388,7 +388,7 @@ export class ChatView {
   }
 }
 
-// One answer of several, side by side.
+// One of several answers, which are shown side by side.
 class Column {
   constructor(index, place) {
     this.choice = new Choice(index);

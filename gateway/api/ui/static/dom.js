@@ -1,8 +1,8 @@
-// Elements of the page. Text is always set as text: nothing that a user or a model wrote is read as HTML.
+// Elements of the page. Text is always set as text: text of users and models is never parsed as HTML.
 
 export const find = (selector) => document.querySelector(selector);
 
-// An element with properties, and children that are elements or texts. `dataset` and `style` take objects.
+// An element with properties and with children, which are elements or texts. `dataset` and `style` are objects.
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -14,7 +14,7 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// Writes rows of texts into a table, in place: what stays the same can be selected and copied.
+// Writes rows of texts into a table in place, so that unchanged cells can be selected and copied.
 export function fillRows(body, rows, firstTag = "td") {
   while (body.rows.length > rows.length) body.deleteRow(-1);
   rows.forEach((texts, place) => {
@@ -49,7 +49,7 @@ export const colourOf = (name) => getComputedStyle(document.documentElement).get
 
 export const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
-// A canvas as large as it is shown, at the screen's resolution. Returns its context, in CSS pixels.
+// Sizes a canvas as it is shown, at the screen's resolution. Returns its context, in CSS pixels.
 export function fit(canvas, width, height) {
   const scale = devicePixelRatio || 1;
   canvas.width = Math.round(width * scale);

@@ -1,5 +1,5 @@
-// The list of what happens to blocks: one entry for each request, which opens to its events, so that a swap is not
-// buried under the forks of others; and notices, such as that a worker is lost.
+// The list of events of blocks. It has one entry for each request, which expands to its events, so that a swap is not
+// hidden among the forks of other requests; and notices, such as the loss of a worker.
 
 import { make, whole } from "./dom.js";
 import { EVENT } from "./state.js";
@@ -11,7 +11,7 @@ const KINDS = {
   [EVENT.swapIn]: ["block swapped in", "blocks swapped in"], [EVENT.copy]: ["copy-on-write", "copies on write"],
   [EVENT.fork]: ["fork", "forks"],
 };
-// Those first that matter most.
+// In the order of importance.
 const ORDER = [EVENT.preempt, EVENT.swapOut, EVENT.swapIn, EVENT.copy, EVENT.fork];
 
 export class EventLog {
@@ -70,7 +70,7 @@ export class EventLog {
     group.events.replaceChildren(...(group.details.open ? group.latest.map(entryOf) : []));
   }
 
-  // What concerns all requests: {text, isBad}.
+  // Adds a notice about all requests: {text, isBad}.
   notice({ text, isBad }) {
     this.list.prepend(make("li", { className: isBad ? "notice bad" : "notice" }, text));
   }

@@ -15,7 +15,7 @@ export class Replica {
     this.lead = 0;
   }
 
-  // Seconds of the scheduler's clock, as far as frames tell it.
+  // Seconds of the scheduler's clock, in the last frame.
   get now() {
     return Date.now() / 1000 + this.lead;
   }
@@ -31,7 +31,7 @@ export class Replica {
 
 const RETRY_MS = [1000, 2000, 5000, 10_000];
 
-// Emits "gateway" (its state), "frame" (a Replica got one), "outage" (a Replica lost a service, or has it again) and
+// Emits "gateway" (its state), "frame" (a Replica got a frame), "outage" (a Replica lost or regained a service) and
 // "state" ("connected", "lost", "refused").
 export class Feed extends EventTarget {
   constructor(url) {
@@ -89,8 +89,8 @@ export class Feed extends EventTarget {
     this.say("gateway", gateway);
   }
 
-  // A browser opens a stream that broke again by itself. It gives up at an answer other than 200: of a gateway that
-  // starts or drains, of a proxy without one, or where the key is no longer valid.
+  // A browser reopens a broken stream by itself. It gives up at an answer other than 200, from a gateway that starts or
+  // drains, from a proxy without a gateway, or because the key is no longer valid.
   lose(source) {
     if (source !== this.source) return;
     this.say("state", "lost");

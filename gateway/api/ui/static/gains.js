@@ -1,16 +1,16 @@
-// What paging gains on a load: what Quire holds for it, beside what Orca (Max), the paper's baseline, would reserve.
-// Nothing here touches the page.
+// The gains of paging on a load: the memory that Quire holds for it, compared with the memory that Orca (Max), the
+// paper's baseline, would reserve. This module does not use the page.
 
 import { STATUS } from "./state.js";
 
-// Blocks of the region that Orca (Max) reserves for each sequence: all that the model takes, from a buddy allocator,
+// Blocks of the region that Orca (Max) reserves for each sequence: the model's maximum length, from a buddy allocator,
 // as in simulator/baselines/contiguous.py.
 export function regionBlocks(maxModelLen, blockSize) {
   return 2 ** Math.ceil(Math.log2(Math.max(1, Math.ceil(maxModelLen / blockSize))));
 }
 
-// The sequences in GPU memory, in blocks and slots; null where there is none. `tokens` of Quire are counted once where
-// sequences share them.
+// The sequences in GPU memory, in blocks and slots; null if there are none. `tokens` of Quire counts shared tokens only
+// once.
 export function gainsOf(memory, maxModelLen) {
   const { gpu, shape: { blockSize } } = memory;
   const sequences = [...memory.sequences.values()].filter(

@@ -1,5 +1,5 @@
-// The same load under Orca (Max), as a grid of cells: each sequence has one region, reserved for as many tokens as the
-// model takes, of which the solid cells hold tokens.
+// The same load under Orca (Max), as a grid of cells: each sequence has one region, reserved for the model's maximum
+// length. Its solid cells contain tokens.
 
 import { colourOf, fit } from "./dom.js";
 
@@ -41,7 +41,7 @@ export class Ghost {
   }
 }
 
-// Reserved, and empty.
+// Reserved cells without tokens.
 function hatch(context, x, y, side, colour) {
   context.strokeStyle = colour;
   context.globalAlpha = 0.45;

@@ -5,15 +5,15 @@ import { STATUS } from "./state.js";
 
 const MIN_CELL = 5;
 const MAX_CELL = 56;
-// Around the cells, for rings and the heads of arrows.
+// The margin around the cells, for rings and arrow heads.
 const MARGIN = 8;
-// Cells with room for a block's number, and the room that it takes.
+// The smallest cell with room for a block's number, and the room for the number.
 const MIN_NUMBERED = 26;
 const NUMBER_HEIGHT = 14;
-// Of a canvas, in the screen's pixels; browsers draw nothing on larger ones.
+// The maximum size of a canvas in screen pixels; browsers draw nothing on larger ones.
 const MAX_HEIGHT = 16_000;
 const FLASH_MS = 900;
-// With more of them at once, none can be followed.
+// A viewer cannot follow more marks at once.
 const MAX_ARROWS = 8;
 const MAX_MARKS = 96;
 const DARK = "#16181b";
@@ -30,8 +30,8 @@ export class Grid {
     this.drawMs = 0;
   }
 
-  // Chooses the size of the cells: as large as all of them fit into the height, where they can. `blocks` are the
-  // numbers of those that are shown; null for all `size` of them.
+  // Chooses the largest size with which all cells fit into the height, if possible. `blocks` are the numbers of the
+  // shown blocks; null for all `size` blocks.
   layout(size, blocks, outerWidth, height) {
     const isSame = size === this.size && blocks === this.blocks;
     if (isSame && outerWidth === this.outerWidth && height === this.height) return;
@@ -60,17 +60,17 @@ export class Grid {
     this.colours = Object.fromEntries(names.map((name) => [name, colourOf(`--${name}`)]));
   }
 
-  // Of all cells, in pixels.
+  // The height of all cells, in pixels.
   get drawnHeight() {
     return this.rows * this.cell;
   }
 
-  // How many blocks are shown.
+  // The number of shown blocks.
   get count() {
     return this.blocks?.length ?? this.size;
   }
 
-  // The block at a place, and the place of a block: null where there is none, or it is not shown.
+  // The block at a place, and the place of a block; null if there is none, or it is not shown.
   blockIn(place) {
     if (place < 0 || place >= this.count) return null;
     return this.blocks === null ? place : this.blocks[place];
@@ -95,7 +95,7 @@ export class Grid {
     return this.corner(block).map((each) => each + this.cell / 2);
   }
 
-  // A ring around `block`, with an arrow from `from` where there is one. It fades, unless it stays.
+  // Draws a ring around `block`, with an arrow from the block `from`, if given. It fades, unless `stays` is set.
   mark(block, from, stays) {
     if (this.marks.length > MAX_MARKS) this.marks.shift();
     this.marks.push({ block, from, until: stays ? Infinity : performance.now() + FLASH_MS });
@@ -147,9 +147,9 @@ export class Grid {
     if (owner.status === STATUS.swapped && side >= 6) this.stripe(x, y, side);
     if (pool.refs[block] > 1) this.shared(pool.refs[block], x, y, side);
     if (this.pinned.size && pool.isGpu && this.pinned.has(block)) this.pin(x, y, side);
-    // Below the circle of a shared block there is room for a number in large cells alone.
+    // Only large cells have room for a number below the circle of a shared block.
     if (isDim || side < (pool.refs[block] > 1 ? 40 : MIN_NUMBERED)) return;
-    // On the pale part where it has room there, else on the solid one, so that it is read on one colour.
+    // On the pale part if that has room, else on the solid part, so that the number is on one colour.
     const pale = side - height, isOnPale = pale >= NUMBER_HEIGHT;
     context.globalAlpha = 1;
     const ink = isOnPale || fade < 1 ? colours.ink : this.palette.inkOn(owner);
@@ -238,7 +238,7 @@ export class Grid {
   }
 
   arrow([fromX, fromY], [toX, toY]) {
-    // Bent, so that arrows along a row do not lie on one another.
+    // Curved, so that arrows along a row do not overlap.
     const { context } = this, bend = 0.18;
     // The curve lies within its three points, so it is never cut off at the edge of the canvas.
     const within = (value, end) => Math.max(-MARGIN, Math.min(end + MARGIN, value));

@@ -1,4 +1,4 @@
-// The view of load: queues, batch, tokens a second, times, memory, replicas, the last steps, and who waits for what.
+// The view of load: queues, batch, tokens per second, times, memory, replicas, the last steps, and waiting requests.
 
 import { drawLines, drawSteps } from "./charts.js";
 import { bytes, duration, fillRows, find, make, percent, short, whole } from "./dom.js";
@@ -165,7 +165,7 @@ export class LoadView {
     known.forEach((each, place) => { body.rows[place].cells[1].className = each.ready ? "good" : "bad"; });
   }
 
-  // The replicas that are there, with their numbers.
+  // The present replicas, with their numbers.
   known() {
     const listed = (this.feed.gateway?.replicas ?? []).filter((each) => each.connected);
     const numbers = listed.map(({ address }) => [address, this.feed.replicas.get(address)?.frame?.numbers]);

@@ -1,4 +1,4 @@
-// The view of memory: every block of the pools as a cell, who holds it, and what happens to it.
+// The view of memory: every block of the pools as a cell, with its owners and its events.
 
 import { find, isCalm, make, percent, whole } from "./dom.js";
 import { EventLog } from "./events.js";
@@ -37,7 +37,7 @@ export class MemoryView {
     this.tour = new Tour(this, ask);
     this.gains = null;
     this.replica = null;
-    // While the view is paused: the place of the frame that is shown, the frame, and the memory as of it.
+    // While the view is paused: the index of the shown frame, the frame, and the memory at that time.
     this.shown = null;
     this.held = null;
     this.selected = null;
@@ -101,7 +101,7 @@ export class MemoryView {
     this.gains = null;
     this.endTour();
     this.table.sequence = null;
-    // What was read and what happened is of the other one.
+    // Texts and events belong to the previous replica.
     this.forgetBlock();
     this.pointed = null;
     for (const grid of Object.values(this.grids)) grid.cursor = null;
@@ -111,10 +111,10 @@ export class MemoryView {
   }
 
   take(replica) {
-    // A part of a large picture is no moment to stop at.
+    // A frame with a part of a large picture cannot be shown by itself.
     if (replica !== this.replica || replica.frame === null || replica.frame !== replica.history.frames.at(-1)) return;
     if (this.shown !== null) {
-      // Frames that are forgotten move the one that is shown. When it is forgotten itself, its picture stays.
+      // Dropped frames change the index of the shown one. If the shown frame is dropped, its picture stays.
       this.shown = Math.max(0, replica.history.frames.indexOf(this.held.frame));
     } else {
       this.mark(replica.frame.happened, false);
@@ -145,7 +145,7 @@ export class MemoryView {
     this.goTo(this.shown + frames);
   }
 
-  // Shows a frame, and marks what happened in it, or of that only some events.
+  // Shows a frame, and marks its events, or only some of them.
   goTo(index, events = null) {
     const { history } = this.replica ?? {};
     if (!history?.length) return;
@@ -163,7 +163,7 @@ export class MemoryView {
     this.narrate("");
   }
 
-  // What happened up to a frame; the blocks of `happened` stay marked.
+  // Shows the events up to a frame; the blocks of `happened` stay marked.
   tell(history, index, happened) {
     for (const grid of Object.values(this.grids)) grid.marks = [];
     this.mark(happened, true);
@@ -178,7 +178,7 @@ export class MemoryView {
     }
   }
 
-  // Drawing: once for all that changed since the last picture
+  // Drawing: once for all changes since the last picture
 
   change() {
     this.isDirty = true;
@@ -207,7 +207,7 @@ export class MemoryView {
     find("#no-memory").hidden = shape.numBlocks > 0;
     memory.gpu.isGpu = true;
     let isMoving = false;
-    // Host memory that holds nothing takes no room.
+    // Empty host memory is not shown.
     const isSwapped = memory.host.refs.some(Boolean);
     find("#host").hidden = !isSwapped;
     const height = Math.max(MIN_HEIGHT, innerHeight - (isSwapped ? 520 : 380));
@@ -248,7 +248,7 @@ export class MemoryView {
     this.markTime(history);
   }
 
-  // On the slider: where requests were preempted, and where the replica was without a service.
+  // Marks on the slider: preemptions, and times without a service.
   markTime({ frames }) {
     const last = Math.max(1, frames.length - 1), marks = [];
     const add = (from, to, className, title) => marks.push({ from: from / last, to: to / last, className, title });
@@ -277,7 +277,7 @@ export class MemoryView {
     }
   }
 
-  // What paging gains
+  // The gains of paging
 
   get maxModelLen() {
     return this.feed.gateway?.replicas.find((each) => each.address === this.replica.address)?.max_model_len ?? 0;
@@ -317,12 +317,12 @@ export class MemoryView {
 
   // Sequences
 
-  // Entries stay the same elements while their sequence lives, so that a click meets what it was meant for.
+  // An entry stays the same element while its sequence lives, so that a click hits the intended entry.
   listSequences() {
     const sequences = [...this.memory.sequences.values()];
     find("#sequence-count").textContent = whole(sequences.length);
     this.isIdle = sequences.length === 0;
-    // Requests that wait for a service that is down hold no blocks.
+    // Requests that wait for a lost service hold no blocks.
     const isFree = this.isIdle && this.replica.outages.current === null;
     find("#idle").hidden = !isFree || this.shown !== null || find("#told").textContent !== "";
     const entries = new Map();
@@ -356,7 +356,7 @@ export class MemoryView {
     entry.button.setAttribute("aria-pressed", String(sequence.number === this.selected));
   }
 
-  // The block table of the selected sequence; else of the one that it shows already, or of the first one.
+  // Shows the block table of the selected sequence, else of the shown one, or of the first one.
   showTable() {
     const { sequences } = this.memory, { table } = this;
     const before = table.sequence && sequences.get(table.sequence.number);
@@ -418,14 +418,14 @@ export class MemoryView {
   async read(name, block) {
     const number = (this.readNumber += 1);
     const tokens = await this.fetchBlock(name, block);
-    // Another block, another replica or another moment may be shown by now.
+    // Meanwhile the user may have chosen another block, replica or time.
     if (tokens === null || number !== this.readNumber || this.shown !== null) return;
     this.tokens = tokens;
     this.described = null;
     this.describeBlock();
   }
 
-  // A block with the tokens of its owners; null where it cannot be read: what the feed told is shown then.
+  // A block with the tokens of its owners; null if it cannot be read, and then the data of the feed is shown.
   async fetchBlock(name, block) {
     const query = new URLSearchParams({ replica: this.replica.address, block, host: name === "host" ? 1 : 0 });
     try {
@@ -436,7 +436,7 @@ export class MemoryView {
     }
   }
 
-  // The tokens are read again when others hold the block, or when it holds more. Of the past they are not known.
+  // The tokens are read again if the owners of the block change, or it has more tokens. They are unknown for the past.
   readWhenChanged(contents) {
     if (contents === this.contents) return;
     this.contents = contents;
@@ -464,14 +464,14 @@ export class MemoryView {
       ["references", whole(pool.refs[block])],
       ["hash", this.tokens?.block_hash ?? (memory.isNamed(pool, block) ? `${memory.names[block]}…` : "not sealed")],
     ];
-    // Ten times a second: what stays the same stays, so that it can be selected.
+    // Called ten times a second: unchanged elements stay, so that they can be selected.
     const described = JSON.stringify([name, block, facts, owners, this.tokens]);
     if (described === this.described) return;
     this.described = described;
     const where = name === "host" ? "Host block" : "Block";
     find("#block-title").textContent = `${where} ${block}`;
     if (this.isSpoken) {
-      // What a key pointed at is said once, and not again with each token.
+      // The block at the cursor is announced once, and not again with each token.
       this.isSpoken = false;
       const names = holders.slice(0, 3).map((each) => title(each));
       find("#block-said").textContent = [`${where} ${block}: ${facts[0][1]}`, facts[1][1], ...names].join(", ");

@@ -1,7 +1,7 @@
-// A chat completion over the OpenAI API: asks for it, reads its events, and puts the pieces of each choice together.
-// Nothing here touches the page.
+// A chat completion over the OpenAI API: sends the request, reads its events, and joins the pieces of each choice.
+// This module does not use the page.
 
-// Sends a chat. Throws an Error with the gateway's words where it refuses it, and an AbortError where it is stopped.
+// Sends a chat. Throws an Error with the gateway's message if it is rejected, and an AbortError if it is stopped.
 export async function ask(body, signal) {
   const answer = await fetch("v1/chat/completions", {
     method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
@@ -22,7 +22,7 @@ async function refusal(answer) {
   }
 }
 
-// The objects of a stream of server-sent events, up to [DONE]. Throws an Error where the stream ends before.
+// The objects of a stream of server-sent events, up to [DONE]. Throws an Error if the stream ends before that.
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -44,13 +44,13 @@ export async function* events(body) {
   }
 }
 
-// What browsers call it differs: "network error", "Error in input stream".
+// Browsers name this error differently: "network error", "Error in input stream".
 function broken(error = null) {
   if (error?.name === "AbortError") throw error;
   throw new Error("the connection broke before the answer was over", { cause: error });
 }
 
-// One choice of an answer, as far as it has come.
+// One choice of an answer, up to the last received piece.
 export class Choice {
   constructor(index) {
     this.index = index;
@@ -63,8 +63,8 @@ export class Choice {
     this.finish = null;
   }
 
-  // Takes a piece. Returns its tokens, each {text, entry}: the entry has the log probabilities, and is null for text
-  // whose tokens are not known one by one.
+  // Adds a piece. Returns its tokens, each {text, entry}: the entry has the log probabilities, and is null for text
+  // whose single tokens are unknown.
   take({ delta = {}, logprobs = null, finish_reason: finish = null }, now) {
     const text = delta.content ?? "", entries = logprobs?.content ?? [];
     const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
@@ -90,23 +90,23 @@ export class Choice {
     call.function.arguments += called.arguments ?? "";
   }
 
-  // Between the first and the last piece, in seconds.
+  // The time between the first and the last piece, in seconds.
   get tokensPerSecond() {
     if (this.firstAt === null || this.lastAt <= this.firstAt || this.numTokens < 2) return null;
     return (this.numTokens - 1) / ((this.lastAt - this.firstAt) / 1000);
   }
 
-  // Whether nothing has come but, perhaps, its role.
+  // Whether nothing has come except, perhaps, the role.
   get isEmpty() {
     return !(this.text || this.reasoning || this.calls.length);
   }
 
-  // The calls of tools; none where the answer broke off, perhaps in the middle of one.
+  // The tool calls; none if the answer is incomplete, since it may have ended in the middle of a call.
   get wholeCalls() {
     return this.finish === null ? [] : this.calls;
   }
 
-  // The message that the next request has for this answer.
+  // The message for this answer in the next request.
   get message() {
     const { wholeCalls: calls, reasoning } = this;
     return {
@@ -123,7 +123,7 @@ export function kindOf(schema) {
   return { boolean: "boolean", integer: "number", number: "number", string: "text" }[types[0]] ?? "json";
 }
 
-// The value of a field as a person typed it; undefined for nothing. Throws SyntaxError.
+// The value of a field that the user typed; undefined if empty. Throws SyntaxError.
 export function valueOf(kind, typed) {
   if (typed.trim() === "") return undefined;
   if (kind === "boolean") return typed === "true";

@@ -1,18 +1,18 @@
-// When a replica was without its worker or its scheduler. Nothing here touches the page.
+// The outages of a replica: times without its worker or its scheduler. This module does not use the page.
 
 const KEPT = 100;
 
 export class Outages {
   constructor() {
     this.hasServed = false;
-    // The current one; null while the replica can serve.
+    // The current outage; null while the replica can serve.
     this.current = null;
     // {service, from, to, live}, in seconds of the scheduler's clock, oldest first; `to` is null in the current one,
-    // and `live` is the number of requests that it met.
+    // and `live` is the number of affected requests.
     this.all = [];
   }
 
-  // Takes the state of a replica as the gateway has it. Returns what has changed, {outage, isOver}, or null.
+  // Updates from the gateway's state of a replica. Returns the change, {outage, isOver}, or null.
   take({ connected, ready }, live, now) {
     if (ready) {
       this.hasServed = true;
@@ -26,7 +26,7 @@ export class Outages {
     if (!this.hasServed) return null;
     const service = connected ? "worker" : "scheduler";
     if (this.current !== null) {
-      // A scheduler that is back waits for its worker, which it did not lose: it is one outage.
+      // A restarted scheduler waits for its worker: that belongs to the same outage.
       return null;
     }
     this.current = { service, from: now, to: null, live };
@@ -38,7 +38,7 @@ export class Outages {
 
 const streams = (count) => `${count} request${count === 1 ? "" : "s"}`;
 
-// What to say of an outage, in a sentence.
+// A sentence that describes an outage.
 export function sentenceOf({ service, from, to, live }, now) {
   if (to === null) {
     const waiting = live ? `${streams(live)} wait${live === 1 ? "s" : ""} for it, and no stream is broken.`

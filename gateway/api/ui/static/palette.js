@@ -1,6 +1,6 @@
-// Colours of sequences: six hues of Okabe and Ito, which people with any kind of colour vision tell apart, each in
-// four shades. Sequences of one request have one hue; requests that run at the same time have different colours as long
-// as there are any.
+// Colours of sequences: six hues of Okabe and Ito, which people with any kind of colour vision can distinguish, each in
+// four shades. Sequences of one request have one hue; requests that run at the same time have different colours while
+// colours are left.
 
 const HUES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#b8a800"];
 const SHADES = [0, 0.4, -0.4, 0.62];
@@ -17,7 +17,7 @@ const COLOURS = SHADES.map((amount) => HUES.map((hue) => shaded(hue, amount)));
 
 const linear = (part) => (part <= 10 ? part / 3295 : ((part / 255 + 0.055) / 1.055) ** 2.4);
 
-// Black or white, whichever has more contrast with a colour: at least 4.58, whatever the colour is.
+// Black or white, the one with more contrast to a colour: at least 4.58 for every colour.
 function inkFor(colour) {
   const [red, green, blue] = colour.match(/\d+/g).map((part) => linear(Number(part)));
   const light = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
@@ -31,8 +31,8 @@ export class Palette {
     this.slots = new Map();
   }
 
-  // The slots of requests that are gone are free, but remembered as long as there are not too many: a request that
-  // was preempted comes back in its colour.
+  // The slots of removed requests are free, but a limited number of them is remembered, so that a preempted request
+  // returns in its colour.
   keep(requestIds) {
     const taken = new Set();
     for (const id of requestIds) if (this.slots.has(id)) taken.add(this.slots.get(id));

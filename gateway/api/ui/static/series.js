@@ -1,4 +1,5 @@
-// Numbers over time: one sample a second for the last ten minutes, and the last steps. Nothing here touches the page.
+// Numbers over time: one sample per second for the last ten minutes, and the last steps. This module does not use the
+// page.
 
 const KEPT_SECONDS = 600;
 const KEPT_STEPS = 120;
@@ -23,7 +24,7 @@ export class Series {
     const { numbers, unix_seconds: now } = frame;
     this.addSteps(frame, now);
     const before = this.before;
-    // Counters begin anew when all watchers had left, or with another scheduler.
+    // Counters restart after a time without watchers, or with another scheduler.
     const isRestart = before === null || COUNTERS.some((name) => numbers[name] < before.numbers[name]);
     if (!isRestart && now - before.at < 1) return;
     this.before = { at: now, numbers };

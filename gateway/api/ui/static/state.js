@@ -1,5 +1,5 @@
-// What a scheduler's memory looks like, from the frames of its feed; and the frames of the last minute, to go back to.
-// Nothing here touches the page, so that it runs outside of browsers, too.
+// The state of a scheduler's memory, from the frames of its feed, and the frames of the last minute for replays. This
+// module does not use the page, so that it also runs outside of browsers.
 
 export const STATUS = { waiting: 1, running: 2, swapped: 3, finished: 4 };
 export const EVENT = { copy: 1, swapOut: 2, swapIn: 3, fork: 4, preempt: 5 };
@@ -13,8 +13,8 @@ export function* rows(flat, width) {
   for (let start = 0; start + width <= flat.length; start += width) yield flat.slice(start, start + width);
 }
 
-// Sequences with their block tables, the names of blocks, and pins. `refs`, `owners` and `places` are derived: how many
-// tables and pins hold a block, the first sequence that does (0: none), and the block's place in its table.
+// Sequences with their block tables, the names of blocks, and pins. `refs`, `owners` and `places` are derived: number
+// of tables and pins that hold a block, the first sequence that holds it (0: none), and the block's place in its table.
 export class Memory {
   constructor() {
     this.shape = { numBlocks: 0, numHostBlocks: 0, blockSize: 16 };
@@ -40,7 +40,7 @@ export class Memory {
       this.sequences.set(each.number, { ...each, status: STATUS.waiting, tokens: 0, computed: 0, table: [] });
     }
     for (const [number, status, tokens, computed] of rows(memory.progress, 4)) {
-      // Another object, since copies of this memory share those that did not change.
+      // A new object, since copies of this memory share unchanged objects.
       this.sequences.set(number, { ...this.sequences.get(number), status, tokens, computed });
     }
     const changed = new Set();
@@ -82,7 +82,7 @@ export class Memory {
     return other;
   }
 
-  // How many slots of a block hold tokens.
+  // The number of a block's slots that hold tokens.
   filled(pool, block) {
     const owner = this.sequences.get(pool.owners[block]);
     const size = this.shape.blockSize;
@@ -94,7 +94,7 @@ export class Memory {
     return pool === this.gpu && Boolean(this.names[block]);
   }
 
-  // What a block is, in one word.
+  // The state of a block, in one word.
   stateOf(pool, block) {
     if (pool.owners[block]) {
       const owner = this.sequences.get(pool.owners[block]);
@@ -145,13 +145,13 @@ export class History {
     this.happened = [];
   }
 
-  // Notes in the frame what has happened to blocks, in words: who took part may be gone with the next one.
+  // Adds the events of blocks to the frame, as sentences, since their requests may be missing in the next frame.
   add(frame) {
     const before = frame.memory?.events.length ? new Map(this.live.sequences) : new Map();
     this.live.apply(frame);
     if (frame.memory === null) return;
     this.happened.push(...describe(this.live, frame, before));
-    // Of the picture of a large pool the last part stands for all.
+    // The last part of a large pool's picture represents all parts.
     const isWhole = frame.is_whole || this.hasParts;
     this.hasParts = Boolean(frame.more_follows);
     if (this.hasParts) return;
@@ -165,7 +165,7 @@ export class History {
     this.forget(frame.unix_seconds - KEPT_SECONDS);
   }
 
-  // Frames before a time, as far as no later one needs them: there must be a keyframe at the beginning.
+  // Drops frames before a time, unless later ones need them: the first frame must be a keyframe.
   forget(before) {
     while (this.keyframes.length > 1 && this.keyframes[1].frame.unix_seconds <= before) this.keyframes.shift();
     const first = this.frames.indexOf(this.keyframes[0]?.frame);
@@ -176,7 +176,7 @@ export class History {
     return this.frames.length;
   }
 
-  // What happened up to a frame: the last `count` of it, newest first.
+  // The last `count` events up to a frame, newest first.
   happenedUpTo(index, count) {
     const found = [];
     for (let place = index; place >= 0 && found.length < count; place -= 1) {
@@ -185,7 +185,7 @@ export class History {
     return found.slice(0, count);
   }
 
-  // The memory as of one of the frames, which stays as it is.
+  // The memory at one of the frames; it does not change.
   at(index) {
     if (index === this.frames.length - 1) return this.live.copy();
     const isBefore = (each) => this.frames.indexOf(each.frame) <= index;
@@ -196,8 +196,8 @@ export class History {
   }
 }
 
-// What happened to blocks in a frame: sentences, whose request it was ("" where that is not known any more), and which
-// blocks to point at, as {pool, block, from}. `before` has the sequences before the frame.
+// The events of blocks in a frame: sentences, with their request ("" if it is no longer known), and the blocks to mark,
+// as {pool, block, from}. `before` has the sequences before the frame.
 function describe(memory, frame, before) {
   const find = (number) => memory.sequences.get(number) ?? before.get(number);
   const name = (number) => {
@@ -208,7 +208,7 @@ function describe(memory, frame, before) {
     const sequence = find(key);
     return sequence === undefined || sequence.num_sequences < 2 ? name(key) : `#${sequence.sequence_index}`;
   };
-  // Who holds a block now, or held it before.
+  // The present or the previous owner of a block.
   const holder = (pool, block) => find(memory[pool].owners[block]) ?? [...before.values()].find(
     (each) => (each.status === STATUS.swapped) === (pool === "host") && each.table.includes(block),
   );
@@ -225,7 +225,7 @@ function describe(memory, frame, before) {
       `swap in: host block ${a} to block ${b}`, [host(a), gpu(b)], holder("gpu", b) ?? holder("host", a),
     ],
     [EVENT.fork]: (a, b) => [`fork: ${number(b)} shares the blocks of ${number(a)}`, [], find(b) ?? find(a)],
-    // The moves of one that was swapped out say where its blocks are now.
+    // The moves of a swapped sequence contain the present places of its blocks.
     [EVENT.preempt]: (a, b) => (b
       ? [`preempted: ${name(a)} was swapped out`, [], find(a)]
       : [
@@ -239,7 +239,7 @@ function describe(memory, frame, before) {
   });
 }
 
-// The name of a sequence: its request, shortened to `most` characters, and its number where there are several.
+// The name of a sequence: its request, shortened to `most` characters, and its number if there are several.
 export function title(sequence, most = Infinity) {
   const { request_id: id, num_sequences: count, sequence_index: index } = sequence;
   const shown = id.length > most ? `${id.slice(0, most)}…` : id;

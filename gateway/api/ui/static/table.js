@@ -15,7 +15,7 @@ export class BlockTable {
   constructor(palette, { heading, facts, body, read }) {
     Object.assign(this, { palette, heading, facts, body, read });
     this.sequence = null;
-    // What was read of each sequence that was shown, the last ones: its past can be shown with it.
+    // Texts of the last shown sequences, with which their past can be shown.
     this.known = new Map();
     this.texts = new Map();
   }
@@ -30,7 +30,7 @@ export class BlockTable {
     this.isPrivate = false;
   }
 
-  // Shows a sequence as it is now; `canRead` is false for the past, whose texts are shown as far as they are known.
+  // Shows the present state of a sequence; `canRead` is false for the past, of which only known texts are shown.
   show(sequence, memory, canRead) {
     if (sequence.number !== this.sequence?.number || sequence.request_id !== this.sequence.request_id) {
       this.recall(sequence);
@@ -43,7 +43,7 @@ export class BlockTable {
     if (canRead && !this.isPrivate) this.readChanged();
   }
 
-  // The sequence holds nothing any more; its last table stays.
+  // The sequence holds no more blocks; its last table stays.
   end() {
     if (this.sequence === null || this.isOver) return;
     this.isOver = true;
@@ -61,12 +61,12 @@ export class BlockTable {
     return Math.min(Math.max(this.sequence.computed - place * this.blockSize, 0), this.blockSize);
   }
 
-  // What a text was read for: a full block that stays in its place is read once.
+  // The key of a text that was read: a full block that stays in its place is read once.
   keyOf(place) {
     return `${this.sequence.table[place]}:${this.filled(place)}`;
   }
 
-  // The tokens of a place as far as they were read from the block that is there, null where none were.
+  // The tokens that were read from the present block of a place; null if none were read.
   tokensAt(place) {
     const text = this.texts.get(place);
     return text?.block === this.sequence.table[place] ? text.tokens.slice(0, this.filled(place)) : null;

@@ -1,5 +1,5 @@
-// The example of the view of memory: three samples and four beams of one prompt, run at full speed, and then shown
-// again slowly, with a sentence for each thing that is to be seen. It pauses at the end.
+// The example of the view of memory: three samples and four beams of one prompt, run at full speed, and then replayed
+// slowly, with a sentence for each interesting event. It pauses at the end.
 
 import { EVENT } from "./state.js";
 
@@ -12,7 +12,7 @@ export const example = (model) => {
   return [{ ...run, n: 3, temperature: 0.7 }, { ...run, n: 4, temperature: 0, use_beam_search: true }];
 };
 
-// The moments worth a sentence, among frames from `first` on: [{index, text, events}], in order.
+// The frames with interesting events, from the frame `first`: [{index, text, events}], in order.
 export function stopsOf(frames, first) {
   const stops = [], seen = new Set();
   const add = (index, text, events = []) => stops.push({ index, text, events });
@@ -48,7 +48,7 @@ export function stopsOf(frames, first) {
   return stops.sort((a, b) => a.index - b.index);
 }
 
-// Runs the example and shows it again. `view` has replica, goTo(index, events), tell(text); `ask` sends a chat.
+// Runs the example and replays it. `view` has replica, goTo(index, events), tell(text); `ask` sends a chat.
 export class Tour {
   constructor(view, ask) {
     this.view = view;
@@ -69,7 +69,7 @@ export class Tour {
     await pause(SETTLE_MS);
     if (number !== this.number || replica !== view.replica) return;
     const first = Math.max(0, history.frames.indexOf(started));
-    // Frames are forgotten while it is shown, so they are found by themselves and not by their places.
+    // Frames are dropped during the replay, so they are found by identity and not by index.
     const stops = stopsOf(history.frames, first).map((stop) => ({ ...stop, frame: history.frames[stop.index] }));
     for (let frame = history.frames[first]; stops.length && frame !== undefined;) {
       const index = history.frames.indexOf(frame);

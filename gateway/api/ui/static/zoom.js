@@ -1,4 +1,4 @@
-// Which blocks of a large pool are shown: those in use, in groups, and no others. Nothing here touches the page.
+// The choice of the shown blocks of a large pool: groups with blocks in use. This module does not use the page.
 
 const GROUP = 16;
 const MIN_BLOCKS = 96;
@@ -12,13 +12,13 @@ export class Zoom {
     this.blocks = null;
   }
 
-  // The numbers of the blocks to show, in order; null for all of them. The same array as before where nothing changed.
+  // The numbers of the blocks to show, in order; null for all of them. Without a change, the same array as before.
   of(pool) {
     if (pool.size !== this.size) Object.assign(this, { size: pool.size, groups: new Set(), blocks: null });
     if (this.isWhole || pool.size <= ZOOM_ABOVE) return (this.blocks = null);
     const needed = new Set();
     for (let block = 0; block < pool.size; block += 1) if (pool.refs[block]) needed.add(Math.floor(block / GROUP));
-    // Groups stay while their blocks come and go, so that the picture stands still, until most of them are idle.
+    // Groups stay while their blocks change, so that the picture is stable, until most of them are idle.
     const least = MIN_BLOCKS / GROUP, isFew = this.groups.size > 3 * Math.max(needed.size, least);
     const shown = isFew ? new Set(needed) : new Set([...this.groups, ...needed]);
     for (let group = 0; shown.size < Math.min(least, pool.size / GROUP); group += 1) shown.add(group);

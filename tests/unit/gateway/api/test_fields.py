@@ -40,8 +40,8 @@ def test_fields_are_refused_by_the_table_and_others_are_ignored_and_named():
 def test_strictly_every_other_field_is_refused_by_its_path():
     unknown = {
         "x" * 80: "is not a field of this request",
-        "inner.label": "is not a field that is known here",
-        "entries[1].other": "is not a field that is known here",
+        "inner.label": "is not a known field",
+        "entries[1].other": "is not a known field",
     }
     assert checked(FIELDS, is_strict=True) == (REFUSED | unknown, "", [])
 

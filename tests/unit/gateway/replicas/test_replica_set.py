@@ -386,7 +386,7 @@ async def test_a_request_with_tokens_goes_on_with_no_other_model_and_one_without
     scheduler.lose_stream()
     scheduler.model = ModelFingerprint(weights="w2")
     scheduler.regain_stream()
-    says = r"before and now: weights w1 and w2\); it cannot go on: send it again"
+    says = r"before and now: weights w1 and w2\); it cannot continue: send it again"
     with pytest.raises(Unavailable, match=says) as caught:
         await begun.result()
     assert caught.value.reason == "MODEL_CHANGED"

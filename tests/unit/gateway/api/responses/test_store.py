@@ -84,7 +84,7 @@ async def test_what_references_stand_for_has_a_limit():
         "one", f"resp_{name}", StoredResponse(b'{"output": []}', (ChatMessage("system", LONG), *RESPONSE.messages))
     )
     asked = {f"input[{place}].id": f"msg_{name}in0" for place in range(1000)}
-    with pytest.raises(InvalidArgument, match=r"stands for 17,.* bytes with those before it; the max is 16,") as raised:
+    with pytest.raises(InvalidArgument, match=r"adds up to 17,.* bytes with earlier ones; the max is 16,") as raised:
         await store.items("one", asked)
     assert raised.value.violations[0].field == "input[16].id"
     assert len(await store.items("one", dict(list(asked.items())[:16]))) == 1
