@@ -23,7 +23,7 @@ from quire.prefix_hashes import short
 from quire.progress import READING, LoadProgress
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.moves import Leases
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service import app as scheduler_app
@@ -50,9 +50,17 @@ from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.sleeps import CheckedLoop, Operator
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.tallies import checked_routing, counted_once, wrong_at, wrong_at_gateways
-from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
+from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Pin, Request
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, parent_of, watched_errors
+from tests.sim.world.watch import (
+    CheckedRequests,
+    CheckedSessions,
+    CheckedWorker,
+    Names,
+    Watch,
+    parent_of,
+    watched_errors,
+)
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.app import serve_until_discarded
@@ -172,6 +180,7 @@ class Cluster:
     disks: dict[str, Disk] = field(default_factory=dict[str, Disk])
     block_disks: dict[str, BlockDisk] = field(default_factory=dict[str, BlockDisk])
     asked: dict[str, Generate] = field(default_factory=dict[str, Generate])
+    pinned: list[Pin] = field(default_factory=list[Pin])
     workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
     """That of each host which is loaded."""
     servicers: dict[str, WorkerServicer] = field(default_factory=dict[str, WorkerServicer])
@@ -199,6 +208,7 @@ class Cluster:
             3.0 + 100 * self.layout.weather.max_delay_s,
             self.loops,
             self.workers,
+            self.layout.gateway.reconnect_grace,
         )
         workers = [f"worker-{number}" for number in range(self.layout.num_replicas)]
         self._workers = dict.fromkeys(workers, self.layout.worker)
@@ -414,7 +424,7 @@ class Cluster:
             disk = open_tier(self.block_disks[node.host], node, blocks, config.num_blocks, namespace, space)
             if disk is not None and config.world_size == 1:
                 disk.restore()
-        worker = Worker(info, runner, loop, agree, partial(self._prepare, node), adapters, blocks, disk=disk)
+        worker = CheckedWorker(info, runner, loop, agree, partial(self._prepare, node), adapters, blocks, disk=disk)
         self.workers[node.host] = worker
         assert worker.transfers is not None
         worker.transfers._read = self._sent_by(node.host, worker.transfers._read)
@@ -476,6 +486,8 @@ class Cluster:
         self.stories.append(story)
         if isinstance(request, Generate):
             self.asked |= request.parts
+        elif isinstance(request, Pin):
+            self.pinned.append(request)
         self.world.note("ask", request.number)
         node, client = self.running[request.client], self._clients[request.client]
         task = node.start(lambda: client.ask(story))
@@ -687,7 +699,11 @@ class Cluster:
                     raise FalseAnswerError(f"{host} runs {running[tenant.name]} requests of {tenant}")
 
     def check_charges(self, charges: Charges) -> None:
-        """Raises FalseAnswerError where keys did not pay for what they got, or for more. Only where nothing breaks."""
+        """Raises FalseAnswerError where tenants did not pay for what they got, or for more: at schedulers, and where
+        nothing breaks by their keys."""
+        for host, core in self.cores.items():
+            if core.config.policy is PolicyKind.FAIR and (wrong := next(core.bills.wrong(), None)) is not None:
+                raise FalseAnswerError(f"{host}: {wrong}")
         if self.circumstances.has_faults or self.circumstances.deadly or self.circumstances.deadly_need:
             return
         for tenant in TENANTS:
@@ -749,12 +765,12 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
     def make_core(config: SchedulerConfig) -> CheckedScheduler:
         core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
-        core.asked = clusters[-1].asked
+        core.asked, core.pinned = clusters[-1].asked, clusters[-1].pinned
         return core
 
     def make_recorded(config: SchedulerConfig, recording: Recorder) -> CheckedScheduler:
         core = clusters[-1].cores[host()] = RecordedScheduler(config, clusters[-1].names, recording)
-        core.asked = clusters[-1].asked
+        core.asked, core.pinned = clusters[-1].asked, clusters[-1].pinned
         return core
 
     def make_requests(*arguments: Any) -> CheckedRequests:

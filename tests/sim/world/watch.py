@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.replicas import live, routing, sequence
+from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
@@ -36,6 +39,7 @@ from scheduler_svc.service.outbox import Readiness
 from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
+from tests.sim.world.durations import misread_by_gateway, misread_by_worker
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
@@ -204,6 +208,21 @@ class CheckedSessions(Sessions):
         session.end = ended
         self._seals.end_session()
         return session
+
+
+class CheckedWorker(Worker):
+    """The end of a session that was superseded changes nothing of what the next one has underway."""
+
+    def leave(self, session: Session) -> None:
+        has_next, before = self._session is not session, self._underway()
+        super().leave(session)
+        if has_next and self._underway() != before:
+            report(AssertionError("the end of a session that was superseded ends what the next one has underway"))
+
+    def _underway(self) -> tuple[object, ...]:
+        transfers = self.transfers
+        moved = () if transfers is None else (transfers._tell, {*transfers._moving}, {*transfers._offers})
+        return self._session, self._supersede, {**self._reads}, moved
 
 
 class RequestsViolationError(AssertionError):
@@ -375,9 +394,17 @@ for _name in ("forget", "forget_outputs", "deliver"):
 
 
 class CheckedDrains(StepLoop):
-    """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke."""
+    """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke.
+
+    Attributes:
+        drains_s: How long each drain may take; None where it has no end.
+    """
 
     _hung = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.drains_s = set[float | None]()
 
     def _take_loss(self, error: WorkerLostError) -> None:
         self._hung = isinstance(error, WorkerFaultyError)
@@ -390,6 +417,7 @@ class CheckedDrains(StepLoop):
 
     async def drain(self, timeout_s: float | None) -> int:
         began_s = _now()
+        self.drains_s.add(timeout_s)
         num_live = await super().drain(timeout_s)
         num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.leases)
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
@@ -415,8 +443,9 @@ _RELEASED = set[tuple[str, Any]]()
 
 @contextmanager
 def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block, a gateway that misses tokens ends the world, and so does a scheduler that gives up its worker
-    for a step that is not late."""
+    """Inside the block, a gateway that misses tokens ends the world, and so does one that miscounts how often it has
+    sent a request to schedulers that did not drain, and a scheduler that gives up its worker for a step that is not
+    late."""
 
     class CheckedHangsError(WorkerHangsError):
         def __init__(self, *what: object) -> None:
@@ -427,7 +456,25 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
-    release, hashes_of = Replicas.release, routing.prompt_hashes
+    release, hashes_of, refused = Replicas.release, routing.prompt_hashes, Replicas._refused
+    submit, resume, catch_up = SchedulerLink.submit, SchedulerLink.resume, LiveRequest.catch_up
+    sent = WeakKeyDictionary[LiveRequest, int]()
+
+    def note_sent(link: SchedulerLink, request: LiveRequest, *, send: Callable[..., None] = submit) -> None:
+        sent[request] = sent.get(request, 0) + 1
+        if request.submissions != sent[request]:
+            what = f"{request.request.request_id} counts {request.submissions} submissions, not {sent[request]}"
+            report(AssertionError(what))
+        send(link, request)
+
+    def note_refused(replicas: Replicas, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
+        """A scheduler that drains has not taken what it refuses."""
+        sent[request] -= error.reason == "DRAINING"
+        refused(replicas, link, error, request)
+
+    def note_caught_up(request: LiveRequest, earlier: LiveRequest, max_tokens: int) -> bool:
+        sent[request] = sent.get(earlier, 0)
+        return catch_up(request, earlier, max_tokens)
 
     def name(
         prompt: NDArray[np.int32], tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
@@ -446,6 +493,10 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     _RELEASED.clear()
     with (
         patch.object(Replicas, "release", note_released),
+        patch.object(Replicas, "_refused", note_refused),
+        patch.object(SchedulerLink, "submit", note_sent),
+        patch.object(SchedulerLink, "resume", partialmethod(note_sent, send=resume)),
+        patch.object(LiveRequest, "catch_up", note_caught_up),
         patch.object(routing, "prompt_hashes", name),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
@@ -489,7 +540,7 @@ class Watch:
 
     Attributes:
         address_of: The address of a scheduler that gateways know, by its host.
-        failover_delay_s: Of gateways.
+        failover_delay_s, reconnect_grace_s: Of gateways.
         patience_s: Longer than anything that a gateway sends is on its way where nothing is broken.
     """
 
@@ -500,6 +551,7 @@ class Watch:
     patience_s: float
     loops: Mapping[str, StepLoop]
     workers: Mapping[str, Worker]
+    reconnect_grace_s: float
     _next_s: float = 0.0
     _since: dict[str, float] = field(default_factory=dict[str, float])
     _cancelled: list[_Cancelled] = field(default_factory=list[_Cancelled])
@@ -574,6 +626,7 @@ class Watch:
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
         found |= dict.fromkeys(self._misinformed(gateways), self.patience_s)
         found |= dict.fromkeys(self._outdated(gateways), self.patience_s)
+        found |= dict.fromkeys(self._misread(gateways, tables), 0.0)
         found |= dict.fromkeys(self._untold(), _IDLE_S)
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         found |= dict.fromkeys(self._idle(), _IDLE_S)
@@ -769,6 +822,15 @@ class Watch:
                 continue
             if link.is_ready != loop.is_ready and not self._is_disturbed(host, gateway_host):
                 yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.is_ready}"
+
+    def _misread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Durations that cross messages, and come as others."""
+        for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
+            if isinstance(loop := self.loops.get(host), CheckedDrains) and not self._is_disturbed(host, gateway_host):
+                of_drains = loop.drains_s, self.reconnect_grace_s
+                yield from misread_by_gateway(gateway, self.address_of(host), loop, table, *of_drains)
+        for host, worker in self.workers.items():
+            yield from misread_by_worker(host, worker)
 
     def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Gateways that know another pool of a replica than its worker has."""

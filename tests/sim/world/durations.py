@@ -1,0 +1,57 @@
+"""Durations that cross messages, which have them in milliseconds: the process that reads one takes it for the time that
+the other process has said, or that a client has asked for."""
+
+from collections.abc import Iterable, Iterator
+
+from gateway.app import Gateway
+from scheduler_svc.service import worker_messages
+from scheduler_svc.service.requests import Requests
+from scheduler_svc.service.step_loop import StepLoop
+from tests.sim.world.traffic import Pin
+from worker_svc.protocol.stream import Worker
+
+_ROUNDED_S = 0.001
+
+
+def misread_by_gateway(
+    gateway: Gateway, address: str, loop: StepLoop, table: Requests, drains_s: Iterable[float | None], grace_s: float
+) -> Iterator[str]:
+    """Durations that a gateway and the scheduler of this address take for others, where they are connected. The drains
+    of the scheduler were to take `drains_s`; gateways want their requests kept for `grace_s`."""
+    link = gateway._generator.replicas.links.get(address)
+    if link is None or link.welcome is None or not link.is_connected:
+        return
+    connection = table._connections.get(link._hello.hello.gateway_id)
+    if connection is not None and _differ(connection.grace_period_s, grace_s):
+        yield f"{address} keeps requests for {connection.grace_period_s} s, and a gateway wants {grace_s} s"
+    if _differ(link.welcome.durable_grace_s, table.durable_grace_s):
+        yield f"{address} keeps durable requests for {table.durable_grace_s} s, not {link.welcome.durable_grace_s} s"
+    if link.is_draining and loop.is_draining:
+        # They leave in the last half of a drain at the latest, and never where it has no end.
+        bounds = [(0.0, 0.0) if each is None else (each / 2 - _ROUNDED_S, each + _ROUNDED_S) for each in drains_s]
+        if not any(least <= link.leave_after_s <= most for least, most in bounds):
+            yield f"requests are to leave {address} after {link.leave_after_s} s of a drain"
+
+
+def misread_by_worker(host: str, worker: Worker) -> Iterator[str]:
+    """Durations that a worker takes for others than those that its scheduler has said."""
+    if (transfers := worker.transfers) is not None:
+        lease_s, move_s = worker_messages.LEASE_S, worker_messages.MOVE_TIMEOUT_S
+        leases, moves = (
+            {each.lease_s for each in transfers._offers.values()},
+            {each.timeout_s for each in transfers._moving},
+        )
+        if any(_differ(each, lease_s) for each in leases) or any(_differ(each, move_s) for each in moves):
+            yield f"{host} offers blocks for {leases} s, not {lease_s} s, or fetches them for {moves} s, not {move_s} s"
+
+
+def misread_pin(asked: Iterable[Pin], tenant: str, token_ids: list[int], time_to_live_s: float) -> str | None:
+    """How a pin lasts otherwise than a client of its tenant has asked for this prefix; None where it does not."""
+    pins = [each for each in asked if each.tenant == tenant and [*each.prompt[: len(token_ids)]] == token_ids]
+    if all(_differ(each.time_to_live_ms / 1e3, time_to_live_s) for each in pins):
+        return f"{tenant} pins {len(token_ids)} tokens for {time_to_live_s} s, which nobody has asked for"
+    return None
+
+
+def _differ(one_s: float, other_s: float) -> bool:
+    return abs(one_s - other_s) > _ROUNDED_S
