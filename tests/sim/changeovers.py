@@ -8,8 +8,8 @@ from random import Random
 from quire.client import Constraint, GenerationOptions
 from tests.sim.plans import Plan, fresh, plan_of
 from tests.sim.world.cluster import MANY, draw_layout
-from tests.sim.world.faults import Drain, Fault, HalfOpen, Kill, Stop
-from tests.sim.world.traffic import ADAPTERS, MAX_OUTPUT, Generate, Kind, Pin, Request, Verb
+from tests.sim.world.faults import HalfOpen, Kill, Stop
+from tests.sim.world.traffic import ADAPTERS, MAX_OUTPUT, Generate, Kind, Request, Verb
 
 
 def sessions_at_work(seed: int, draw: Random) -> Plan:
@@ -20,17 +20,34 @@ def sessions_at_work(seed: int, draw: Random) -> Plan:
     worker = replace(layout.worker, max_adapters=1, max_num_rows=16, num_blocks=640 // size, num_host_blocks=0)
     weather = replace(layout.weather, window_bytes=32)
     settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
-    layout = replace(layout, worker=worker, weather=weather, settings=settings)
-    layout = replace(layout, preparations_are_slow=draw.random() < 0.5)
+    # What is slow is underway when the scheduler goes, or when its stream ends.
+    layout = replace(layout, weather=weather, settings=settings, preparations_are_slow=draw.random() < 0.5)
+    layout = replace(layout, worker=worker)
     prompts, requests = [fresh(draw, 100) for _ in range(6)], list[Request]()
-    for number in range(60):
+    for number in range(40):
         options = GenerationOptions(max_tokens=draw.choice((2, 20)), ignore_eos=True)
-        at, prompt = draw.uniform(0, 28), draw.choice(prompts)[: draw.randint(20, 100)]
+        at, prompt = draw.uniform(0, 12), draw.choice(prompts)[: draw.randint(20, 100)]
         verb, adapter = draw.choice((Verb.STREAM, Verb.DURABLE)), draw.choice(ADAPTERS)
         requests.append(Generate(number, at, "client-0", "ann", prompt, options, verb, adapter=adapter))
     at = draw.uniform(1.0, 3.0)
     gone = HalfOpen(at, "scheduler", 0), Kill(at + draw.uniform(0.01, 0.3), "scheduler-0")
     return plan_of(seed, layout, requests, gone)
+
+
+def drains_on_the_way(seed: int, draw: Random) -> Plan:
+    """A scheduler begins to drain, for as long as a drain may take, while requests are on their way to it. Those that
+    run there go on at another replica, whose pool is small and whose queue is short."""
+    layout = replace(draw_layout(draw, Kind.CALM), num_replicas=2, slowness=20.0)
+    weather = replace(layout.weather, max_delay_s=draw.choice((0.02, 0.1)))
+    settings = replace(layout.settings, max_waiting_requests=draw.choice((3, MANY)), max_durable_requests=MANY)
+    layout = replace(layout, weather=weather, settings=settings, keeps_pools=True)
+    at, requests = draw.uniform(0.5, 2.0), list[Request]()
+    for number in range(24):
+        options = GenerationOptions(max_tokens=draw.choice((2, MAX_OUTPUT)), ignore_eos=True)
+        begins, verb = at + draw.uniform(-0.3, 0.2), draw.choice((Verb.STREAM, Verb.DURABLE))
+        client, prompt = draw.choice(layout.clients), fresh(draw, draw.randint(1, 60))
+        requests.append(Generate(number, begins, client, draw.choice(("ann", "bob")), prompt, options, verb))
+    return plan_of(seed, layout, requests, [Stop(at, "scheduler-0"), Stop(at + 40.0, "scheduler-1")])
 
 
 def turns_of_those_who_leave(seed: int, draw: Random) -> Plan:
@@ -56,3 +73,6 @@ def turns_of_those_who_leave(seed: int, draw: Random) -> Plan:
         resumed = {"taken_over_after_s": after_s, "num_takeovers": len(at_waits), "takeovers_leave_at": at_waits}
         requests.append(replace(request, verb=Verb.DURABLE, **resumed))
     return plan_of(seed, layout, requests)
+
+
+CHANGEOVERS = (sessions_at_work, drains_on_the_way, turns_of_those_who_leave, turns_of_those_who_leave)

@@ -39,7 +39,7 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
 from scheduler_svc.recording import recorder
 from scheduler_svc.recording.recorder import Recorder
-from tests.sim.world.durations import misread_pin
+from tests.sim.world.durations import Times, misread_pin
 from tests.sim.world.fairness import Bills, Shares
 from tests.sim.world.http_calls import salt_of
 from tests.sim.world.leaving import AdapterUse, out_of_order
@@ -77,6 +77,8 @@ class CheckedScheduler(Scheduler):
 
     asked: Mapping[str, Generate] = {}
     """What clients asked for, by the id."""
+    told_s: Mapping[str, set[Times]] = defaultdict(set)
+    """The times of requests that usage tells."""
     pinned: Collection[PinRequest] = ()
     """The prefixes that clients pin."""
     _names: Names
@@ -617,7 +619,9 @@ class CheckedScheduler(Scheduler):
                     times.append(now)
             for end in batch.completed:
                 self._check_times(RequestKey(client, end.handle), end, now)
-                self.bills.ends(running[RequestKey(client, end.handle)], end.usage)
+                request, usage = running[RequestKey(client, end.handle)], end.usage
+                self.bills.ends(request, usage)
+                self.told_s[request.request_id].add((usage.queue_s, usage.prefill_s, usage.decode_s))
         self._answered_at = now
         charged()
         self._check()

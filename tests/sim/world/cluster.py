@@ -3,7 +3,7 @@ gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -40,6 +40,7 @@ from tests.sim.world.checked_core import STEP_TIMEOUT_S, CheckedScheduler, Recor
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
+from tests.sim.world.durations import Times, misread_usage
 from tests.sim.world.faults import Nap
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
@@ -181,6 +182,7 @@ class Cluster:
     block_disks: dict[str, BlockDisk] = field(default_factory=dict[str, BlockDisk])
     asked: dict[str, Generate] = field(default_factory=dict[str, Generate])
     pinned: list[Pin] = field(default_factory=list[Pin])
+    told_s: dict[str, set[Times]] = field(default_factory=lambda: defaultdict(set))
     workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
     """That of each host which is loaded."""
     servicers: dict[str, WorkerServicer] = field(default_factory=dict[str, WorkerServicer])
@@ -521,6 +523,10 @@ class Cluster:
             if runner.faults:
                 raise FalseAnswerError(f"a step misused a block {where}") from runner.faults[0]
 
+    def tell(self, core: CheckedScheduler) -> None:
+        """A core begins. It is told of what clients ask for."""
+        core.asked, core.pinned, core.told_s = self.asked, self.pinned, self.told_s
+
     @property
     def has_failed(self) -> bool:
         """Whether `check` raises, as far as that is cheap to know. Asked after each event."""
@@ -683,6 +689,11 @@ class Cluster:
         if not (self.circumstances.has_faults or self.circumstances.deadly or self.circumstances.deadly_need):
             wrong += wrong_at_gateways(self.gateways.values(), self.stories)
         wrong += filter(None, map(wrong_at, self.gateways.values()))
+        seen = [(story.request, story.witness.last.usage) for story in self.stories if story.witness is not None]
+        for request, usage in seen:
+            if isinstance(request, Generate) and usage is not None and not request.options.stop:
+                # What a stop string has ended is told as it was by then.
+                wrong += filter(None, [misread_usage(usage, self.told_s[request.request_id])])
         if wrong:
             raise FalseAnswerError(f"metrics: {'; '.join(wrong)}")
 
@@ -740,7 +751,7 @@ class Cluster:
 def _kept_by(gateway: Gateway) -> dict[str, int]:
     """What a gateway counts for calls and requests, each of which gives its part back."""
     generator = gateway._generator
-    reads, memory = generator.durable_reads, generator._answer_memory
+    reads, memory, checks = generator.durable_reads, generator._answer_memory, generator.model.constraints._turns
     return {
         "prompts that are prepared": generator.preparations._num_requests.total(),
         "bytes of answers": memory.num_bytes + len(memory._keys),
@@ -751,6 +762,8 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
             len(each.prompts) + len(each.streams) + each.num_prompt_tokens for each in generator.replicas._work.values()
         ),
         "calls that cancel": len(generator.replicas.calls._late),
+        "turns to check constraints": checks._num_running + len(checks._waiting),
+        "turns to resume streams": reads._turns._is_taken + len(reads._turns._waiting),
     }
 
 
@@ -765,12 +778,12 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
     def make_core(config: SchedulerConfig) -> CheckedScheduler:
         core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
-        core.asked, core.pinned = clusters[-1].asked, clusters[-1].pinned
+        clusters[-1].tell(core)
         return core
 
     def make_recorded(config: SchedulerConfig, recording: Recorder) -> CheckedScheduler:
         core = clusters[-1].cores[host()] = RecordedScheduler(config, clusters[-1].names, recording)
-        core.asked, core.pinned = clusters[-1].asked, clusters[-1].pinned
+        clusters[-1].tell(core)
         return core
 
     def make_requests(*arguments: Any) -> CheckedRequests:

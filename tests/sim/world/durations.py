@@ -1,9 +1,10 @@
 """Durations that cross messages, which have them in milliseconds: the process that reads one takes it for the time that
 the other process has said, or that a client has asked for."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from gateway.app import Gateway
+from quire.client import Usage
 from scheduler_svc.service import worker_messages
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
@@ -11,6 +12,8 @@ from tests.sim.world.traffic import Pin
 from worker_svc.protocol.stream import Worker
 
 _ROUNDED_S = 0.001
+Times = tuple[float, float, float]
+"""Seconds that a request was in a queue, in prefill and in decode."""
 
 
 def misread_by_gateway(
@@ -51,6 +54,14 @@ def misread_pin(asked: Iterable[Pin], tenant: str, token_ids: list[int], time_to
     if all(_differ(each.time_to_live_ms / 1e3, time_to_live_s) for each in pins):
         return f"{tenant} pins {len(token_ids)} tokens for {time_to_live_s} s, which nobody has asked for"
     return None
+
+
+def misread_usage(usage: Usage, told_s: Collection[Times]) -> str | None:
+    """Times that a client is told, and that no scheduler has said of its request; None where one has. What a gateway
+    says for a scheduler that is gone has no time in a queue."""
+    times_s = usage.queue_ms / 1e3, usage.prefill_ms / 1e3, usage.decode_ms / 1e3
+    is_known = any(not any(map(_differ, times_s, each)) for each in told_s)
+    return None if is_known or not usage.queue_ms else f"{usage} of a request whose times were {told_s}"
 
 
 def _differ(one_s: float, other_s: float) -> bool:

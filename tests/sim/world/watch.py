@@ -211,7 +211,15 @@ class CheckedSessions(Sessions):
 
 
 class CheckedWorker(Worker):
-    """The end of a session that was superseded changes nothing of what the next one has underway."""
+    """A session that is superseded takes nothing with it to the next one, and its end changes nothing of what that has
+    underway."""
+
+    def attach(self, *arguments: Any) -> Session:
+        session = super().attach(*arguments)
+        transfers = self.transfers
+        if self._reads or (transfers is not None and (transfers._moving or transfers._offers)):
+            report(AssertionError("what a session that was superseded had underway goes on for the next one"))
+        return session
 
     def leave(self, session: Session) -> None:
         has_next, before = self._session is not session, self._underway()
