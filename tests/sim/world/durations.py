@@ -1,7 +1,8 @@
 """Durations that cross messages, which have them in milliseconds: the process that reads one takes it for the time that
 the other process has said, or that a client has asked for."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from typing import Any
 
 from gateway.app import Gateway
 from quire.client import Usage
@@ -9,7 +10,7 @@ from scheduler_svc.service import worker_messages
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
 from tests.sim.world.traffic import Pin
-from worker_svc.protocol.stream import Worker
+from worker_svc.protocol.transfers import Move, Transfers
 
 _ROUNDED_S = 0.001
 Times = tuple[float, float, float]
@@ -36,16 +37,21 @@ def misread_by_gateway(
             yield f"requests are to leave {address} after {link.leave_after_s} s of a drain"
 
 
-def misread_by_worker(host: str, worker: Worker) -> Iterator[str]:
-    """Durations that a worker takes for others than those that its scheduler has said."""
-    if (transfers := worker.transfers) is not None:
-        lease_s, move_s = worker_messages.LEASE_S, worker_messages.MOVE_TIMEOUT_S
-        leases, moves = (
-            {each.lease_s for each in transfers._offers.values()},
-            {each.timeout_s for each in transfers._moving},
-        )
-        if any(_differ(each, lease_s) for each in leases) or any(_differ(each, move_s) for each in moves):
-            yield f"{host} offers blocks for {leases} s, not {lease_s} s, or fetches them for {moves} s, not {move_s} s"
+def watch_worker(transfers: Transfers, report: Callable[[Exception], object]) -> None:
+    """Reports durations that a worker takes for others than those that its scheduler has said."""
+    begin, offer = transfers.move, transfers.offer
+
+    def move_checked(move: Move) -> Coroutine[Any, Any, list[int]]:
+        if _differ(move.timeout_s, worker_messages.MOVE_TIMEOUT_S):
+            report(AssertionError(f"a worker fetches blocks for {move.timeout_s} s"))
+        return begin(move)
+
+    def offer_checked(message: Any) -> None:
+        offer(message)
+        if _differ(lease_s := transfers._offers[message.lease].lease_s, worker_messages.LEASE_S):
+            report(AssertionError(f"a worker offers blocks for {lease_s} s"))
+
+    transfers.move, transfers.offer = move_checked, offer_checked
 
 
 def misread_pin(asked: Iterable[Pin], tenant: str, token_ids: list[int], time_to_live_s: float) -> str | None:

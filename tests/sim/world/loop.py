@@ -93,7 +93,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def _look_at_waits(self) -> None:
         for handle in list(self.ready):
             # The step of a task is a method of it.
-            number = id(getattr(handle._callback, "__self__", None))  # type: ignore[attr-defined]
+            number = id(getattr(handle._callback, "__self__", None))
             if number in self._on_wait_ended and self._on_wait_ended[number][1]():
                 del self._on_wait_ended[number]
 

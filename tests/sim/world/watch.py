@@ -39,7 +39,7 @@ from scheduler_svc.service.outbox import Readiness
 from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
-from tests.sim.world.durations import misread_by_gateway, misread_by_worker
+from tests.sim.world.durations import misread_by_gateway, watch_worker
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
@@ -47,6 +47,7 @@ from tests.support.fake_pool import BlockError, Prefixes
 from worker_svc.device.seals import SealInventory
 from worker_svc.protocol.session import _VACANT_S, Session, Sessions
 from worker_svc.protocol.stream import Worker
+from worker_svc.protocol.transfers import Tell
 from worker_svc.step import SealedBlocks
 
 _LOOK_EVERY_S = 0.25
@@ -214,8 +215,15 @@ class CheckedWorker(Worker):
     """A session that is superseded takes nothing with it to the next one, and its end changes nothing of what that has
     underway."""
 
-    def attach(self, *arguments: Any) -> Session:
-        session = super().attach(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.transfers is not None:
+            watch_worker(self.transfers, report)
+
+    def attach(
+        self, epoch: int, on_superseded: Callable[[QuireError], None], on_fetched: Tell = lambda lease, is_done: None
+    ) -> Session:
+        session = super().attach(epoch, on_superseded, on_fetched)
         transfers = self.transfers
         if self._reads or (transfers is not None and (transfers._moving or transfers._offers)):
             report(AssertionError("what a session that was superseded had underway goes on for the next one"))
@@ -837,8 +845,6 @@ class Watch:
             if isinstance(loop := self.loops.get(host), CheckedDrains) and not self._is_disturbed(host, gateway_host):
                 of_drains = loop.drains_s, self.reconnect_grace_s
                 yield from misread_by_gateway(gateway, self.address_of(host), loop, table, *of_drains)
-        for host, worker in self.workers.items():
-            yield from misread_by_worker(host, worker)
 
     def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Gateways that know another pool of a replica than its worker has."""
