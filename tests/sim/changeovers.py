@@ -9,6 +9,7 @@ from quire.client import Constraint, GenerationOptions
 from tests.sim.plans import Plan, fresh, plan_of
 from tests.sim.world.cluster import MANY, draw_layout
 from tests.sim.world.faults import HalfOpen, Kill, Stop
+from tests.sim.world.knobs import TURNS
 from tests.sim.world.traffic import ADAPTERS, MAX_OUTPUT, Generate, Kind, Request, Verb
 
 
@@ -72,7 +73,7 @@ def turns_of_those_who_leave(seed: int, draw: Random) -> Plan:
         after_s = draw.uniform(0.01, 0.1)
         resumed = {"taken_over_after_s": after_s, "num_takeovers": len(at_waits), "takeovers_leave_at": at_waits}
         requests.append(replace(request, verb=Verb.DURABLE, **resumed))
-    return plan_of(seed, layout, requests)
+    return plan_of(seed, layout, requests, low=TURNS)
 
 
 CHANGEOVERS = (sessions_at_work, drains_on_the_way, turns_of_those_who_leave, turns_of_those_who_leave)
