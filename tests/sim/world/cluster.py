@@ -692,7 +692,7 @@ class Cluster:
         seen = [(story.request, story.witness.last.usage) for story in self.stories if story.witness is not None]
         for request, usage in seen:
             if isinstance(request, Generate) and usage is not None and not request.options.stop:
-                # What a stop string has ended is told as it was by then.
+                # The usage of a request that a stop string has ended has the times up to then.
                 wrong += filter(None, [misread_usage(usage, self.told_s[request.request_id])])
         if wrong:
             raise FalseAnswerError(f"metrics: {'; '.join(wrong)}")

@@ -38,7 +38,7 @@ def misread_by_gateway(
 
 
 def watch_worker(transfers: Transfers, report: Callable[[Exception], object]) -> None:
-    """Reports durations that a worker takes for others than those that its scheduler has said."""
+    """Reports durations that a worker takes for others than its scheduler has said."""
     begin, offer = transfers.move, transfers.offer
 
     def move_checked(move: Move) -> Coroutine[Any, Any, list[int]]:
@@ -55,16 +55,16 @@ def watch_worker(transfers: Transfers, report: Callable[[Exception], object]) ->
 
 
 def misread_pin(asked: Iterable[Pin], tenant: str, token_ids: list[int], time_to_live_s: float) -> str | None:
-    """How a pin lasts otherwise than a client of its tenant has asked for this prefix; None where it does not."""
+    """Says that no client of its tenant has asked for a pin of this prefix with this time; None if one has."""
     pins = [each for each in asked if each.tenant == tenant and [*each.prompt[: len(token_ids)]] == token_ids]
     if all(_differ(each.time_to_live_ms / 1e3, time_to_live_s) for each in pins):
-        return f"{tenant} pins {len(token_ids)} tokens for {time_to_live_s} s, which nobody has asked for"
+        return f"{tenant} pins {len(token_ids)} tokens for {time_to_live_s} s, which no client has asked for"
     return None
 
 
 def misread_usage(usage: Usage, told_s: Collection[Times]) -> str | None:
-    """Times that a client is told, and that no scheduler has said of its request; None where one has. What a gateway
-    says for a scheduler that is gone has no time in a queue."""
+    """Says that a client is told times which no scheduler has said of its request; None if one has. A gateway that
+    answers for a scheduler which is gone says no time in a queue."""
     times_s = usage.queue_ms / 1e3, usage.prefill_ms / 1e3, usage.decode_ms / 1e3
     is_known = any(not any(map(_differ, times_s, each)) for each in told_s)
     return None if is_known or not usage.queue_ms else f"{usage} of a request whose times were {told_s}"

@@ -84,8 +84,9 @@ class Shares:
 
 @dataclass(slots=True)
 class Bills:
-    """What the policy `fair` has charged each tenant since its core began, and what its requests cost. That is counted
-    from what they had to compute when they entered the batch and from what they generated, not from the plans of steps.
+    """The charges of the policy `fair` to each tenant since its core began, and the cost of its requests. The cost is
+    counted from the tokens that they had to compute when they entered the batch and from the tokens that they
+    generated, not from the plans of steps.
 
     Attributes:
         charged: By how much the counter of each tenant rose for steps.
@@ -95,7 +96,7 @@ class Bills:
     _least: Counter[str] = field(default_factory=Counter[str])
     _most: Counter[str] = field(default_factory=Counter[str])
     _entries: dict[RequestKey, list[tuple[int, int]]] = field(default_factory=dict[RequestKey, list[tuple[int, int]]])
-    """Of each entry of a request: the tokens that it computes then, and those that it had generated before."""
+    """For each entry of a request into the batch, the tokens that it computes then and had generated before."""
 
     def enters(self, group: SequenceGroup, table: RowTable) -> None:
         """A group has just got rows, and nothing of it is planned."""
@@ -112,7 +113,7 @@ class Bills:
         self._most[group.request.tenant] += drawn_again * len(group.unfinished)
 
     def ends(self, request: Request, usage: Usage) -> None:
-        """A request is completed. What was computed in parts, with a pause between them, may have cost less."""
+        """A request is completed. One that was computed in parts, with a pause between them, may have cost less."""
         entries = self._entries.pop(request.key, [])
         if len(entries) == 1 and not usage.preemptions:
             ((to_compute, num_before),) = entries

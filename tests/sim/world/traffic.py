@@ -97,7 +97,7 @@ class Generate:
         pause_s: How long its client takes for each event.
         taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
         num_takeovers: How many calls do so, one after the other.
-        leaves_at_wait: The wait of its call at a gateway with whose end its client leaves; None where it stays.
+        leaves_at_wait: The wait of its call at a gateway with whose end its client leaves; None if it stays.
         takeovers_leave_at: The same of each call that resumes the stream.
         adapter: The name of the adapter that it chooses.
         deadly_at: The position of a token whose computation kills the worker, where it has one.

@@ -413,7 +413,7 @@ class CheckedDrains(StepLoop):
     """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke.
 
     Attributes:
-        drains_s: How long each drain may take; None where it has no end.
+        drains_s: How long each drain may take; None if it has no end.
     """
 
     _hung = False
@@ -556,7 +556,7 @@ class Watch:
 
     Attributes:
         address_of: The address of a scheduler that gateways know, by its host.
-        failover_delay_s, reconnect_grace_s: Of gateways.
+        failover_delay_s, reconnect_grace_s: Settings of all gateways.
         patience_s: Longer than anything that a gateway sends is on its way where nothing is broken.
     """
 
