@@ -1,35 +1,15 @@
 """Clients that leave just as a wait of their call ends at its server, so that the cancellation and the end of the wait
-come in one turn of the server's event loop. Messages come between turns, where nothing waits that could go on."""
+come in one turn of the server's event loop. Messages come between turns, when no task is about to go on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 
-
-@dataclass(slots=True, eq=False)
-class HangUp:
-    """A client that leaves as the wait of this number ends, counted over its calls.
-
-    Attributes:
-        leave: Has the client leave.
-    """
-
-    num_left: int
-    leave: Callable[[], object]
-
-    def wait_ended(self, cancel: Callable[[], object]) -> bool:
-        """A wait of a call ends. Returns whether the client has left with it, and `cancel` told the server."""
-        self.num_left -= 1
-        if not self.num_left:
-            self.leave()
-            cancel()
-        return self.num_left <= 0
-
-
-HANG_UP: ContextVar[HangUp | None] = ContextVar("hang_up", default=None)
-"""That of the client whose calls begin here."""
+WaitEnded = Callable[[Callable[[], object]], bool]
+"""Is called when a wait of a call ends, with what cancels the call. Returns whether it is not to be called again."""
+ON_WAIT_ENDED: ContextVar[WaitEnded | None] = ContextVar("on_wait_ended", default=None)
+"""Is called for the calls that begin here."""
 
 
 @asynccontextmanager
@@ -37,15 +17,23 @@ async def leaving(after_s: float | None, at_wait: int | None) -> AsyncIterator[N
     """Inside the block, a client makes its calls. It leaves, by TimeoutError, after a time, or as the wait of this
     number ends at a server of its calls."""
     async with asyncio.timeout(after_s) as limit:
-        loop = asyncio.get_running_loop()
+        loop, num_left = asyncio.get_running_loop(), at_wait or 0
 
         def leave() -> None:
             # It may be over by then.
             with suppress(RuntimeError):
                 limit.reschedule(loop.time())
 
-        token = HANG_UP.set(None if at_wait is None else HangUp(at_wait, lambda: loop.call_soon(leave)))
+        def wait_ended(cancel: Callable[[], object]) -> bool:
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                loop.call_soon(leave)
+                cancel()
+            return num_left <= 0
+
+        token = ON_WAIT_ENDED.set(None if at_wait is None else wait_ended)
         try:
             yield
         finally:
-            HANG_UP.reset(token)
+            ON_WAIT_ENDED.reset(token)
