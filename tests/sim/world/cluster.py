@@ -523,10 +523,6 @@ class Cluster:
             if runner.faults:
                 raise FalseAnswerError(f"a step misused a block {where}") from runner.faults[0]
 
-    def tell(self, core: CheckedScheduler) -> None:
-        """A core begins. It is told of what clients ask for."""
-        core.asked, core.pinned, core.told_s = self.asked, self.pinned, self.told_s
-
     @property
     def has_failed(self) -> bool:
         """Whether `check` raises, as far as that is cheap to know. Asked after each event."""
@@ -776,14 +772,10 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         assert isinstance(node, Node)
         return node.host
 
-    def make_core(config: SchedulerConfig) -> CheckedScheduler:
-        core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
-        clusters[-1].tell(core)
-        return core
-
-    def make_recorded(config: SchedulerConfig, recording: Recorder) -> CheckedScheduler:
-        core = clusters[-1].cores[host()] = RecordedScheduler(config, clusters[-1].names, recording)
-        clusters[-1].tell(core)
+    def make_core(config: SchedulerConfig, *recording: Recorder) -> CheckedScheduler:
+        cluster, make = clusters[-1], RecordedScheduler if recording else CheckedScheduler
+        core = cluster.cores[host()] = make(config, cluster.names, *recording)
+        core.asked, core.pinned, core.told_s = cluster.asked, cluster.pinned, cluster.told_s
         return core
 
     def make_requests(*arguments: Any) -> CheckedRequests:
@@ -801,7 +793,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         checked_routing(),
         counted_once(),
         simulated_block_disks(),
-        simulated_disks(lambda: clusters[-1].disks, make_recorded),
+        simulated_disks(lambda: clusters[-1].disks, make_core),
         patch.object(step_loop, "Scheduler", make_core),
         # Recordings have no class of tests.
         patch.object(Leases, "expire", expire_checked),

@@ -18,10 +18,10 @@ Times = tuple[float, float, float]
 
 
 def misread_by_gateway(
-    gateway: Gateway, address: str, loop: StepLoop, table: Requests, drains_s: Iterable[float | None], grace_s: float
+    gateway: Gateway, address: str, loop: StepLoop, table: Requests, grace_s: float
 ) -> Iterator[str]:
-    """Durations that a gateway and the scheduler of this address take for others, where they are connected. The drains
-    of the scheduler were to take `drains_s`; gateways want their requests kept for `grace_s`."""
+    """Durations that a gateway and the scheduler of this address take for others, where they are connected. Gateways
+    want their requests kept for `grace_s`."""
     link = gateway._generator.replicas.links.get(address)
     if link is None or link.welcome is None or not link.is_connected:
         return
@@ -31,10 +31,10 @@ def misread_by_gateway(
     if _differ(link.welcome.durable_grace_s, table.durable_grace_s):
         yield f"{address} keeps durable requests for {table.durable_grace_s} s, not {link.welcome.durable_grace_s} s"
     if link.is_draining and loop.is_draining:
-        # They leave in the last half of a drain at the latest, and never where it has no end.
-        bounds = [(0.0, 0.0) if each is None else (each / 2 - _ROUNDED_S, each + _ROUNDED_S) for each in drains_s]
-        if not any(least <= link.leave_after_s <= most for least, most in bounds):
-            yield f"requests are to leave {address} after {link.leave_after_s} s of a drain"
+        # A drain without an end says 0, and one with an end may follow.
+        said_s, heard_s = loop._leave_after_s, link.leave_after_s
+        if said_s and heard_s and _differ(said_s, heard_s):
+            yield f"requests are to leave {address} after {said_s} s of a drain, and a gateway takes {heard_s} s"
 
 
 def watch_worker(transfers: Transfers, report: Callable[[Exception], object]) -> None:

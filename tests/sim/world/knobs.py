@@ -52,8 +52,7 @@ _OF_CROWDS: dict[str, int] = {"scheduler_svc.core.policy._MANY": 2}
 CROWDS = tuple(_OF_CROWDS)
 """Few requests leave a queue together as many do."""
 
-_OF_TURNS: dict[str, int] = {"gateway.request.durable.TOKENS_PER_TURN": 1}
-TURNS = (*_OF_TURNS, "gateway.turns.clock")
+TURNS = ("gateway.request.durable.TOKENS_PER_TURN", "gateway.turns.clock")
 """Turns of long work last, so that others wait for theirs."""
 
 
@@ -86,8 +85,8 @@ REPLAYS = (
 @contextmanager
 def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block, these limits are low."""
-    limits: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS, **_OF_TURNS}
-    limits["gateway.turns.clock"] = _SlowClock()
+    limits: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
+    limits |= dict(zip(TURNS, (1, _SlowClock()), strict=True))
     with ExitStack() as stack:
         for name in names:
             module, _, constant = name.rpartition(".")

@@ -408,17 +408,9 @@ for _name in ("forget", "forget_outputs", "deliver"):
 
 
 class CheckedDrains(StepLoop):
-    """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke.
-
-    Attributes:
-        drains_s: How long each drain may take; None if it has no end.
-    """
+    """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke."""
 
     _hung = False
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.drains_s = set[float | None]()
 
     def _take_loss(self, error: WorkerLostError) -> None:
         self._hung = isinstance(error, WorkerFaultyError)
@@ -431,7 +423,6 @@ class CheckedDrains(StepLoop):
 
     async def drain(self, timeout_s: float | None) -> int:
         began_s = _now()
-        self.drains_s.add(timeout_s)
         num_live = await super().drain(timeout_s)
         num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.leases)
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
@@ -825,9 +816,9 @@ class Watch:
     def _misread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
         """Durations that cross messages, and come as others."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
-            if isinstance(loop := self.loops.get(host), CheckedDrains) and not self._is_disturbed(host, gateway_host):
-                of_drains = loop.drains_s, self.reconnect_grace_s
-                yield from misread_by_gateway(gateway, self.address_of(host), loop, table, *of_drains)
+            if host in self.loops and not self._is_disturbed(host, gateway_host):
+                address, grace_s = self.address_of(host), self.reconnect_grace_s
+                yield from misread_by_gateway(gateway, address, self.loops[host], table, grace_s)
 
     def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Gateways that know another pool of a replica than its worker has."""
