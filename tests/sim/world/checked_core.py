@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quire.clock import CLOCK, monotonic
+from quire.clock import monotonic
 from quire.prefix_hashes import BlockHash
 from scheduler_svc.core import admission, invariants, preparation
 from scheduler_svc.core import scheduler as scheduler_core
@@ -49,8 +49,7 @@ from tests.sim.world.told import watched_log
 from tests.sim.world.traffic import Generate
 from tests.sim.world.traffic import Pin as PinRequest
 from tests.sim.world.turns import Turns
-from tests.sim.world.watch import Names, NamingBlocks
-from tests.sim.world.world import Node
+from tests.sim.world.watch import Names, NamingBlocks, report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -836,9 +835,8 @@ class CheckedScheduler(Scheduler):
         accepted_before: bool = False,
     ) -> Pin:
         before = {pin.pin_id for pin in self.pins}
-        misread = None if accepted_before else misread_pin(self.pinned, tenant, token_ids, time_to_live)
-        if misread is not None:
-            self._report(AssertionError(misread))
+        if not accepted_before and (wrong := misread_pin(self.pinned, tenant, token_ids, time_to_live)) is not None:
+            self._report(AssertionError(wrong))
         try:
             made = super().pin(tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
         except PinQuotaError:
@@ -1003,11 +1001,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"row {row} counts {count} blocks as sealed, and nobody seals the last"))
         self._num_sealed = now
 
-    @staticmethod
-    def _report(error: Exception) -> None:
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(error)
+    _report = staticmethod(report)
 
 
 def _adds_up(queue: GroupQueue) -> bool:

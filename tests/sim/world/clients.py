@@ -146,9 +146,7 @@ class Client:
         if not witness.last.is_complete:
             raise FalseAnswerError(f"{request.request_id} ends before its last event")
 
-    async def _take_over(
-        self, request: Generate, witness: Testimony, after_s: float, at_wait: int | None = None
-    ) -> None:
+    async def _take_over(self, request: Generate, witness: Testimony, after_s: float, at_wait: int | None) -> None:
         await asyncio.sleep(after_s)
         other = witness.resumed()
         message = generation_pb2.ResumeStreamRequest(request_id=request.request_id)

@@ -222,8 +222,7 @@ class CheckedWorker(Worker):
         self, epoch: int, on_superseded: Callable[[QuireError], None], on_fetched: Tell = lambda lease, is_done: None
     ) -> Session:
         session = super().attach(epoch, on_superseded, on_fetched)
-        transfers = self.transfers
-        if self._reads or (transfers is not None and (transfers._moving or transfers._offers)):
+        if any(self._underway()[3:]):
             report(AssertionError("what a session that was superseded had underway goes on for the next one"))
         return session
 
@@ -234,9 +233,10 @@ class CheckedWorker(Worker):
             report(AssertionError("the end of a session that was superseded ends what the next one has underway"))
 
     def _underway(self) -> tuple[object, ...]:
-        transfers = self.transfers
-        moved = () if transfers is None else (transfers._tell, {*transfers._moving}, {*transfers._offers})
-        return self._session, self._supersede, {**self._reads}, moved
+        """The session and what it is told by, and then its loads and moves, and the blocks that it offers."""
+        moves = self.transfers
+        moved = () if moves is None else ({*moves._moving}, {*moves._offers})
+        return self._session, self._supersede, moves and moves._tell, {**self._reads}, *moved
 
 
 class RequestsViolationError(AssertionError):
@@ -372,9 +372,7 @@ class CheckedRequests(Requests):
 def _demand(holds: bool, what: str, owned: OwnedRequest | None = None) -> None:
     if not holds:
         error = RequestsViolationError(f"{'the table' if owned is None else owned.request_id} {what}")
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(error)
+        report(error)
         raise error
 
 
@@ -426,9 +424,7 @@ class CheckedDrains(StepLoop):
         num_live = await super().drain(timeout_s)
         num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.leases)
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
-            node = CLOCK.get()
-            assert isinstance(node, Node)
-            node.fail(AssertionError(f"a drain ends, and {num_leases} leases do not"))
+            report(AssertionError(f"a drain ends, and {num_leases} leases do not"))
         return num_live
 
 
@@ -437,9 +433,7 @@ class MissedTokenError(TokenGapError):
 
     def __init__(self, *what: object) -> None:
         super().__init__(*what)
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(self)
+        report(self)
 
 
 _RELEASED = set[tuple[str, Any]]()
