@@ -172,9 +172,11 @@ class SchedulerLink:
             self._send(scheduler_pb2.ConnectRequest(abort=abort))
 
     def withdraw(self, live: LiveRequest) -> None:
-        """Ends a request. Its first submission, where it waits here, is not sent: no scheduler knows the request."""
+        """Ends a request. Its first submission, where it waits here, is not sent and does not count: no scheduler knows
+        the request."""
         if live.submissions == 1 and live in self._outbox:
             self._outbox.remove(live)
+            live.submissions = 0
         else:
             self.abort(live.handle)
 
