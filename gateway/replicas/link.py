@@ -172,9 +172,11 @@ class SchedulerLink:
             self._send(scheduler_pb2.ConnectRequest(abort=abort))
 
     def withdraw(self, live: LiveRequest) -> None:
-        """Ends a request. If its first submission still waits here, it is dropped, and no abort is needed."""
+        """Ends a request. If its first submission still waits here, it is neither sent nor counted, and no abort is
+        needed."""
         if live.submissions == 1 and live in self._outbox:
             self._outbox.remove(live)
+            live.submissions = 0
         else:
             self.abort(live.handle)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 from random import Random
 
+from tests.sim.changeovers import CHANGEOVERS
 from tests.sim.plans import (
     RARE,
     START_S,
@@ -117,6 +118,8 @@ _CROWDED = 0.3
 """The share of worlds in which few requests leave a queue as many do."""
 _RACING = 0.06
 """The share of worlds in which what ends late, or in the same step, meets what is asked for again."""
+_CHANGING = 0.04
+"""The share of worlds in which one thing takes the place of another that is in the middle of its work."""
 _OF_LATE = 0.06
 """The share of worlds with ties, changed minds, pins that are renewed and the like."""
 _KEPT_S = 130.0
@@ -136,9 +139,9 @@ class Outcome:
 
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is not the one that the world itself draws from."""
-    races = Random(f"late again again {seed}")
-    plan = races.choice(RACES)(seed, races) if races.random() < _RACING else _draw_plan(seed)
-    # Their names are such that few seeds of known faults are among the changed ones.
+    # Names of generators are such that few seeds of known faults are among the changed ones.
+    changes = Random(f"sudden relay {seed}")
+    plan = changes.choice(CHANGEOVERS)(seed, changes) if changes.random() < _CHANGING else _draw_racing(seed)
     queues, caches = Random(f"how long queues are {seed}"), Random(f"fresh caches {seed}")
     naps = Random(f"all asleep {seed}")
     if queues.random() < _BOUNDED:
@@ -167,6 +170,11 @@ def draw_plan(seed: int) -> Plan:
         layout = replace(plan.layout, settings=settings)
         plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
     return plan
+
+
+def _draw_racing(seed: int) -> Plan:
+    races = Random(f"late again again {seed}")
+    return races.choice(RACES)(seed, races) if races.random() < _RACING else _draw_plan(seed)
 
 
 def _draw_plan(seed: int) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quire.clock import CLOCK, monotonic
+from quire.clock import monotonic
 from quire.prefix_hashes import BlockHash
 from scheduler_svc.core import admission, invariants, preparation
 from scheduler_svc.core import scheduler as scheduler_core
@@ -39,16 +39,17 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
 from scheduler_svc.recording import recorder
 from scheduler_svc.recording.recorder import Recorder
-from tests.sim.world.fairness import Shares
+from tests.sim.world.durations import Times, misread_pin
+from tests.sim.world.fairness import Bills, Shares
 from tests.sim.world.http_calls import salt_of
 from tests.sim.world.leaving import AdapterUse, out_of_order
 from tests.sim.world.onlooker import Onlooker
 from tests.sim.world.tallies import Tally
 from tests.sim.world.told import watched_log
 from tests.sim.world.traffic import Generate
+from tests.sim.world.traffic import Pin as PinRequest
 from tests.sim.world.turns import Turns
-from tests.sim.world.watch import Names, NamingBlocks
-from tests.sim.world.world import Node
+from tests.sim.world.watch import Names, NamingBlocks, report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,6 +76,10 @@ class CheckedScheduler(Scheduler):
 
     asked: Mapping[str, Generate] = {}
     """What clients asked for, by the id."""
+    told_s: Mapping[str, set[Times]] = defaultdict(set)
+    """The times of requests that usage tells."""
+    pinned: Collection[PinRequest] = ()
+    """The prefixes that clients pin."""
     _names: Names
     _fairness: Shares | None = None
     _entering: SequenceGroup | None = None
@@ -108,7 +113,7 @@ class CheckedScheduler(Scheduler):
         """Whether a step was answered since the worker was attached, and was so when it was lost."""
         self._pinned_until: dict[str, tuple[float, float]] = {}
         self._num_answered = Counter[RequestKey]()
-        self._turns, self._onlooker, self.tally = Turns(), Onlooker(), Tally()
+        self._turns, self._onlooker, self.tally, self.bills = Turns(), Onlooker(), Tally(), Bills()
         self._last_turn: str | None = None
         self._num_checks = 0
         self.forgotten = set[BlockHash]()
@@ -120,13 +125,21 @@ class CheckedScheduler(Scheduler):
 
             def count(plan: StepPlan, prefills: Array, tenants: Array) -> None:
                 computed, sampled = Counter[str](), Counter[str](tenants[plan.samples[:, 0]].tolist())
-                for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
-                    computed[str(tenants[row])] += num_new if prefills[row] else 0
+                # Not by `prefills`, which is what is looked at.
+                table, ends = self.batch.rows, plan.num_computed_tokens + plan.num_new_tokens
+                goes_on = (self._goes_on[plan.rows] == table.incarnation[plan.rows]) & (
+                    ends == table.num_entered[plan.rows]
+                )
+                is_chunk = (ends <= table.num_entered[plan.rows]) & ~goes_on
+                chunks = plan.rows[is_chunk].tolist(), plan.num_new_tokens[is_chunk].tolist()
+                for row, num_new in zip(*chunks, strict=True):
+                    computed[str(tenants[row])] += num_new
                 before = {tenant: self._counter(tenant) for tenant in {*computed, *sampled}}
                 fairness.serve(computed, sampled)
                 charge(plan, prefills, tenants)
                 for tenant, counter in before.items():
                     cost = PREFILL_WEIGHT * computed[tenant] + SAMPLE_WEIGHT * sampled[tenant]
+                    self.bills.charged[tenant] += self._counter(tenant) - counter
                     if self._counter(tenant) != counter + cost:
                         self._report(AssertionError(f"{tenant} is not charged for what a step computes"))
 
@@ -160,6 +173,8 @@ class CheckedScheduler(Scheduler):
         grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
         self._had_drafts: dict[tuple[int, int], bool] = {}
         self._decode_s, self._num_sealed = 0.0, np.zeros(self.config.max_num_seqs, np.int64)
+        self._goes_on = np.full(self.config.max_num_seqs, -1)
+        """The incarnation of each row whose sequence came back with all computed but its newest token."""
         self._placement.start = self._with_room(self._placement.start, comes_back=False)
         self._placement.swap_in = self._with_room(self._placement.swap_in, comes_back=True)
 
@@ -252,6 +267,9 @@ class CheckedScheduler(Scheduler):
             num_free, needed = batch.blocks.pool.num_free, self._room._blocks_taken(group)
             self._entered[group.request.key] = {each.index: each.num_tokens for each in group.unfinished}
             done = enter(group, now)
+            for each in group.computing if comes_back else ():
+                if each.row is not None and each.num_output_tokens and batch.rows.num_uncomputed(each.row) == 1:
+                    self._goes_on[each.row] = batch.rows.incarnation[each.row]
             if num_free - batch.blocks.pool.num_free > needed:
                 self._report(AssertionError(f"{group.request.request_id} takes more than {needed} blocks"))
             kept = {*self.promises, *filter(self.waiting.is_held, self.coming)} - {group.request.key}
@@ -466,6 +484,7 @@ class CheckedScheduler(Scheduler):
         self._started_at.setdefault(group.request.key, now)
         super()._start(group, now)
         self.tally.begun(group)
+        self.bills.enters(group, self.batch.rows)
         source, own = group.request.source, MovedBlocks(group.request.key)
         is_asked = own.key in self._fetched or own in [each.need for each in self.preparations._underway.values()]
         if source is not None and num_cached is None and not (is_asked or self.trials.are_on):
@@ -575,7 +594,10 @@ class CheckedScheduler(Scheduler):
         if self.trials.are_on and step is not None:
             sequences = self.batch.rows.sequences_in(step.rows)
             self._num_answered.update({each.request.key for each in sequences if each is not None})
-        applied = self.tally.applying(self, result)
+        applied, running = (
+            self.tally.applying(self, result),
+            {group.request.key: group.request for group in self.running},
+        )
         events = super().apply(result, now)
         applied(events)
         self._has_answered = True
@@ -596,6 +618,9 @@ class CheckedScheduler(Scheduler):
                     times.append(now)
             for end in batch.completed:
                 self._check_times(RequestKey(client, end.handle), end, now)
+                request, usage = running[RequestKey(client, end.handle)], end.usage
+                self.bills.ends(request, usage)
+                self.told_s[request.request_id].add((usage.queue_s, usage.prefill_s, usage.decode_s))
         self._answered_at = now
         charged()
         self._check()
@@ -636,6 +661,7 @@ class CheckedScheduler(Scheduler):
             if self._fairness is not None:
                 self._fairness.serve(Counter(), further)
             for tenant, counter in before.items():
+                self.bills.charged[tenant] += self._counter(tenant) - counter
                 if self._counter(tenant) != counter + SAMPLE_WEIGHT * further[tenant]:
                     self._report(AssertionError(f"{tenant} is not charged for {further[tenant]} further tokens"))
 
@@ -793,6 +819,7 @@ class CheckedScheduler(Scheduler):
         self._num_preempted[group.request.key] += 1
         self.tally.count("preemptions")
         self.tally.count("swap_outs", group.request.key in self.swapped)
+        self.bills.leaves(group)
         if self._fairness is not None and group.request.key in self.swapped:
             # What is in flight is drawn again.
             self._fairness.leaves(group)
@@ -808,6 +835,8 @@ class CheckedScheduler(Scheduler):
         accepted_before: bool = False,
     ) -> Pin:
         before = {pin.pin_id for pin in self.pins}
+        if not accepted_before and (wrong := misread_pin(self.pinned, tenant, token_ids, time_to_live)) is not None:
+            self._report(AssertionError(wrong))
         try:
             made = super().pin(tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
         except PinQuotaError:
@@ -972,11 +1001,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"row {row} counts {count} blocks as sealed, and nobody seals the last"))
         self._num_sealed = now
 
-    @staticmethod
-    def _report(error: Exception) -> None:
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(error)
+    _report = staticmethod(report)
 
 
 def _adds_up(queue: GroupQueue) -> bool:

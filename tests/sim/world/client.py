@@ -13,6 +13,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc.aio import _channel, _utils  # type: ignore[attr-defined]
 
 from quire import clock, entropy
+from tests.sim.world.hang_ups import ON_WAIT_ENDED
 from tests.sim.world.network import Connection, Network
 from tests.sim.world.streams import Metadata, Status, Stream, Window
 from tests.sim.world.world import Node
@@ -331,6 +332,7 @@ class CallCore:
         self._inbox = Stream(self._loop)
         self._window: Window | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.on_wait_ended = ON_WAIT_ENDED.get()
         channel.calls.append(self)
         if deadline is not None:
             self._timer = self._loop.call_later(max(deadline - clock.unix_s(), 0), self._expire)

@@ -14,6 +14,7 @@ from quire.client.types import StreamEvent
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import DeadlineExceeded, NotFound, QuireError, from_rpc_error
 from tests.sim.world.gateways import character_of, key_of
+from tests.sim.world.hang_ups import leaving
 from tests.sim.world.http_calls import HttpClient, testimony_of
 from tests.sim.world.oracles import Circumstances, FalseAnswerError, Testimony, check_pin, check_tokens
 from tests.sim.world.traffic import TENANT, Generate, Mistake, Pin, Request, Tokenize, Verb
@@ -107,11 +108,12 @@ class Client:
         taking: list[asyncio.Task[None]] = []
         if (after_s := request.taken_over_after_s) is not None:
             for number in range(1, request.num_takeovers + 1):
-                taking.append(asyncio.create_task(self._take_over(request, witness, number * after_s)))
+                at_wait = dict(enumerate(request.takeovers_leave_at, start=1)).get(number)
+                taking.append(asyncio.create_task(self._take_over(request, witness, number * after_s, at_wait)))
         if request.cancels_after_s is not None:
             cancelling = asyncio.create_task(self._cancel(request, request.cancels_after_s))
         try:
-            async with asyncio.timeout(request.leaves_after_s):
+            async with leaving(request.leaves_after_s, request.leaves_at_wait):
                 if request.front is not None:
                     await self.http.ask(request, witness)
                 elif request.verb in (Verb.GENERATE, Verb.CHAT):
@@ -144,7 +146,7 @@ class Client:
         if not witness.last.is_complete:
             raise FalseAnswerError(f"{request.request_id} ends before its last event")
 
-    async def _take_over(self, request: Generate, witness: Testimony, after_s: float) -> None:
+    async def _take_over(self, request: Generate, witness: Testimony, after_s: float, at_wait: int | None) -> None:
         await asyncio.sleep(after_s)
         other = witness.resumed()
         message = generation_pb2.ResumeStreamRequest(request_id=request.request_id)
@@ -156,11 +158,14 @@ class Client:
         timeout_s = 60 if self.circumstances.may_wait else None
         try:
             # A call of its own, which does not go on after a loss.
-            async for response in calls.ResumeStream(message, timeout=timeout_s):
-                other.event(convert.from_stream_response(response))
+            async with leaving(None, at_wait):
+                async for response in calls.ResumeStream(message, timeout=timeout_s):
+                    other.event(convert.from_stream_response(response))
             if not other.last.is_complete:
                 raise FalseAnswerError(f"{request.request_id}, resumed, ends before its last event")
             self.world.note("taken over", request.number)
+        except TimeoutError:
+            self.world.note("left", request.number)
         except grpc.RpcError as error:
             self.circumstances.check_takeover(request, from_rpc_error(error))
 

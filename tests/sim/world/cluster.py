@@ -3,7 +3,7 @@ gateways, and clients. A supervisor starts anew what dies."""
 
 import asyncio
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from quire.prefix_hashes import short
 from quire.progress import READING, LoadProgress
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.moves import Leases
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service import app as scheduler_app
@@ -40,6 +40,7 @@ from tests.sim.world.checked_core import STEP_TIMEOUT_S, CheckedScheduler, Recor
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
+from tests.sim.world.durations import Times, misread_usage
 from tests.sim.world.faults import Nap
 from tests.sim.world.gateways import PORT, fingerprint_of, run_gateway, settings_of
 from tests.sim.world.http_calls import HttpClient
@@ -50,9 +51,17 @@ from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
 from tests.sim.world.sleeps import CheckedLoop, Operator
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.tallies import checked_routing, counted_once, wrong_at, wrong_at_gateways
-from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Request
+from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Pin, Request
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.watch import CheckedRequests, CheckedSessions, Names, Watch, parent_of, watched_errors
+from tests.sim.world.watch import (
+    CheckedRequests,
+    CheckedSessions,
+    CheckedWorker,
+    Names,
+    Watch,
+    parent_of,
+    watched_errors,
+)
 from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.app import serve_until_discarded
@@ -172,6 +181,8 @@ class Cluster:
     disks: dict[str, Disk] = field(default_factory=dict[str, Disk])
     block_disks: dict[str, BlockDisk] = field(default_factory=dict[str, BlockDisk])
     asked: dict[str, Generate] = field(default_factory=dict[str, Generate])
+    pinned: list[Pin] = field(default_factory=list[Pin])
+    told_s: dict[str, set[Times]] = field(default_factory=lambda: defaultdict(set))
     workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
     """That of each host which is loaded."""
     servicers: dict[str, WorkerServicer] = field(default_factory=dict[str, WorkerServicer])
@@ -199,6 +210,7 @@ class Cluster:
             3.0 + 100 * self.layout.weather.max_delay_s,
             self.loops,
             self.workers,
+            self.layout.gateway.reconnect_grace,
         )
         workers = [f"worker-{number}" for number in range(self.layout.num_replicas)]
         self._workers = dict.fromkeys(workers, self.layout.worker)
@@ -414,7 +426,7 @@ class Cluster:
             disk = open_tier(self.block_disks[node.host], node, blocks, config.num_blocks, namespace, space)
             if disk is not None and config.world_size == 1:
                 disk.restore()
-        worker = Worker(info, runner, loop, agree, partial(self._prepare, node), adapters, blocks, disk=disk)
+        worker = CheckedWorker(info, runner, loop, agree, partial(self._prepare, node), adapters, blocks, disk=disk)
         self.workers[node.host] = worker
         assert worker.transfers is not None
         worker.transfers._read = self._sent_by(node.host, worker.transfers._read)
@@ -476,6 +488,8 @@ class Cluster:
         self.stories.append(story)
         if isinstance(request, Generate):
             self.asked |= request.parts
+        elif isinstance(request, Pin):
+            self.pinned.append(request)
         self.world.note("ask", request.number)
         node, client = self.running[request.client], self._clients[request.client]
         task = node.start(lambda: client.ask(story))
@@ -671,6 +685,11 @@ class Cluster:
         if not (self.circumstances.has_faults or self.circumstances.deadly or self.circumstances.deadly_need):
             wrong += wrong_at_gateways(self.gateways.values(), self.stories)
         wrong += filter(None, map(wrong_at, self.gateways.values()))
+        seen = [(story.request, story.witness.last.usage) for story in self.stories if story.witness is not None]
+        for request, usage in seen:
+            if isinstance(request, Generate) and usage is not None and not request.options.stop:
+                # The usage of a request that a stop string has ended has the times up to then.
+                wrong += filter(None, [misread_usage(usage, self.told_s[request.request_id])])
         if wrong:
             raise FalseAnswerError(f"metrics: {'; '.join(wrong)}")
 
@@ -687,7 +706,11 @@ class Cluster:
                     raise FalseAnswerError(f"{host} runs {running[tenant.name]} requests of {tenant}")
 
     def check_charges(self, charges: Charges) -> None:
-        """Raises FalseAnswerError where keys did not pay for what they got, or for more. Only where nothing breaks."""
+        """Raises FalseAnswerError where tenants did not pay for what they got, or for more: at schedulers, and where
+        nothing breaks by their keys."""
+        for host, core in self.cores.items():
+            if core.config.policy is PolicyKind.FAIR and (wrong := next(core.bills.wrong(), None)) is not None:
+                raise FalseAnswerError(f"{host}: {wrong}")
         if self.circumstances.has_faults or self.circumstances.deadly or self.circumstances.deadly_need:
             return
         for tenant in TENANTS:
@@ -724,7 +747,7 @@ class Cluster:
 def _kept_by(gateway: Gateway) -> dict[str, int]:
     """What a gateway counts for calls and requests, each of which gives its part back."""
     generator = gateway._generator
-    reads, memory = generator.durable_reads, generator._answer_memory
+    reads, memory, checks = generator.durable_reads, generator._answer_memory, generator.model.constraints._turns
     return {
         "prompts that are prepared": generator.preparations._num_requests.total(),
         "bytes of answers": memory.num_bytes + len(memory._keys),
@@ -735,6 +758,8 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
             len(each.prompts) + len(each.streams) + each.num_prompt_tokens for each in generator.replicas._work.values()
         ),
         "calls that cancel": len(generator.replicas.calls._late),
+        "turns to check constraints": checks._num_running + len(checks._waiting),
+        "turns to resume streams": reads._turns._is_taken + len(reads._turns._waiting),
     }
 
 
@@ -747,14 +772,10 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         assert isinstance(node, Node)
         return node.host
 
-    def make_core(config: SchedulerConfig) -> CheckedScheduler:
-        core = clusters[-1].cores[host()] = CheckedScheduler(config, clusters[-1].names)
-        core.asked = clusters[-1].asked
-        return core
-
-    def make_recorded(config: SchedulerConfig, recording: Recorder) -> CheckedScheduler:
-        core = clusters[-1].cores[host()] = RecordedScheduler(config, clusters[-1].names, recording)
-        core.asked = clusters[-1].asked
+    def make_core(config: SchedulerConfig, *recording: Recorder) -> CheckedScheduler:
+        cluster, make = clusters[-1], RecordedScheduler if recording else CheckedScheduler
+        core = cluster.cores[host()] = make(config, cluster.names, *recording)
+        core.asked, core.pinned, core.told_s = cluster.asked, cluster.pinned, cluster.told_s
         return core
 
     def make_requests(*arguments: Any) -> CheckedRequests:
@@ -772,7 +793,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         checked_routing(),
         counted_once(),
         simulated_block_disks(),
-        simulated_disks(lambda: clusters[-1].disks, make_recorded),
+        simulated_disks(lambda: clusters[-1].disks, make_core),
         patch.object(step_loop, "Scheduler", make_core),
         # Recordings have no class of tests.
         patch.object(Leases, "expire", expire_checked),

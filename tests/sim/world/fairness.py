@@ -11,11 +11,14 @@ adds to that: of f since both wait, and of g since the beginning, since that may
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step import Usage
 
 _MAX_STEPS_IN_FLIGHT = 4
 """Of any worker: their samples are drawn again where a group leaves the batch."""
@@ -77,3 +80,49 @@ class Shares:
                 if now - lead[tenant, other] > bound:
                     raise UnfairError(f"{tenant} got {now - lead[tenant, other]} more than {other}: over {bound}")
         self._since = lead
+
+
+@dataclass(slots=True)
+class Bills:
+    """The charges of the policy `fair` to each tenant since its core began, and the cost of its requests. The cost is
+    counted from the tokens that they had to compute when they entered the batch and from the tokens that they
+    generated, not from the plans of steps.
+
+    Attributes:
+        charged: By how much the counter of each tenant rose for steps.
+    """
+
+    charged: Counter[str] = field(default_factory=Counter[str])
+    _least: Counter[str] = field(default_factory=Counter[str])
+    _most: Counter[str] = field(default_factory=Counter[str])
+    _entries: dict[RequestKey, list[tuple[int, int]]] = field(default_factory=dict[RequestKey, list[tuple[int, int]]])
+    """For each entry of a request into the batch, the tokens that it computes then and had generated before."""
+
+    def enters(self, group: SequenceGroup, table: RowTable) -> None:
+        """A group has just got rows, and nothing of it is planned."""
+        rows = [each.row for each in group.computing if each.row is not None]
+        to_compute = sum(map(table.num_uncomputed, rows))
+        num_left = sum(group.request.max_len - each.num_tokens for each in group.unfinished)
+        num_before = sum(each.num_output_tokens for each in group.sequences)
+        self._entries.setdefault(group.request.key, []).append((to_compute, num_before))
+        self._most[group.request.tenant] += PREFILL_WEIGHT * to_compute + SAMPLE_WEIGHT * num_left
+
+    def leaves(self, group: SequenceGroup) -> None:
+        """A group leaves the batch before its end, and is not computed again but for the steps in flight."""
+        drawn_again = PREFILL_WEIGHT + SAMPLE_WEIGHT * _MAX_STEPS_IN_FLIGHT
+        self._most[group.request.tenant] += drawn_again * len(group.unfinished)
+
+    def ends(self, request: Request, usage: Usage) -> None:
+        """A request is completed. One that was computed in parts, with a pause between them, may have cost less."""
+        entries = self._entries.pop(request.key, [])
+        if len(entries) == 1 and not usage.preemptions:
+            ((to_compute, num_before),) = entries
+            num_generated = 0 if request.beam is not None else usage.generated_tokens - num_before
+            self._least[request.tenant] += PREFILL_WEIGHT * to_compute + SAMPLE_WEIGHT * num_generated
+
+    def wrong(self) -> Iterator[str]:
+        """Tenants that paid less than their requests cost, or more. To be called when no request is live."""
+        for tenant, most in self._most.items():
+            least, charged = self._least[tenant], self.charged[tenant]
+            if not least <= charged <= most:
+                yield f"{tenant} was charged {charged} for steps, not {least} to {most}"

@@ -7,6 +7,8 @@ from importlib import import_module
 from random import Random
 from unittest.mock import patch
 
+from quire.clock import CLOCK
+
 _LOWEST: dict[str, int] = {
     "gateway.replicas.link._MESSAGES_OF_CREDIT": 1,
     "gateway.replicas.link._MESSAGES_AHEAD": 2,
@@ -50,6 +52,20 @@ _OF_CROWDS: dict[str, int] = {"scheduler_svc.core.policy._MANY": 2}
 CROWDS = tuple(_OF_CROWDS)
 """Few requests leave a queue together as many do."""
 
+TURNS = ("gateway.request.durable.TOKENS_PER_TURN", "gateway.turns.clock")
+"""Turns of long work last, so that others wait for theirs."""
+
+
+class _SlowClock:
+    """A millisecond of work passes with each look at it."""
+
+    def __init__(self) -> None:
+        self._num_looks = 0
+
+    def monotonic(self) -> float:
+        self._num_looks += 1
+        return CLOCK.get().monotonic() + 0.001 * self._num_looks
+
 
 def draw_low_limits(draw: Random) -> tuple[str, ...]:
     """The names of the limits that are low in a world: none of them in half of all worlds."""
@@ -69,7 +85,8 @@ REPLAYS = (
 @contextmanager
 def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block, these limits are low."""
-    limits = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
+    limits: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
+    limits |= dict(zip(TURNS, (1, _SlowClock()), strict=True))
     with ExitStack() as stack:
         for name in names:
             module, _, constant = name.rpartition(".")

@@ -58,6 +58,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self._num_tasks = 0
         self._is_cut = False
         self.num_handles = 0
+        self._on_wait_ended: dict[int, tuple[asyncio.Task[Any], Callable[[], bool]]] = {}
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
@@ -77,9 +78,24 @@ class NodeLoop(asyncio.AbstractEventLoop):
                 if not handle.cancelled():
                     self.num_handles += 1
                     handle._run()
+            if self._on_wait_ended:
+                self._look_at_waits()
         finally:
             events._set_running_loop(outer)
             sys.set_asyncgen_hooks(*hooks)
+
+    def watch_waits(self, task: asyncio.Task[Any], ended: Callable[[], bool]) -> None:
+        """Calls `ended` at the end of each turn in which something happened that the task waited for, before it goes on
+        in the next one; until that returns True."""
+        self._on_wait_ended[id(task)] = task, ended
+        task.add_done_callback(lambda _: self._on_wait_ended.pop(id(task), None))
+
+    def _look_at_waits(self) -> None:
+        for handle in list(self.ready):
+            # The step of a task is a method of it.
+            number = id(getattr(handle._callback, "__self__", None))
+            if number in self._on_wait_ended and self._on_wait_ended[number][1]():
+                del self._on_wait_ended[number]
 
     def put(self, handle: asyncio.Handle) -> None:
         """Makes a handle ready."""

@@ -58,6 +58,7 @@ class Witness:
     expected: Answer
     num_events: int = 0
     is_complete: bool = False
+    usage: Usage | None = None
     _said: dict[int, _Said] = field(default_factory=dict[int, _Said])
 
     @classmethod
@@ -132,7 +133,7 @@ class Witness:
             self._demand(close, f"its log probability is {summed}, not {expected.cumulative_logprob}")
 
     def _completion(self, request_id: str, usage: Usage, prompt: Sequence[PositionLogprobs]) -> None:
-        self.is_complete = True
+        self.is_complete, self.usage = True, usage
         self._demand(request_id == self.request.request_id, f"it is {request_id}")
         self._demand(usage.prompt_tokens == len(self.request.prompt), f"{usage} of {len(self.request.prompt)} tokens")
         # All of it where the request goes on elsewhere after some tokens.

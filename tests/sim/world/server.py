@@ -222,6 +222,8 @@ class ServerCall:
     def begin(self) -> None:
         self.task = self.loop.create_task(self._guard(self._serve()), name=f"serve {self.method}")
         self.task.add_done_callback(self._over)
+        if (wait_ended := self.client.on_wait_ended) is not None:
+            self.loop.watch_waits(self.task, lambda: wait_ended(self.client_left))
 
     def take_message(self, message: bytes) -> None:
         limit = self.end.server.max_receive_bytes

@@ -97,6 +97,8 @@ class Generate:
         pause_s: How long its client takes for each event.
         taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
         num_takeovers: How many calls do so, one after the other.
+        leaves_at_wait: The wait of its call at a gateway with whose end its client leaves; None if it stays.
+        takeovers_leave_at: The same of each call that resumes the stream.
         adapter: The name of the adapter that it chooses.
         deadly_at: The position of a token whose computation kills the worker, where it has one.
         front: The API by which it goes over HTTP, as a stream or not; None where it does not.
@@ -124,6 +126,8 @@ class Generate:
     front: Front | None = None
     others: tuple[tuple[int, ...], ...] = ()
     returns_after: int | None = None
+    leaves_at_wait: int | None = None
+    takeovers_leave_at: tuple[int | None, ...] = ()
 
     @property
     def request_id(self) -> str:

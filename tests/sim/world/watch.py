@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.replicas import live, routing, sequence
+from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
@@ -36,6 +37,7 @@ from scheduler_svc.service.outbox import Readiness
 from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
+from tests.sim.world.durations import misread_by_gateway, watch_worker
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
@@ -43,6 +45,7 @@ from tests.support.fake_pool import BlockError, Prefixes
 from worker_svc.device.seals import SealInventory
 from worker_svc.protocol.session import _VACANT_S, Session, Sessions
 from worker_svc.protocol.stream import Worker
+from worker_svc.protocol.transfers import Tell
 from worker_svc.step import SealedBlocks
 
 _LOOK_EVERY_S = 0.25
@@ -206,6 +209,36 @@ class CheckedSessions(Sessions):
         return session
 
 
+class CheckedWorker(Worker):
+    """A session that is superseded takes nothing with it to the next one, and its end changes nothing of what that has
+    underway."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.transfers is not None:
+            watch_worker(self.transfers, report)
+
+    def attach(
+        self, epoch: int, on_superseded: Callable[[QuireError], None], on_fetched: Tell = lambda lease, is_done: None
+    ) -> Session:
+        session = super().attach(epoch, on_superseded, on_fetched)
+        if any(self._underway()[3:]):
+            report(AssertionError("what a session that was superseded had underway goes on for the next one"))
+        return session
+
+    def leave(self, session: Session) -> None:
+        has_next, before = self._session is not session, self._underway()
+        super().leave(session)
+        if has_next and self._underway() != before:
+            report(AssertionError("the end of a session that was superseded ends what the next one has underway"))
+
+    def _underway(self) -> tuple[object, ...]:
+        """The session and what it is told by, and then its loads and moves, and the blocks that it offers."""
+        moves = self.transfers
+        moved = () if moves is None else ({*moves._moving}, {*moves._offers})
+        return self._session, self._supersede, moves and moves._tell, {**self._reads}, *moved
+
+
 class RequestsViolationError(AssertionError):
     """The table of requests of a scheduler contradicts itself."""
 
@@ -339,9 +372,7 @@ class CheckedRequests(Requests):
 def _demand(holds: bool, what: str, owned: OwnedRequest | None = None) -> None:
     if not holds:
         error = RequestsViolationError(f"{'the table' if owned is None else owned.request_id} {what}")
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(error)
+        report(error)
         raise error
 
 
@@ -393,9 +424,7 @@ class CheckedDrains(StepLoop):
         num_live = await super().drain(timeout_s)
         num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.leases)
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
-            node = CLOCK.get()
-            assert isinstance(node, Node)
-            node.fail(AssertionError(f"a drain ends, and {num_leases} leases do not"))
+            report(AssertionError(f"a drain ends, and {num_leases} leases do not"))
         return num_live
 
 
@@ -404,9 +433,7 @@ class MissedTokenError(TokenGapError):
 
     def __init__(self, *what: object) -> None:
         super().__init__(*what)
-        node = CLOCK.get()
-        assert isinstance(node, Node)
-        node.fail(self)
+        report(self)
 
 
 _RELEASED = set[tuple[str, Any]]()
@@ -415,8 +442,8 @@ _RELEASED = set[tuple[str, Any]]()
 
 @contextmanager
 def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block, a gateway that misses tokens ends the world, and so does a scheduler that gives up its worker
-    for a step that is not late."""
+    """Inside the block, a gateway that misses tokens or miscounts submissions ends the world, and so does a scheduler
+    that gives up its worker for a step that is not late."""
 
     class CheckedHangsError(WorkerHangsError):
         def __init__(self, *what: object) -> None:
@@ -427,7 +454,14 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
-    release, hashes_of = Replicas.release, routing.prompt_hashes
+    release, hashes_of, refused = Replicas.release, routing.prompt_hashes, Replicas._refused
+
+    def note_refused(replicas: Replicas, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
+        """A refusal by a scheduler that drains is no submission. The request goes to another one, or waits for one."""
+        num_before = request.submissions
+        refused(replicas, link, error, request)
+        if error.reason == "DRAINING" and request.submissions != num_before - (request.replica is None):
+            report(AssertionError(f"{request.request.request_id} counts its submission to a scheduler that drains"))
 
     def name(
         prompt: NDArray[np.int32], tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
@@ -446,6 +480,7 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     _RELEASED.clear()
     with (
         patch.object(Replicas, "release", note_released),
+        patch.object(Replicas, "_refused", note_refused),
         patch.object(routing, "prompt_hashes", name),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
@@ -489,7 +524,7 @@ class Watch:
 
     Attributes:
         address_of: The address of a scheduler that gateways know, by its host.
-        failover_delay_s: Of gateways.
+        failover_delay_s, reconnect_grace_s: Settings of all gateways.
         patience_s: Longer than anything that a gateway sends is on its way where nothing is broken.
     """
 
@@ -500,6 +535,7 @@ class Watch:
     patience_s: float
     loops: Mapping[str, StepLoop]
     workers: Mapping[str, Worker]
+    reconnect_grace_s: float
     _next_s: float = 0.0
     _since: dict[str, float] = field(default_factory=dict[str, float])
     _cancelled: list[_Cancelled] = field(default_factory=list[_Cancelled])
@@ -574,6 +610,7 @@ class Watch:
         found |= dict.fromkeys(self._shunned(gateways), self.patience_s)
         found |= dict.fromkeys(self._misinformed(gateways), self.patience_s)
         found |= dict.fromkeys(self._outdated(gateways), self.patience_s)
+        found |= dict.fromkeys(self._misread(gateways, tables), 0.0)
         found |= dict.fromkeys(self._untold(), _IDLE_S)
         found |= dict.fromkeys(self._needless_timers(gateways), 0.0)
         found |= dict.fromkeys(self._idle(), _IDLE_S)
@@ -769,6 +806,13 @@ class Watch:
                 continue
             if link.is_ready != loop.is_ready and not self._is_disturbed(host, gateway_host):
                 yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.is_ready}"
+
+    def _misread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
+        """Durations that cross messages, and come as others."""
+        for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
+            if host in self.loops and not self._is_disturbed(host, gateway_host):
+                address, grace_s = self.address_of(host), self.reconnect_grace_s
+                yield from misread_by_gateway(gateway, address, self.loops[host], table, grace_s)
 
     def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Gateways that know another pool of a replica than its worker has."""

@@ -90,3 +90,4 @@ def test_a_request_that_is_cancelled_before_it_was_sent_is_not_submitted():
     abort = link._outbox[-1]
     assert isinstance(abort, scheduler_pb2.ConnectRequest)
     assert (list(link._outbox)[:2], abort.abort.handle) == (lives[1:], 3)
+    assert [live.submissions for live in lives] == [0, 1, 2]
