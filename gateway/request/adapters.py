@@ -1,6 +1,6 @@
 """The adapters that this gateway serves: names for digests. Schedulers and workers know only the digest.
 
-A name that is taken away ends no request: those that were admitted have the digest.
+Removing a name ends no request: admitted requests hold the digest.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Adapters:
         self._reading = asyncio.Lock()
 
     async def open(self, adapters: Sequence[str]) -> None:
-        """Serves those that are given as NAME=DIRECTORY. Raises ConfigurationError."""
+        """Serves adapters, each given as NAME=DIRECTORY. Raises ConfigurationError."""
         for each in adapters:
             name, _, directory = each.partition("=")
             try:
@@ -81,13 +81,13 @@ class Adapters:
         """The name that a call which names `model` may use: an adapter's, or else the model's; None if the caller may
         use neither."""
         if model is not None and model in self.aliases:
-            # Whoever may use the model may use it by every name.
+            # A caller that may use the model may use it by every name.
             return None if caller.visible(self.model) is None and caller.visible(model) is None else model
         own = None if model is None or model not in self._served else caller.visible(model)
         return own or caller.visible(self.model)
 
     def names(self, caller: Caller) -> list[str]:
-        """All names that the caller may use: those of the model, then those of its adapters."""
+        """All names that the caller may use: the model's names, then its adapters' names."""
         own = [name for name in (self.model, *self.aliases) if self.visible(caller, name) == name]
         return [*own, *(each.named.name for each in self.listed(caller))]
 
@@ -105,16 +105,16 @@ class Adapters:
         return served.named
 
     def listed(self, caller: Caller) -> list[ServedAdapter]:
-        """Those that the caller may use, in the order in which they were loaded."""
+        """The adapters that the caller may use, in the order in which they were loaded."""
         return [each for name, each in self._served.items() if caller.visible(name) is not None]
 
     async def load(
         self, name: str, directory: str, *, replace: bool, name_field: str, directory_field: str
     ) -> ServedAdapter:
-        """Serves an adapter from now on, for an operator. The fields are those of the caller's API.
+        """Serves an adapter from now on, for an operator. The field names are taken from the caller's API.
 
-        With `replace` the name may be that of an adapter, which requests that were admitted before keep: they and the
-        blocks that they cached have its digest.
+        With `replace` the name may already belong to an adapter. Requests that were admitted before keep the old
+        adapter: they and their cached blocks refer to it by digest.
 
         Raises:
             PermissionDenied: the caller is no operator.

@@ -12,13 +12,13 @@ _RETRY_MS = 1000
 
 
 class BodyMemory:
-    """Counts the bytes of all request bodies that are held, including those that still arrive, and the memory of their
-    values once they are parsed.
+    """Counts the bytes of all request bodies in memory, also while they arrive, and the memory of their values once
+    they are parsed.
 
-    When they are too many, the body that has been arriving for longest is given up, and not the newest one: a client
-    that sends half a body and waits takes memory from nobody, and a body is refused only if it comes more slowly than
-    all others together. Complete bodies are kept; where they alone fill the memory, a new one is refused. So is one of
-    a tenant whose bodies take its share, so that there is room for those of others.
+    When the memory is full, the body that has been arriving for longest is given up, not the newest one. So a client
+    that sends half a body and waits takes no memory from other clients, and a body is refused only if it arrives more
+    slowly than all others together. Complete bodies are kept; if they fill the memory, a new body is refused. A body
+    is also refused if its tenant's bodies already take the tenant's share, which leaves room for other tenants.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int | None = None) -> None:
@@ -31,7 +31,7 @@ class BodyMemory:
         self.arriving: dict[HeldBody, None] = {}
 
     def begin(self, on_refusal: Callable[[], None]) -> "HeldBody":
-        """A body of which nothing has arrived. `on_refusal` is called when it is given up for others."""
+        """Adds a body before its first byte arrives. `on_refusal` is called when it is given up for other bodies."""
         body = HeldBody(self, on_refusal)
         self.arriving[body] = None
         return body
@@ -87,7 +87,7 @@ class HeldBody:
         return share is not None and of_tenant > self.num_bytes and of_tenant + num_bytes > share
 
     def _takes_too_much(self, num_bytes: int) -> bool:
-        """Whether all would take too much. The values of a body that is alone may take what they need."""
+        """Whether all bodies would take too much memory. The values of the only body may take what they need."""
         memory = self._memory
         is_alone = self not in memory.arriving and memory.num_bytes == self.num_bytes
         return not is_alone and memory.num_bytes + num_bytes > memory.max_bytes
@@ -120,11 +120,12 @@ class HeldBody:
 
 
 message_memory: ContextVar[HeldBody] = ContextVar("message_memory")
-"""Set by those who read a request: its memory, until the request is over."""
+"""The memory of the current request, until the request is over. The reader of the request sets it."""
 
 
 def count_memory(num_bytes: int) -> None:
-    """Counts memory that the current request takes besides its bytes. Raises ResourceExhausted where there is none."""
+    """Counts memory that the current request takes in addition to its bytes. Raises ResourceExhausted if none is
+    left."""
     if (memory := message_memory.get(None)) is not None:
         memory.add(num_bytes)
 

@@ -1,4 +1,4 @@
-"""Validates the parts of chats besides texts: tools, calls and their results, and options of the template."""
+"""Validates the parts of chats that are not texts: tools, calls and their results, and options of the template."""
 
 import json
 import re
@@ -156,7 +156,7 @@ def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: s
 
 
 def _add_too_many_values(violations: Violations, path: str, num_values: int) -> None:
-    """What is JSON in texts is not counted with the message that has it."""
+    """Reports too many JSON values in texts, which the count of values of the message does not include."""
     violations.add(
         path, f"has with all before it {num_values:,} values in its JSON; the max is {MAX_VALUES_OF_TEXTS:,}"
     )

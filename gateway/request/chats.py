@@ -39,7 +39,7 @@ _INLINE_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A prepared chat. `constraint` is None if there is none besides `sampling.constraint`."""
+    """A prepared chat. `constraint` is None if only `sampling.constraint` applies, or no constraint at all."""
 
     token_ids: list[int]
     answer_format: AnswerFormat

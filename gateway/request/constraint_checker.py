@@ -99,7 +99,7 @@ class ConstraintChecker:
     def _forget(self, key: bytes, ended: asyncio.Task[Verdict]) -> None:
         self._underway.pop(key, None)
         if not ended.cancelled():
-            # Marks the error as retrieved: if nobody waits any more, asyncio would log it.
+            # Marks the error as retrieved: asyncio logs it otherwise if no caller waits any more.
             ended.exception()
 
     def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
@@ -161,7 +161,7 @@ class FairTurns:
                 self._num_running -= 1
                 self._wake_next()
             elif turn in (queue := self._waiting.get(tenant, ())):
-                # Nobody is refused for the sake of those who have left.
+                # A call that has left must not cause the refusal of another one.
                 self._waiting[tenant].remove(turn)
                 if not queue:
                     del self._waiting[tenant]

@@ -23,8 +23,8 @@ from gateway.turns import TOKENS_PER_TURN, TenantTurns
 from quire.rpc.errors import Aborted
 
 MAX_KEPT_TOKENS = 2_000_000
-"""Upper bound of the tokens of all requests that are read without clients, including those that they may still
-generate. A log probability counts as a token. Requests beyond the bound are left to the scheduler."""
+"""The maximum tokens of all requests that are read without clients, including tokens that they may still generate. A
+log probability counts as a token. Requests beyond the bound are left to the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Found:
 
     Attributes:
         num_generated_tokens: Its tokens so far, of all sequences that are returned.
-        num_had: Tokens, including those of candidates, that were not generated for this client.
+        num_had: Tokens, including tokens of candidates, that were not generated for this client.
         here: The entry of this gateway, if the request is read here.
         go_on: Continues the request with an entry.
     """
@@ -135,8 +135,8 @@ class DurableReads:
     async def find(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory) -> Found:
         """Finds a durable request, here or at a scheduler, without changing it.
 
-        All of its output is made again for the client. So one call at a time does that for a request, and of those that
-        wait meanwhile only the newest goes on: it would take the request from the others.
+        All output of the request is rebuilt for the client. So one call at a time does that for a request. When it is
+        done, only the newest of the waiting calls goes on: it would take the request from the others.
 
         Raises:
             NotFound: the tenant has none with this id.
@@ -200,7 +200,7 @@ class DurableReads:
 
     def take(self, found: Found, memory: CallMemory) -> LiveRequest:
         """The entry of a request for the client that resumes it. The call of this gateway that read it before ends; the
-        scheduler ends those of other gateways. Raises AlreadyExists if another request has its id."""
+        scheduler ends calls of other gateways. Raises AlreadyExists if another request has its id."""
         request = found.request
         earlier = self._ledger.get(request.tenant, request.request_id)
         if earlier is not None and earlier.request.durable:

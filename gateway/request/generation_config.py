@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Use(Enum):
-    """What becomes of a key."""
+    """How the gateway uses a key."""
 
     DEFAULT = "the default of a request field"
     APPLIED = "applied to every request"
@@ -64,7 +64,7 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("num_beam_groups", "num_beams", "num_return_sequences"), 1),
     **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("early_stopping", "min_length", "penalty_alpha", "token_healing"), 0),
-    # What transformers 4 has where a model says nothing.
+    # The default of transformers 4.
     "max_length": 20,
 }
 """Values of ignored keys that change nothing in transformers either, and need no line in the log."""
@@ -103,7 +103,7 @@ class _Values(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """What a model sets for all of its requests.
+    """Settings of a model for all of its requests.
 
     Attributes:
         sampling, stopping: values of fields that a request leaves out.
@@ -141,7 +141,7 @@ NO_DEFAULTS = ModelDefaults()
 
 
 def model_defaults(directory: ModelDirectory) -> ModelDefaults:
-    """What generation_config.json sets; `do_sample: false` is greedy. Logs a line of what is ignored.
+    """The settings in generation_config.json; `do_sample: false` is greedy. Logs the ignored keys in one line.
 
     Raises:
         ConfigurationError: a value of another type, or out of the range of the request field.

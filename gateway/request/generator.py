@@ -69,7 +69,7 @@ class Preparations:
         """Counts the requests of a call during the context. One call of each tenant is always taken.
 
         Raises:
-            ResourceExhausted: too many are prepared already, in all or by this tenant, who may have half of them.
+            ResourceExhausted: too many are prepared already, in all or by this tenant, which may have half of them.
         """
         own, total = self._num_requests[tenant], self._num_requests.total()
         if own and (own + num_requests > MAX_PREPARED // 2 or total + num_requests > MAX_PREPARED):
@@ -123,7 +123,7 @@ class Generator:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would run at once, as far as the gateway knows."""
+        """Whether a request would run at once, by what the gateway knows."""
         return self.replicas.is_ready and not self.is_draining and not self.model.constraints.is_starting
 
     @property
@@ -332,7 +332,7 @@ async def running(
     *,
     shows_prompt_by_sequence: bool = False,
 ) -> AsyncGenerator[list[LiveRequest]]:
-    """The running requests, in order. Leaving the context aborts those that run. `memory` is the call's.
+    """The running requests, in order. Leaving the context aborts requests that still run. `memory` is the call's.
 
     All are checked, tokenized and charged before the first one is submitted. If one of them is refused, none runs, and
     the context raises what `refusal` makes of its position and its error.
@@ -373,7 +373,7 @@ async def running(
 
 
 def _refund(live: LiveRequest, error: QuireError) -> Refund:
-    """What a refused request gets back. One that ended with another request of its call may have been computed."""
+    """The refund of a refused request. A request that ended with another one of its call may have been computed."""
     if live.may_have_run:
         return Refund.NOTHING
     return Refund.ALL if live.has_failed else Refund.PROMPT

@@ -73,9 +73,9 @@ class Pool:
     block_size: int
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
-        """The maximum number of tokens of each of `num_sequences` sequences of one prompt, if they run alone.
+        """The maximum tokens of each of `num_sequences` sequences of one prompt, if no other sequence runs.
 
-        They share the full blocks of the prompt and nothing else; all of the prompt, if each gets one token only. The
+        The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. The
         last token of each is never computed.
         """
         shared = prompt_tokens // self.block_size
@@ -86,10 +86,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The configured limits, narrowed by those of the schedulers.
+    """The configured limits, narrowed by the limits of the schedulers.
 
     Attributes:
-        pools: The KV pools of the replicas, any of which may get the request.
+        pools: The KV pools of the replicas. Any replica may get the request.
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The maximum number of tokens, prompt and output.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.

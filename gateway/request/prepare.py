@@ -56,7 +56,7 @@ class CallParameters:
         self._parameters: Parameters | None = None
 
     def check(self, options: RequestOptions, limits: Limits, served_model: str | None) -> None:
-        """Validates a request. Parameters that are those of the request before are not checked again.
+        """Validates a request. Parameters that equal the previous request's are not checked again.
 
         Raises:
             InvalidArgument: something is missing, out of range or contradictory.
@@ -207,7 +207,7 @@ async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: Serv
     )
     chat = await make(prompt)
     if prompt.drops_turns:
-        # The tokens that a prompt may have besides the output that is asked for, if that is not cut down.
+        # The tokens that a prompt may have next to the requested output, if that is not cut down.
         output = 0 if limits.clamps(options) else options.asked("stopping.max_tokens") or 0
         longest = min(limits.max_prompt_tokens, limits.max_model_len - output)
         chat = await _without_oldest(prompt, chat, make, longest)
@@ -477,10 +477,10 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
     """Puts the tokens that the caller holds into a request that was not submitted yet; the caller does not get them
     again. If they end all sequences, the request is over.
 
-    A scheduler goes on from the tokens of its caller as it goes on from those of a gateway after its own loss: prompt,
-    parameters, seed and tokens are the whole state of a request. The rest is the same, if the logits are.
-    Log probabilities of the prompt come with its first token, so a request for them begins from there: the caller does
-    not get the tokens again that it holds.
+    A scheduler continues from these tokens as it continues from a gateway's tokens after it has lost its own state:
+    prompt, parameters, seed and tokens are the whole state of a request. Equal logits give an equal continuation.
+    Log probabilities of the prompt come with its first token, so a request for them begins there; the caller still
+    does not get again the tokens that it holds.
 
     Raises:
         InvalidArgument: a sequence had ended before its last token.

@@ -44,7 +44,7 @@ def check_model(model: str | None, served_model: str | None, error: type[QuireEr
 def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
     """The violation of a model name; None if the name is absent or right.
 
-    `served_model` is None for a caller who may use no model. Such a caller does not learn the name of the served one.
+    `served_model` is None for a caller that may use no model. Such a caller does not learn the name of the served one.
     """
     if served_model is None:
         shown = "is absent" if model is None else f'is "{shortened(model)}"'
@@ -57,7 +57,7 @@ def wrong_model(model: str | None, served_model: str | None) -> FieldViolation |
 def check_request(request: RequestOptions, limits: Limits, served_model: str | None) -> None:
     """Checks everything except the number of prompt tokens, which only the tokenizer knows.
 
-    `served_model` is None for a caller who may use no model.
+    `served_model` is None for a caller that may use no model.
 
     Raises:
         InvalidArgument: the model is not served here, or fields are missing or out of range.
@@ -109,8 +109,8 @@ def check_another(request: RequestOptions, limits: Limits) -> None:
 
 
 def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> None:
-    """Checks what `num_requests` requests with the same parameters take together. What is too much for one request is
-    left to `check_request`.
+    """Checks the totals of `num_requests` requests with the same parameters. Limits of a single request are left to
+    `check_request`.
 
     Raises:
         InvalidArgument: the call has too many sequences, or too many copies of long parameters.
@@ -220,7 +220,7 @@ def texts_of(prompt: ChatPrompt) -> Iterator[str]:
 def _check_prompt_size(
     violations: Violations, field: str, texts: Iterable[str], limits: Limits, *, is_truncated: bool
 ) -> None:
-    """Refuses a text with so many bytes that it has too many tokens, before the tokenizer spends time on it."""
+    """Refuses a text whose size implies too many tokens, before the tokenizer spends time on it."""
     if is_truncated:
         violations.check_size(field, texts, limits.max_tokenize_bytes)
         return
@@ -289,7 +289,7 @@ def resolve_max_tokens(
 
 
 def check_numbers(violations: Violations, request: RequestOptions, names: Iterable[str] = NUMBERS) -> None:
-    """Checks the ranges of numbers of the sampling: those of a request, or the defaults of a model directory."""
+    """Checks the ranges of sampling parameters, of a request or as the defaults of a model directory."""
     for name in names:
         number, field = NUMBERS[name], f"sampling.{name}"
         violations.check_range(field, request.asked(field), number.low, number.high, above_low=number.is_above_low)

@@ -45,7 +45,7 @@ from quire.settings import ConfigurationError
 # Up to this many characters are rendered on the event loop; more in a thread. A message costs some even if it is empty.
 _INLINE_CHARACTERS = 4096
 _CHARACTERS_OF_A_MESSAGE = 32
-# A prompt has at most so many characters of the template itself, and so many for each character of its conversation.
+# Maximum characters of a prompt: a constant for the template, and a number for each character of the conversation.
 _OF_TEMPLATE, _TIMES_WRITTEN = 1 << 18, 5
 _MAX_BITS = 1 << 16
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
@@ -55,11 +55,11 @@ _ASKED_ROLES = frozenset({"user", "tool"})
 _DEVELOPER = "developer"
 # Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
-# Variables that the server sets for a template, besides the caller's arguments.
+# Variables that the server sets for a template, in addition to the caller's arguments.
 _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 # Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
-# What a template raises for a conversation; RecursionError, where its macros follow the schemas of tools.
+# Errors that a template raises for a conversation; RecursionError if its macros follow the schemas of tools.
 _OF_PYTHON = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 _REFUSALS = (jinja2.TemplateError, *_OF_PYTHON)
 # With these values the arguments are the default behaviour, so a template that does not read them is correct too.
@@ -84,8 +84,8 @@ class ChatTemplate:
         source: The Jinja source in the model directory.
         variables: The names that the template reads.
         arguments: The variables that only a caller can set.
-        calls: What it renders for calls; None if it leaves them out.
-        tool_format: The format of the model's calls, by what the template renders or tells; None if it is unknown.
+        calls: The calls that it renders; None if it leaves them out.
+        tool_format: The format of the model's calls, detected in the template's output or text; None if it is unknown.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -264,8 +264,8 @@ class Chat:
         reasoning_format: str | None = None,
         own_templates: OwnTemplates | None = None,
     ) -> None:
-        """`executor` renders long conversations. `own_templates` renders those whose requests have templates, and is
-        closed with this; without it such requests are refused. Formats that are not given are detected in the
+        """`executor` renders long conversations. `own_templates` renders conversations with the requests' templates,
+        and is closed with this; without it such requests are refused. Formats that are not given are detected in the
         templates."""
         self.template = template
         self.tool_template = tool_template or template
@@ -350,7 +350,7 @@ class Chat:
         Some templates change a message when others follow it, and some write a system message only together with the
         first user message. So the prefix is what two different continuations have in common, or the prompt of the
         messages if they end with a user message. If the template accepts none of the roles of these continuations,
-        the prefix is the prompt of the messages alone.
+        the prefix is the prompt of only the messages.
 
         Raises:
             InvalidArgument: the model has no template, or the template refuses the messages.
@@ -447,7 +447,7 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        # Templates use three names for the reasoning. Those that read `thinking` accept no content beside calls.
+        # Templates use three names for the reasoning. Templates that read `thinking` accept no content next to calls.
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
         if not (message.tool_calls and message.content):
             fields["thinking"] = message.reasoning

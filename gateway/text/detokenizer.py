@@ -7,7 +7,7 @@ from typing import Protocol
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A UTF-8 character has at most four bytes, so at most three of them wait for the last one.
 _MAX_INCOMPLETE = 3
-# A longer window is cut back to its last tokens, this many of which are enough context.
+# A longer window is cut back to its last `_CONTEXT` tokens, which are enough context.
 _MAX_WINDOW = 14
 _CONTEXT = 8
 # The replacements of the clean-up, in the order of transformers.

@@ -26,7 +26,7 @@ from quire.settings import ConfigurationError
 
 MAX_PROCESSOR_S = 2
 MAX_MEMORY_BYTES = 256 << 20
-"""What a rendering may take beside the process itself."""
+"""The maximum memory of a rendering, in addition to the memory of the process itself."""
 MAX_TEXT_BYTES = 4 << 20
 _KEPT_TEMPLATES = 16
 _LENGTH = struct.Struct("<I")

@@ -61,7 +61,7 @@ class Tokenizer:
         for an id beyond that of any model."""
         _add_tokens(tokenizer, config)
         tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
-        # As in transformers, BPE tokenizers are excepted: their spaces are those of the text.
+        # As in transformers, BPE tokenizers are excepted: their spaces are the spaces of the text.
         is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
         self._cleans_up = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
         tokenizer.no_truncation()

@@ -141,7 +141,7 @@ class AnswerFormat:
         return unique[:9] if self.tool_format == "mistral" else f"call_{unique}"
 
     def parser(self, call_ids: CallIds) -> OutputParser | None:
-        """A new parser for one sequence; None where all text is content."""
+        """A new parser for one sequence; None if all text is content."""
         tools = {tool.name: tool for tool in self.tools}
         if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
             in_analysis = self.thinking is Thinking.BEGUN

@@ -30,8 +30,8 @@ class CallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What a grammar must know of the model: how its template writes calls, None for the usual shape of its format, and
-    its special tokens by their text."""
+    """A model's texts that a grammar needs: the shape in which its template writes calls, None for the usual shape of
+    its format, and its special tokens by their text."""
 
     shape: CallShape | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -141,7 +141,7 @@ class _CallRules:
         return " ".join(filter(None, (first, "core", close, more, end)))
 
     def unmarked(self, *, is_single: bool) -> list[StructuralTag]:
-        """Tags that each begin with a tool's name: first calls, and further ones. What is between them is free."""
+        """Tags for first and further calls, each beginning with a tool's name. Text between the tags is free."""
         shape, made = self._shape, list[StructuralTag]()
         end = shape.call_close + (shape.section_close if is_single else "")
         befores = dict.fromkeys(

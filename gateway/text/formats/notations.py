@@ -280,9 +280,9 @@ class Notation:
         if "properties" not in schema:
             return self._any_members(schema.get("additionalProperties", True), is_top=is_top)
         if schema.get("additionalProperties", False) not in (False, True):
-            raise ConstraintError("", "has additionalProperties with a schema beside properties")
+            raise ConstraintError("", "has both properties and additionalProperties with a schema")
         required = schema.get("required", ())
-        # From the last to the first: what follows where pairs were written before, and where none was.
+        # From the last to the first: the rule for the rest after at least one pair, and the rule before any pair.
         after, first = "", '""'
         for name, value in reversed(schema["properties"].items()):
             pair = self._rules.add(f"{self._key(name, is_top=is_top)} {self._value(value)}")

@@ -23,7 +23,7 @@ from gateway.text.formats.scanning import (
 
 MAX_WHOLE_CALL = 1 << 16
 """The maximum length of calls that are parsed only when they are complete; longer ones are content."""
-# What is raised for a text that is no call.
+# Errors of parsing a text that is no call.
 _PROBLEMS = SyntaxError, TypeError, ValueError, LookupError, RecursionError, MemoryError
 
 
@@ -111,7 +111,7 @@ class WholeCallParser(CallParser):
     """Calls that are delivered when they are complete. A subclass parses them.
 
     Attributes:
-        header: What a call begins with.
+        header: The pattern with which a call begins.
         call_end: The text after the calls.
     """
 
@@ -119,8 +119,8 @@ class WholeCallParser(CallParser):
     call_end: str
 
     def _find_end(self, marker: str) -> Callable[[str, int], int | None]:
-        """Finds the position after the calls in a text of which a number of characters was searched before; None if
-        more text is needed."""
+        """Finds the position after the calls in a text whose first characters were searched before; None if more text
+        is needed."""
         end = self.call_end
 
         def find(text: str, num_seen: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 class ToolCallDelta:
     """A part of one tool call. The first part of a call has its id and its name; `arguments` are appended.
 
-    `index` is the position of the call among those of its sequence.
+    `index` is the position of the call among the calls of its sequence.
     """
 
     index: int

@@ -55,7 +55,7 @@ class Layout(Enum):
 
 
 class Slot(Enum):
-    """What a field of an envelope is."""
+    """The kinds of fields of an envelope."""
 
     NAME = "the name of the tool"
     ARGUMENTS = "the arguments"
@@ -143,7 +143,7 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class RenderedCalls:
-    """What a template renders for calls.
+    """The text that a template renders for calls.
 
     Attributes:
         text: From the beginning of the answer to its end, where both can be seen.
@@ -195,7 +195,7 @@ def _written(shape: CallShape, name: str, arguments: str, index: int) -> str:
 
 
 def rendered_calls(render: Render) -> RenderedCalls | None:
-    """What a template renders for calls; None if it leaves them out."""
+    """Renders calls by a template; None if it leaves them out."""
     plain = render(_CONTENT, ())
     without_names = None
     for arguments in _PROBE_ARGUMENTS:
@@ -341,7 +341,7 @@ def _tagged(text: str, after: int, before: int, call: ProbeCall) -> _Core | None
     """A call with marks around each argument, in a text up to `before`."""
     begin = text.find(call.name, after)
     before_first, *parts = re.split(f"({'|'.join(call.arguments)})", text[begin + len(call.name) : before])
-    # What follows each key up to the next one. Some templates leave out nulls.
+    # The text after each key up to the next one. Some templates leave out nulls.
     values = dict(zip(parts[::2], parts[1::2], strict=True))
     if (
         list(values) != parts[::2]

@@ -128,7 +128,7 @@ class PythonScanner(JsonScanner):
 
 
 class Part(Enum):
-    """The items of a pattern besides fixed texts."""
+    """The items of a pattern that are not fixed texts."""
 
     SPACES = "any number of spaces"
     NAME = "the name of a tool"
@@ -166,12 +166,11 @@ class Unmatched(Enum):
 
 
 class Pattern:
-    """A sequence of fixed texts, spaces and names. The first name is that of the match."""
+    """A sequence of fixed texts, spaces and names. The first name is the name of the match."""
 
     def __init__(self, text: str, *words: Part, before: Sequence[str] = ()) -> None:
         """In `text` a line break stands for any number of spaces, each {} for the next of `words`, and (a or b) for
-        alternatives, the first of which that matches counts. One of the texts `before` must follow the match and is not
-        part of it."""
+        alternatives: the first match counts. One of the texts `before` must follow the match and is not part of it."""
         places, self._before = iter(words), tuple(before)
         self._parts: list[tuple[str, ...] | Part] = []
         for piece in filter(None, _SHORT.split(text)):
