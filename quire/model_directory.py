@@ -43,8 +43,8 @@ _QWEN_2_VL = {
     "rope_theta": 1e6,
 }
 _QWEN_3_VL = {"hidden_size": 4096, "max_position_embeddings": 128000, "rope_theta": 5e5}
-# Language models within models that read images, too: the type that they equal on texts, whose three positions by which
-# they rotate are the same number; and what transformers' defaults differ in from those of that type.
+# Language models within models that also read images: the type that they equal on texts, where their three rotary
+# positions are the same number; and the defaults of transformers that differ from the defaults of that type.
 _TYPES_WITHIN = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN_2_VL)),
     "qwen3_vl_text": ("qwen3", _QWEN_3_VL),
@@ -58,7 +58,7 @@ _OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_
 
 # How transformers names language models; the worker says which of them it can run through transformers' code.
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
-# What models with other names do: the first suffix that fits counts.
+# Tasks of models with other names: the first suffix that fits counts.
 _OTHER_TASKS = {
     "ForMaskedLM": "fills in masked tokens and generates no text",
     "ForSequenceClassification": "classifies or ranks texts and generates none",
@@ -98,17 +98,17 @@ class ModelDirectory:
     """The contents of the JSON files of a model directory, or what a GGUF file has in their place.
 
     Attributes:
-        path: The directory, or the GGUF file, of several parts any.
-        config: config.json, with its quantization_config in place where older tools wrote that elsewhere; or what that
-            says of the language model of `whole`.
-        generation_config: generation_config.json, or what a GGUF file has in its place; empty where there is none.
-        tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
-            added_tokens.json say where transformers takes that from there.
-        chat_template: The Jinja source that turns messages into a prompt, where the model has one.
-        tool_chat_template: Another one for conversations with tools, where the model has that.
+        path: The directory, or the GGUF file; any part of a GGUF file in several parts.
+        config: config.json, with the quantization_config that older tools wrote elsewhere; or its part about the
+            language model of `whole`.
+        generation_config: generation_config.json, or the GGUF file's values in its place; empty if there are none.
+        tokenizer_config: tokenizer_config.json, empty if there is none, with the tokens that transformers takes from
+            special_tokens_map.json and added_tokens.json.
+        chat_template: The Jinja source that turns messages into a prompt, if the model has one.
+        tool_chat_template: A different source for conversations with tools, if the model has one.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
-        whole: What the model is that reads images or sound, too, where only its language model is served; else None.
-        gguf: The header of a GGUF file, which is read once; None of a directory.
+        whole: The kind of a model that also reads images or sound and whose language model is served; otherwise None.
+        gguf: The header of a GGUF file, which is read once; None for a directory.
     """
 
     path: Path
@@ -244,7 +244,7 @@ class HubName:
 
     Attributes:
         revision: A branch, a tag or a commit; without one it is the main branch.
-        quantization: What the names of GGUF files have before the ending, in capitals or not.
+        quantization: The part of the names of GGUF files before the ending, in capitals or not.
     """
 
     repository: str
@@ -259,7 +259,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """None where the text has another form. ORG/NAME.gguf is a file, not a repository."""
+        """Parses a name; None if the text has another form. ORG/NAME.gguf is a file, not a repository."""
         match = _HUB_NAME.fullmatch(text)
         if match is None or match["repository"].endswith(GGUF_SUFFIX):
             return None
@@ -278,8 +278,8 @@ def not_a_directory(path: Path) -> ConfigurationError:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files with the weights of a model: the GGUF file that it is, or its parts; the single safetensors file where
-    it is there, else those of the index, sorted by name.
+    """The files with the weights of a model: the GGUF file or its parts; otherwise the single safetensors file, or if
+    it is absent the files of the index, sorted by name.
 
     Raises:
         ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere; a
@@ -333,7 +333,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in the file, or None where there is no file."""
+    """The object in the file; None if there is no file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -351,7 +351,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
-    """What stands for quantization_config where that is absent; None if nothing does."""
+    """The older form of an absent quantization_config; None if there is no such form."""
     for name, method in OLDER_QUANTIZATIONS.items():
         if fields := _read_json(path / name):
             return {"quant_method": method} | fields
@@ -421,7 +421,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """What config.json says of the language model of one that reads more than text."""
+    """The part of config.json about the language model within a model that reads more than text."""
     text = _text_config(config)
     usual = next(kind for kind, name in _ARCHITECTURES.items() if name == architecture)
     _, defaults = _TYPES_WITHIN.get(str(text.get("model_type")), (usual, {}))
@@ -447,8 +447,8 @@ def _configured_eos(path: Path, config: dict[str, Any], generation_config: dict[
 
 
 def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """By name. From chat_template.jinja and the further files beside it, else from tokenizer_config.json: one template,
-    which is "default", or several with their names.
+    """Chat templates by name: from chat_template.jinja and the further files next to it, else from
+    tokenizer_config.json: one template, which is "default", or several with their names.
 
     Models with a processor may have chat_template.json instead.
     """

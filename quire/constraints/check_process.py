@@ -48,7 +48,7 @@ _FAULTS = {
     signal.SIGABRT: "the library does not accept it; simplify it",
     **dict.fromkeys((signal.SIGBUS, signal.SIGILL, signal.SIGFPE), "the library has a fault; simplify it"),
 }
-# What Rust writes before it aborts without memory.
+# Rust writes this before it aborts for lack of memory.
 _WITHOUT_MEMORY = b"memory allocation of"
 
 
@@ -143,7 +143,7 @@ def _reap(children: dict[int, tuple[int, int]]) -> None:
 
 
 def _ended_by(status: int, errors: bytes) -> str | None:
-    """What the end of a compilation says about its constraint; None if it says nothing."""
+    """The fault of a constraint that the end of its compilation shows; None if it shows none."""
     if not os.WIFSIGNALED(status):
         return f"ends the process that compiles it with status {os.WEXITSTATUS(status)}; simplify it"
     end = os.WTERMSIG(status)

@@ -29,8 +29,8 @@ from quire.constraints.patterns import CONTROL, names_control, sound_pattern
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 50_000
 MAX_REGEX_CHARACTERS = 8_192
-"""The time to compile one grows with the square of its length, and that of each mask with what it forces: half a second
-for `(a?)` 8,000 times. A worker compiles beside the streams of others."""
+"""The time to compile a regex grows with the square of its length, and the time of each mask with the text that it
+forces: half a second for `(a?)` 8,000 times. A worker compiles while it streams for other requests."""
 
 
 class ConstraintError(ValueError):
@@ -79,7 +79,7 @@ ANNOTATIONS = frozenset(
 influence on validity; what is generated from many schemas has that one, and models rarely repeat an item."""
 
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-"""Values of `format` that are enforced, as far as a regular expression can express them."""
+"""Values of `format` that are enforced, to the extent that a regular expression can express them."""
 
 REFUSED = frozenset(
     (
@@ -101,7 +101,7 @@ _HINTS = {
 _NEUTRAL = {"nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True, "propertyNames": True}
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 _SHARED = ("#/$defs/", "#/definitions/")
-# What some libraries write for a value of any type.
+# Some libraries write this for a value of any type.
 _ANY_TYPE = "any"
 
 # A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
@@ -112,7 +112,7 @@ _NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separat
 # In the names of additional properties the engine allows any character as a code (\uXXXX), and compares the spelling
 # only: the name of a property could be written in another one, and escape its schema. Without codes each has just one.
 _NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
-# Of the path of a subschema, in characters.
+# Maximum characters of the path of a subschema in errors.
 _SHOWN_PATH = 120
 
 
@@ -335,7 +335,7 @@ def _check_codes(schema: dict[str, Any]) -> None:
 
 
 def _place(path: str, *steps: str) -> str:
-    """The path of a subschema, as far as errors show it: each of many subschemas has one, and a step may be long."""
+    """The path of a subschema as errors show it, cut off: each of many subschemas has one, and a step may be long."""
     return "/".join((path, *(step[:_SHOWN_PATH] for step in steps)))[:_SHOWN_PATH]
 
 

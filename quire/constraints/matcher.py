@@ -226,8 +226,8 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
 
 
 def _explained(error: str) -> str:
-    """An error of the library in one line; exceeded limits and empty languages are explained. Of a regular expression
-    it shows what is at fault, not the whole."""
+    """An error of the library in one line; exceeded limits and empty languages are explained. It shows only the part of
+    a regular expression that is at fault."""
     if (found := _REGEX_ERROR.search(error)) is not None:
         pattern, place = found["pattern"], len(found["before"])
         return f'invalid regular expression: {found["reason"]} at "{pattern[place : place + _SHOWN_PATTERN]}"'
@@ -346,12 +346,12 @@ class Matcher:
         return None if self._has_ended or self.error is not None else self._grammar
 
     def forced(self) -> list[int]:
-        """What must follow, in the tokens that the tokenizer makes of it; empty where there is a choice. The text may
-        have other tokens."""
+        """The text that must follow, in the tokens that the tokenizer makes of it; empty if there is a choice. The
+        model may generate the same text in other tokens."""
         grammar = self.needs_grammar
         if grammar is None or grammar.is_error():
             return []
-        # Of a copy, so that nothing that this does can be seen in a later mask.
+        # A copy is asked, so that this cannot change a later mask.
         return grammar.deep_copy().compute_ff_tokens()
 
     def finish(self, mask: Mask, delays_end: bool) -> None:
@@ -399,8 +399,8 @@ class MaskMaker:
         grammars = [(each, i) for i, matcher in enumerate(matchers) if (each := matcher.needs_grammar) is not None]
         if grammars:
             for grammar, _ in grammars:
-                # What must follow is spelled here and kept for the mask: in the executor's threads each spelling would
-                # wait for the interpreter, up to 5 ms while another thread holds it.
+                # The forced text is tokenized here and kept for the mask: in the executor's threads each tokenizing
+                # would wait for the interpreter, up to 5 ms while another thread holds it.
                 grammar.compute_ff_tokens()
             self._executor.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, masks.shape[1] * 4, len(masks))
         for matcher, mask, delays in zip(matchers, masks, delays_end, strict=True):

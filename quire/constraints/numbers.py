@@ -1,6 +1,6 @@
 """Numbers of JSON schemas: which of them the engine enforces exactly, and bounds moved inwards to such numbers.
 
-llguidance 1.9.1 holds numbers as doubles, reads those of more than 53 bits or with a large exponent with an error in
+llguidance 1.9.1 holds numbers as doubles, reads numbers of more than 53 bits or with a large exponent with an error in
 the last digit, makes 64-bit integers of bounds, and computes multiples in 32 bits.
 """
 

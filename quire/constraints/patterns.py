@@ -11,7 +11,7 @@ have all four, and the two control characters are taken away from other sets. Un
 
 import re
 
-# What a pattern consists of, as the engine reads it; the groups name what is changed or refused.
+# The items of a pattern as the engine reads them; the groups name the items that are changed or refused.
 _ITEM = re.compile(
     r"""(?P<sound>\[\[\^?(?:\\.|[^\\\[\]])*\]--\[\\x00\\x01\]\]|\[\\[pP](?:\{[^}]*\}|.)--\[\\x00\\x01\]\])
     |(?P<property>\\[pP](?:\{[^}]*\}|.))

@@ -34,7 +34,7 @@ MAX_CHOICES = 100_000
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SCHEMA_OF_LARK = re.compile(r"%json\s*(?=\{)")
 _REGEX_OF_LARK = re.compile(r"/(?:[^/\\\n]|\\.)+/")
-# What a grammar in Lark is made of, in so far as names of tokens may be in it.
+# Parts of a Lark grammar that may have or hide the name of a token: strings, comments, regexes, and the names.
 _NAME_IN_LARK = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL)
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 # Models put white space before a JSON text that follows other text.
@@ -188,7 +188,7 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
 
 
 def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> str:
-    """A grammar whose JSON schemas are read, but for those with `x-guidance`, which have been."""
+    """A grammar whose JSON schemas are enforced, except schemas with `x-guidance`, which have been before."""
     parts: list[str] = []
     place = 0
     for found in _SCHEMA_OF_LARK.finditer(lark):
@@ -204,7 +204,7 @@ def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> st
 
 
 def _dumps(grammar: dict[str, Any], **named: dict[str, Any]) -> str:
-    """A grammar, with those that it refers to by name."""
+    """A grammar together with the grammars that it refers to by name."""
     grammars = [grammar, *(each | {"name": name} for name, each in named.items())]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 

@@ -1,6 +1,6 @@
 """A limit on the tokens of a model's reasoning: after them, the mark that ends the reasoning must follow.
 
-The state is a function of the tokens of prompt and output, as that of a matcher.
+The state is a function of the tokens of prompt and output, as a matcher's state is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """How many tokens a sequence may have between two marks.
+    """The maximum tokens of a sequence between two marks.
 
     Attributes:
         begin: The mark that begins the reasoning, with special tokens shown.
         end: The mark that ends it.
         end_token_ids: The tokens of `end`.
-        max_tokens: Those of all stretches of reasoning together.
+        max_tokens: The maximum tokens of all stretches of reasoning together.
     """
 
     begin: bytes
@@ -31,7 +31,7 @@ class ThinkingState:
     __slots__ = ("_is_inside", "_limit", "_num_tokens", "_recent", "_tail", "_token_bytes")
 
     def __init__(self, limit: ThinkingLimit, token_bytes: Sequence[bytes], prompt: Iterable[int]) -> None:
-        """The state after a prompt, whose tokens do not count. `token_bytes` are those of each token id."""
+        """The state after a prompt, whose tokens do not count. `token_bytes` has the bytes of each token id."""
         self._limit = limit
         self._token_bytes = token_bytes
         self._num_tokens = 0

@@ -18,7 +18,7 @@ from quire.model_directory import ModelDirectory
 from quire.replacement import replace_file
 
 MAX_FILES, MAX_BYTES = 32, 256 << 20
-"""Of all tables. The least recently used ones are removed."""
+"""The maximum of all tables together. The least recently used ones are removed."""
 MIN_TOKENIZER_BYTES = 1 << 20
 """The table of a smaller tokenizer.json is made as fast as it is read."""
 _FORMAT = b"quire tokens 2"
