@@ -17,7 +17,7 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, LogitRules
 from worker_svc.streams import to_device
 
-# Tokens are looked up in tables of rows x length. Rows of similar length share one, of at most so many entries.
+# Maximum entries of a table of rows x length, in which tokens are looked up. Rows of similar length share a table.
 _MAX_ENTRIES = 2**19
 
 
@@ -55,7 +55,7 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
         logits: [n, vocab] float32.
         columns: Parameters of the n rows.
         history: Tokens of the n rows.
-        masks: Those of the constrained rows.
+        masks: Masks of the constrained rows.
     """
     places = np.flatnonzero(columns.has_rules)
     if masks is None and not len(places):
@@ -184,10 +184,10 @@ def _table(piece: list[RuledRow], history: History, device: torch.device) -> tup
 
 
 def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
-    """Changes the logits of these rows in place: those of the tokens that a row has, and no others.
+    """Changes the logits of these rows in place, only for tokens that occur in the row.
 
-    The penalties are those of vLLM: repetition divides positive logits and multiplies the others, of each token in
-    prompt or output; frequency and presence count the output alone.
+    The penalties equal vLLM's: repetition divides positive logits and multiplies the others, of each token in prompt or
+    output; frequency and presence count only the output.
 
     Occurrences are counted in the logits themselves: the entries of the tokens that occur are read, set to zero,
     counted up, and overwritten with their new values, so that nothing of the size of the vocabulary is allocated.

@@ -109,7 +109,7 @@ def _without_indexers(model: PreTrainedModel) -> None:
 
 
 def adapt_bloom(model: PreTrainedModel) -> None:
-    """Bloom. Its positions are ALiBi alone: a bias on the scores, by head and distance, which paged attention adds."""
+    """Bloom. It has only ALiBi positions: a bias on the scores, by head and distance, which paged attention adds."""
     base: Any = model.base_model
     # The bias of the key at position 1.
     slopes = base.build_alibi_tensor(torch.ones(1, 2), base.num_heads, torch.float32)[:, 0, 1].tolist()

@@ -1,6 +1,6 @@
 """Models without a family of Quire's own: transformers' code, with paged attention instead of theirs.
 
-Configuration and weights are read as transformers reads them, but from local files alone: no code, no pickles.
+Configuration and weights are read as transformers reads them, but only from local files: no code, no pickles.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class TransformersCausalLM(CausalLM):
     def __init__(
         self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: int
     ) -> None:
-        """`sizes` are those of `CausalLM`."""
+        """`sizes` are the sizes that `CausalLM` takes."""
         super().__init__(placement, **sizes)
         self.architecture = architecture
         self._model = model
@@ -250,7 +250,7 @@ def remembered_by_generate(config: PreTrainedConfig, windows: Sequence[int | Non
     Its cache keeps a window wherever the configuration names one, even if the masks ignore it.
 
     Args:
-        windows: those of the masks, one for each attention call in the order of the layers.
+        windows: the masks' windows, one for each attention call in the order of the layers.
     """
     caches = DynamicCache(config=config).layers
     per_layer = max(len(windows) // max(len(caches), 1), 1)
@@ -266,7 +266,7 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
     """config.json as transformers understands it.
 
     Raises:
-        ConfigurationError: it is not a decoder alone, or needs code from the directory, which is never run.
+        ConfigurationError: it is not a decoder-only model, or needs code from the directory, which is never run.
     """
     with refusals(described):
         if described.path.is_file() or described.whole is not None:
@@ -327,7 +327,7 @@ def load_pretrained(
 
 
 def _lazy_tensors(tensors: Mapping[str, StoredTensor], progress: Progress) -> dict[str, "_LazyTensor"]:
-    """The tensors of a checkpoint, each of which is read, in several threads, and counted when it is wanted."""
+    """The tensors of a checkpoint. Each is read, in several threads, and counted when it is needed."""
     done, total = 0, sum(tensor.num_bytes for tensor in tensors.values())
     counting = threading.Lock()
     progress(done, total)

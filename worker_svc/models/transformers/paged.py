@@ -114,7 +114,7 @@ class PoolShape:
         """The smallest shape that all layers fit in: narrower heads are padded with zeros, fewer heads are repeated.
 
         Raises:
-            UnsupportedModelError: the heads of one layer cannot be repeated to those of another.
+            UnsupportedModelError: the heads of one layer cannot be repeated to the number of another layer's heads.
         """
         num_kv_heads = max(layer.num_kv_heads for layer in layers)
         for layer in layers:

@@ -182,7 +182,7 @@ class _Run:
 
     Attributes:
         hidden: [T, hidden].
-        sinks: copies of those of each call, whose tensors may change.
+        sinks: copies of each call's sinks, since its tensors may change.
     """
 
     hidden: torch.Tensor
@@ -300,10 +300,10 @@ def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | No
 
     Args:
         mask_function: (batch index, head index, query positions, key positions) -> what is seen, by broadcasting.
-        num_positions: of the model.
+        num_positions: the number of the model's positions.
 
     Returns:
-        None when a token sees all before it.
+        None if a token sees all tokens before it.
 
     Raises:
         UnsupportedModelError: any other pattern: both directions, chunks, masks that depend on the tokens.
@@ -328,7 +328,7 @@ def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | No
 # In order of precedence: some files name lengths of their training too.
 _LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
 
-# Lengths of the training of model types with ALiBi alone, whose configuration need not name one.
+# Training lengths of model types with only ALiBi positions, whose configuration need not name one.
 _TRAINED_LENGTHS = {"bloom": 2048}
 
 
