@@ -58,7 +58,7 @@ _HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 _TWICE = {"attention_hidden_size": 128, "attention_head_dim": 32}
 _CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
 _DECODER = {"is_decoder": True}
-# What the rules above cannot know of a type.
+# Fields that the rules above cannot derive for a type.
 _FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -147,7 +147,7 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The default configuration of a type with small sizes. Of each kind of layer that it has, one layer is kept."""
+    """The default configuration of a type with small sizes. It keeps one layer of each kind."""
     config_class = CONFIG_MAPPING[model_type]
     return config_class(**{**_shrunk(config_class()), **_FIELDS.get(model_type, {})})
 

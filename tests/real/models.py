@@ -18,7 +18,7 @@ from tests.real.packages import cache_folder, made_once, npm, pypi
 from tests.support.models import randomize
 
 _FORMAT = 1
-"""Of the directories that are kept; another number makes them anew."""
+"""The format of kept directories; another number makes them anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _write_model(folder: Path, source: _Source) -> None:
 
 
 def _id(tokenizer: Tokenizer, token: Any) -> int | None:
-    """Of a token as tokenizer_config.json names it."""
+    """The id of a token as tokenizer_config.json names it."""
     content = token["content"] if isinstance(token, dict) else token
     return None if content is None else tokenizer.token_to_id(content)
 

@@ -38,7 +38,7 @@ class Package:
     name: str
     version: str
     digest: str
-    """What the archive must have, as npm writes it: `sha512-` or `sha256-`, then base64 or hexadecimal digits."""
+    """The digest of the archive as npm writes it: `sha512-` or `sha256-`, then base64 or hexadecimal digits."""
     keep: tuple[str, ...] = ("*",)
     """Patterns of the files to unpack. `*` also matches `/`. npm's and sdists' single top folder is left out."""
 

@@ -1,4 +1,4 @@
-"""What Quire takes each of 786 real chat templates to write is what a person read in them."""
+"""The formats that Quire detects in 786 real chat templates are the formats that a person read in them."""
 
 import csv
 from pathlib import Path

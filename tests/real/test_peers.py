@@ -77,7 +77,8 @@ def is_listed(name: str, listed: str) -> bool:
 
 
 def problems_of(outcomes: dict[str, str], differs: dict[str, str]) -> Iterator[str]:
-    """What the table does not say: a test that fails without a reason, and a reason for what passes or is not there."""
+    """Differences from the table: a test that fails without a reason, and a reason for a test that passes or is not
+    there."""
     for name, outcome in outcomes.items():
         if outcome != "passed" and not any(is_listed(name, each) for each in differs):
             yield f"{name}: {outcome}"

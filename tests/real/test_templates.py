@@ -1,4 +1,4 @@
-"""Chat templates of public models: prompts equal those of transformers' renderer, or are refused with the reason."""
+"""Chat templates of public models: prompts equal the output of transformers, or are refused with the reason."""
 
 import json
 from collections.abc import Sequence
@@ -163,7 +163,7 @@ def _has_lost_calls(prompt: ChatPrompt, expected: list[str], text: str) -> bool:
 
 
 def differences(name: str, source: str) -> list[str]:
-    """What is wrong with the prompts of all conversations."""
+    """Differences between the prompts of all conversations and transformers' prompts."""
     plain, in_parts = (rendered_by_transformers(source, CONVERSATIONS["a user"], each) for each in (False, True))
     # Some templates for images leave out a text that is not a part.
     takes_parts = not any(USER.content in text for text in plain) and any(USER.content in text for text in in_parts)

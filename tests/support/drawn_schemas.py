@@ -150,7 +150,7 @@ class SchemaDrawer:
         return self._combined("anyOf", depth)
 
     def _all(self, depth: int) -> dict[str, Any]:
-        # Schemas of one kind, since those of two have no values.
+        # Schemas of one kind, since schemas of two kinds have no values.
         kind = self.random.choice(("string", "number", "object", "array"))
         schema = {"allOf": [getattr(self, f"_{kind}")(depth + 1) for _ in range(self.random.randint(1, 3))]}
         return schema | (getattr(self, f"_{kind}")(depth + 1) if self.random.random() < 0.4 else {})
@@ -299,7 +299,7 @@ def written_text(random: Random, template: Template) -> str | None:
 
 
 def faults(drawer: SchemaDrawer, schema: dict[str, Any], *, num_values: int = 14) -> list[tuple[str, str]]:
-    """What is wrong with the grammar of a schema: "weakened" or "rejected", and a text.
+    """Faults of the grammar of a schema: "weakened" or "rejected", each with a text.
 
     Raises:
         ConstraintError: the schema is refused.

@@ -1,4 +1,4 @@
-"""What is in the directory of batches when something fails, and how much of it stays."""
+"""The directory of batches after failures: its contents, and the size that it keeps."""
 
 import asyncio
 import errno

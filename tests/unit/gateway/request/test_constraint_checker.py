@@ -323,5 +323,5 @@ async def test_a_verdict_is_kept_by_content(checker, monkeypatch) -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="unclosed group"):
             await checker.check(constraint, "a")
-        # What is known needs no process.
+        # A known verdict needs no process.
         monkeypatch.setattr(checker, "_trial", None)

@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, in a sandbox; prefixes are those of all later turns."""
+"""Chat templates render as transformers renders them, in a sandbox; prefixes are shared by all later turns."""
 
 import asyncio
 import json

@@ -108,7 +108,7 @@ OPEN = {"type": "object", "properties": {'a"b': {"type": "integer"}}, "additiona
 IDS = (1234567890123456789, 987654321098765432, -(2**63))
 # Schemas with what the engine by itself would weaken: texts that are valid, and texts that are not.
 EXACT: list[tuple[Any, list[str], list[str]]] = [
-    # Sets of characters, some of which have all control characters and not the two that JSON escapes.
+    # Sets of characters; some have all control characters and not the two that JSON escapes.
     ({"type": "string", "pattern": r"^[^\\]{3}$"}, ['"abc"', r'"a\"\n"'], [r'"\\\\\\"', r'"ab\\"']),
     ({"type": "string", "pattern": '^[^"]$'}, ['"a"', r'"\\"', r'"\u001f"'], [r'"\""', r'"\u0022"']),
     ({"type": "string", "pattern": r'^[^"\\]+$'}, ['"ab"', r'"\n"'], [r'"\\"', r'"a\""']),
