@@ -28,26 +28,26 @@ from quire.rpc.errors import (
 from quire.settings import ConfigurationError
 
 MAX_ADAPTERS = 4096
-"""Names that a gateway has at most; how many are in workers' memory at once is --max-adapters."""
+"""The maximum names of a gateway; --max-adapters limits the adapters in workers' memory at once."""
 _NAME = re.compile(r"[\w][\w./:@+-]{0,127}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter by its name, and its rank."""
+    """A named adapter and its rank."""
 
     named: NamedAdapter
     rank: int
 
 
 class Adapters:
-    """The served adapters, and which name stands for the model as it is.
+    """The served adapters by name, and the names of the model without an adapter.
 
     Args:
         model: The name of the model.
-        directory: Where the model is; its shape is that of its adapters.
-        slots: How many adapters each replica that is known takes at once.
-        refusal: Why names cannot change while the gateway runs; None if they can.
+        directory: The directory of the model; adapters must fit its shape.
+        slots: Returns the maximum adapters at once of each known replica.
+        refusal: The reason why names cannot change while the gateway runs; None if they can.
         aliases: Further names of the model.
     """
 
@@ -78,8 +78,8 @@ class Adapters:
                 raise ConfigurationError(f"--adapters {each}: {error.message}") from error
 
     def visible(self, caller: Caller, model: str | None) -> str | None:
-        """The name that a call which names `model` may use: an adapter's, or else the model's; None if the caller may
-        use neither."""
+        """The name to serve a call that names `model`: the adapter's, or else the model's; None if the caller may use
+        neither."""
         if model is not None and model in self.aliases:
             # A caller that may use the model may use it by every name.
             return None if caller.visible(self.model) is None and caller.visible(model) is None else model
@@ -96,7 +96,7 @@ class Adapters:
         return None if name == self.model or name in self.aliases else self.model
 
     def of(self, model: str | None) -> NamedAdapter | None:
-        """The adapter with this name; None for the model as it is. Raises InvalidArgument if it is gone."""
+        """The adapter with this name; None for the model itself. Raises InvalidArgument if the adapter is gone."""
         if model is None or self.parent_of(model) is None:
             return None
         if (served := self._served.get(model)) is None:
@@ -128,7 +128,7 @@ class Adapters:
         return await self._add(name, directory, name_field, directory_field, replace=replace)
 
     def unload(self, name: str, *, name_field: str) -> None:
-        """Takes a name away, for an operator; requests that run go on. Raises PermissionDenied, FailedPrecondition or
+        """Removes a name, for an operator; running requests continue. Raises PermissionDenied, FailedPrecondition or
         NotFound."""
         self._check_operator()
         if self._served.pop(name, None) is None:

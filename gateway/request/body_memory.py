@@ -1,4 +1,4 @@
-"""The memory of the requests that are held, as sent and as parsed."""
+"""Limits the memory of request bodies, as sent and as parsed."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class BodyMemory:
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int | None = None) -> None:
-        """A tenant may hold `max_tenant_bytes`, and always one body; None is no limit."""
+        """A tenant may hold `max_tenant_bytes`, and always one body; None means no limit per tenant."""
         self.max_bytes = max_bytes
         self.max_tenant_bytes = max_tenant_bytes
         self.num_bytes = 0
@@ -37,7 +37,7 @@ class BodyMemory:
         return body
 
     def refusal(self, *, of_tenant: bool = False) -> ResourceExhausted:
-        """The error of a body for which there is no memory, or none of its tenant's share."""
+        """The error for a body that does not fit into the memory, or into its tenant's share."""
         whose, limit = "all", self.max_bytes
         if of_tenant and self.max_tenant_bytes is not None:
             whose, limit = "one tenant's", self.max_tenant_bytes
@@ -50,8 +50,8 @@ class BodyMemory:
 
 
 class HeldBody:
-    """One body: `add` what arrives, then `complete` it, and `release` it when its request is over. Its tenant is that
-    of the call that adds."""
+    """One body: `add` arriving bytes, then `complete` it, and `release` it when its request is over. Its tenant is the
+    tenant of the call that adds."""
 
     __slots__ = ("_is_released", "_memory", "_tenant", "is_kept", "num_bytes", "on_refusal")
 
@@ -64,8 +64,8 @@ class HeldBody:
         self.on_refusal = on_refusal
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that arrived, or that its values take. Raises ResourceExhausted, and releases the body, where
-        there is no room."""
+        """Counts bytes that arrived, or that its values take. Raises ResourceExhausted and releases the body if there
+        is no room."""
         if self._is_released:
             return
         memory = self._memory
@@ -82,7 +82,7 @@ class HeldBody:
         self.num_bytes += num_bytes
 
     def _takes_share(self, num_bytes: int) -> bool:
-        """Whether its tenant would hold more than its share, by other bodies as well."""
+        """Whether its tenant has other bodies, and would hold more than its share with all of them."""
         share, of_tenant = self._memory.max_tenant_bytes, self._memory.bytes_of_tenants[self._tenant]
         return share is not None and of_tenant > self.num_bytes and of_tenant + num_bytes > share
 
@@ -93,22 +93,22 @@ class HeldBody:
         return not is_alone and memory.num_bytes + num_bytes > memory.max_bytes
 
     def add_answer(self, num_bytes: int) -> None:
-        """Counts an answer that its client has yet to take; it is no longer given up for other bodies. Raises as `add`
-        does."""
+        """Counts an answer that its client has not received yet. The body is no longer given up for other bodies.
+        Raises as `add` does."""
         self.complete()
         self.add(num_bytes)
 
     def complete(self) -> None:
-        """It has arrived, and is no longer given up for others."""
+        """Marks the body as fully arrived: it is no longer given up for others."""
         self._memory.arriving.pop(self, None)
 
     def keep(self) -> Callable[[], None]:
-        """Counts it until the returned function is called, also if further messages of the same call arrive before."""
+        """Counts the body until the returned function is called, even if more messages of its call arrive before."""
         self.is_kept = True
         return self.release
 
     def release(self) -> None:
-        """No longer counts it. Idempotent."""
+        """Stops counting the body. Idempotent."""
         self.complete()
         self._is_released = True
         self._memory.num_bytes -= self.num_bytes

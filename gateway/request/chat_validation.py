@@ -25,7 +25,7 @@ _CALLER = "assistant"
 
 
 def check_chat(violations: Violations, prompt: ChatPrompt, field: str) -> None:
-    """Checks a conversation whose messages are `field`, except their texts."""
+    """Checks a conversation whose messages are in `field`, except their texts."""
     scope = field.removesuffix("messages")
     _check_calls(violations, prompt.messages, field)
     _check_tools(violations, prompt, scope)

@@ -1,10 +1,10 @@
-"""Counts what a message has before anything walks it: a caller may put two million entries into 4 MiB.
+"""Counts the entries of a message before anything walks it: a caller may put two million entries into 4 MiB.
 
-Every list and map has a maximum number of entries, by the name of its field, in `MAX_ENTRIES` and for all others
-`DEFAULT_MAX_ENTRIES`. The entries of a field count together over the whole message, in a protobuf message as in a body
-of JSON. A message of protobuf is counted in its bytes, before it is parsed; a body in two steps, in its bytes and as
-parsed. Counting stops at the first maximum that is exceeded. Exact limits, which may be lower or
-depend on the model, are the validator's.
+Every list and map has a maximum number of entries, by the name of its field in `MAX_ENTRIES`, otherwise
+`DEFAULT_MAX_ENTRIES`. The entries of a field count together over the whole message, in protobuf as in JSON. A protobuf
+message is counted in its bytes, before it is parsed; a JSON body in two steps, in its bytes and as parsed. Counting
+stops at the first maximum that is exceeded. The validator checks exact limits, which may be lower or depend on the
+model.
 """
 
 import re
@@ -40,7 +40,7 @@ MAX_VALUES_OF_OBJECTS: Mapping[str, int] = {
     **dict.fromkeys(("parsed", "parsed_arguments"), 1 << 16),
     **dict.fromkeys(("chat_template_kwargs", "documents"), 4096),
 }
-"""Objects of any shape in a body of JSON, such as schemas: all values in them, at any depth, count as theirs."""
+"""The maximum values of objects of any shape in JSON, such as schemas: values at all depths count together."""
 # Lists of such objects.
 _LISTS_OF_OBJECTS = frozenset({"documents", "parsed"})
 MAX_VALUES_OF_TEXTS = 1 << 16
@@ -55,7 +55,7 @@ _MAX_PATH = 256
 _CONTAINERS_PER_STEP = 512
 # The approximate bytes that Python takes for a value in addition to its text.
 _STRING_BYTES, _OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES, _FIELD_BYTES = 64, 256, 64, 40, 128
-# In UTF-8, of characters beyond U+FFFF, and beyond U+00FF; and escapes of JSON of the former.
+# First UTF-8 bytes of characters beyond U+FFFF, and beyond U+00FF; and JSON escapes of the former.
 _WIDE, _BROAD = bytes(range(0xF0, 256)), bytes(range(0xC4, 256))
 _WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 
@@ -96,7 +96,7 @@ NO_MESSAGES = EntryLimits(max_messages=0)
 
 
 def check_values(data: bytes, limits: EntryLimits, name: str = "the body", *, max_numbers: int = MAX_NUMBERS) -> int:
-    """Counts the values of JSON in its bytes, which takes a tenth of what parsing takes.
+    """Counts the values of JSON in its bytes, in a tenth of the time of parsing.
 
     Returns:
         The approximate bytes of memory that the values take: up to 20 times the size of `data`.
@@ -129,8 +129,8 @@ def check_values(data: bytes, limits: EntryLimits, name: str = "the body", *, ma
 
 
 def _bytes_of_character(data: bytes) -> int:
-    """The most bytes that Python takes for a character of the texts in `data`: one wide one makes all of its text
-    wide."""
+    """The maximum bytes that Python takes for a character of the texts in `data`: one wide character makes its whole
+    text wide."""
     if data.isascii():
         return 1 if b"\\u" not in data else 4 if _WIDE_ESCAPE.search(data) else 2
     if len(data.translate(None, _WIDE)) < len(data):
@@ -139,7 +139,7 @@ def _bytes_of_character(data: bytes) -> int:
 
 
 def num_values_in(text: str) -> int:
-    """At least the number of values that a text has as JSON."""
+    """An upper bound of the number of values that a text has as JSON, up to the first number above the maximum."""
     data = _without_escapes(text.encode(errors="replace"))
     num_strings = data.count(b'"') // 2
     if num_strings > _MAX_VALUES:

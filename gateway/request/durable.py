@@ -29,8 +29,8 @@ log probability counts as a token. Requests beyond the bound are left to the sch
 
 @dataclass(frozen=True, slots=True)
 class ClientOffset:
-    """The number of tokens of one sequence that the client of a resumed stream has, and of characters if it counts
-    them."""
+    """The number of tokens of one sequence that the client of a resumed stream already has, and the number of
+    characters if it counts them."""
 
     sequence_index: int
     num_tokens: int
@@ -92,11 +92,11 @@ class DurableReads:
         self._over: dict[_Read, None] = {}
         self._is_closed = False
         self._turns = TenantTurns()
-        # The requests that a call resumes now, and the call that does so next, if any.
+        # The requests that a call resumes now, each with the call that resumes it next, if any.
         self._next: dict[tuple[str, str], asyncio.Future[None] | None] = {}
 
     def check_resumption(self, account: Account, tenant: str, request_id: str) -> None:
-        """Whether the account may resume this request now. Raises as `Account.check` does."""
+        """Checks that the account may resume this request now. Raises as `Account.check` does."""
         if self._own(account, tenant, request_id) is None:
             account.check()
         else:
@@ -166,7 +166,7 @@ class DurableReads:
             self._pass_on(name)
 
     def _pass_on(self, name: tuple[str, str]) -> None:
-        """The call that resumes a request is done; the next one that waits has its turn."""
+        """Gives the turn to the next waiting call, after a call has resumed a request."""
         turn = self._next[name]
         if turn is None or turn.done():
             del self._next[name]
@@ -214,7 +214,7 @@ class DurableReads:
         return live
 
     def keeps(self, live: LiveRequest) -> bool:
-        """Whether it is read without a client."""
+        """Whether a request is read without a client."""
         read = self._reads.get((live.request.tenant, live.request.request_id))
         return read is not None and read.live is live and read.timer is not None
 
@@ -275,7 +275,7 @@ class DurableReads:
         read.timer = asyncio.get_running_loop().call_later(delay_s, self._end, read)
 
     def _expire(self, read: _Read) -> None:
-        """The grace period of a running request is over."""
+        """Ends a request whose grace period is over."""
         self._replicas.release(read.live)
         self._end(read)
 

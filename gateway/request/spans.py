@@ -47,7 +47,7 @@ class RequestSpan:
         return self._span and self._span.context
 
     def opened(self, live: LiveRequest) -> None:
-        """The request was accepted."""
+        """Records that the request was accepted."""
         self._live = live
         if self._span is None:
             return

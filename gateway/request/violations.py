@@ -135,7 +135,7 @@ def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
 
 @contextmanager
 def renaming(names: Callable[[], Callable[[str], str]]) -> Generator[None]:
-    """Errors have the field names of a front end. `names` makes the function for `renamed`."""
+    """Gives errors the field names of a front end. `names` makes the function for `renamed`."""
     try:
         yield
     except QuireError as error:

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts of a text before and a text after what is to be generated, in a model's own tokens."""
+"""Fill in the middle: prompts of the texts before and after the generated one, in a model's own tokens."""
 
 from dataclasses import dataclass
 

@@ -77,8 +77,8 @@ class TagCallParser(CallParser):
                 self._consume(len(self._rest) if Unmatched.MORE in (found, end) else 0)
                 return
             else:
-                # The next mark shows that a call is over whose end is missing. Before any other text the call stays
-                # open, as one that was cut: it must not run with only the arguments that were understood.
+                # The next mark ends a call whose end is missing. Before any other text the call stays open, as if it
+                # was cut off: it must not run with only the arguments that were understood.
                 marks, rest = (*self.trailer.texts, *self.begins), self._rest.lstrip(SPACE)
                 if not any(mark.startswith(rest) for mark in marks):
                     self._add_arguments("}" if rest.startswith(marks) else "")
@@ -224,7 +224,7 @@ _TAG = re.compile(r"<([^<>/][^<>]*)>")
 
 def _element(pieces: list[str]) -> tuple[str, Any]:
     """The key and the value of the next element: a text, or pairs of keys and values. Raises ValueError and IndexError
-    where the tags do not fit."""
+    if the tags do not match."""
     opened = pieces.pop()
     tag = _TAG.match(opened)
     if tag is None:
@@ -297,7 +297,7 @@ class _PythonNames(ast.NodeTransformer):
 
 
 _VALUES = {"true": True, "false": False, "null": None}
-# As many templates write past values, in formats that are not Python.
+# Python's constants, which many templates write in past values, in formats that are not Python.
 _LITERALS = {"True": True, "False": False, "None": None}
 
 

@@ -73,5 +73,5 @@ def joined(pieces: Sequence[Output]) -> Output:
 
 
 def _cut(text: str, num_characters: int) -> tuple[str, int]:
-    """The text without its first characters, and how many of them are not in it."""
+    """The text without its first characters, and the number of characters that are still to be cut."""
     return text[num_characters:], max(num_characters - len(text), 0)
