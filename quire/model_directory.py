@@ -1,4 +1,4 @@
-"""A model as transformers writes it to a directory, or in one GGUF file; read without torch."""
+"""Reads a model, as transformers writes it to a directory, or in one GGUF file, without torch."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-"""By model_type of config.json."""
+"""Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())
 """The architectures that Quire implements itself."""
 
@@ -51,7 +51,7 @@ _TYPES_WITHIN = {
 }
 _WITH_MORE = "ForConditionalGeneration"
 _NOT_CAUSAL = "paligemma"
-"""Its prompts attend in both directions."""
+"""A model whose prompts attend in both directions."""
 _WITHIN = re.compile(r"\b(?:language_model|text_model)\.")
 _OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 """Fields that config.json may have for the whole model instead of its language model."""
@@ -85,7 +85,7 @@ _HUB_NAME = re.compile(
 _CACHED = "models--"
 
 OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files that have what config.json of other tools has as quantization_config, and whose method that is."""
+"""Files of older tools in place of quantization_config of config.json, each with its quantization method."""
 
 EMBEDDING_MODULES = "modules.json"
 """A file that sentence-transformers writes to directories of models that give embeddings."""
@@ -95,7 +95,7 @@ _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_to
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """The contents of the JSON files of a model directory, or what a GGUF file has in their place.
+    """The contents of the JSON files of a model directory, or their equivalents in a GGUF file.
 
     Attributes:
         path: The directory, or the GGUF file; any part of a GGUF file in several parts.
@@ -126,7 +126,8 @@ class ModelDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Reads the directory; ConfigurationError, one line, when something is missing, broken or not supported."""
+        """Reads the directory. Raises ConfigurationError, in one line, if something is missing, broken or not
+        supported."""
         path = Path(path)
         if is_gguf(path):
             return cls._of_gguf(path)
@@ -175,7 +176,7 @@ class ModelDirectory:
 
     @property
     def name(self) -> str:
-        """The name under which the model is served by default: that of the directory or of the file, or ORG/NAME of a
+        """The name under which the model is served by default: the directory's or the file's name, or ORG/NAME for a
         snapshot in the cache of the hub, models--ORG--NAME/snapshots/COMMIT."""
         path = self.path.absolute()
         if self._own_tokenizer is not None:
@@ -186,8 +187,8 @@ class ModelDirectory:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: the configuration's, and the eos token of the tokenizer, which fine-tunes for
-        chats change in the tokenizer's files only."""
+        """The ids that end a text: the configuration's, and the eos token of the tokenizer, which chat fine-tunes
+        change only in the tokenizer's files."""
         named = self.tokenizer_config.get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         own = self._id_of(text) if isinstance(text, str) and self.gguf is None else None
@@ -199,7 +200,7 @@ class ModelDirectory:
         return {key: value for key, value in self.generation_config.items() if value is not None}
 
     def tokenizer_json(self) -> bytes:
-        """The content of tokenizer.json; ConfigurationError if there is none."""
+        """The content of tokenizer.json. Raises ConfigurationError if there is none."""
         if self._own_tokenizer is not None:
             return json.dumps(self._own_tokenizer, ensure_ascii=False).encode()
         file = self.path / "tokenizer.json"
@@ -216,7 +217,7 @@ class ModelDirectory:
             raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
 
     def tokenizer(self) -> Mapping[str, Any]:
-        """The same as values. Raises ConfigurationError as `tokenizer_json`, and ValueError where it is no JSON."""
+        """The parsed tokenizer.json. Raises ConfigurationError as `tokenizer_json`, and ValueError for invalid JSON."""
         return json.loads(self.tokenizer_json()) if self._own_tokenizer is None else self._own_tokenizer
 
     def _id_of(self, text: str) -> int | None:
@@ -272,7 +273,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def not_a_directory(path: Path) -> ConfigurationError:
-    """The error for a path that is no model."""
+    """The error for a path without a model."""
     problem = "is a file" if path.exists() else "does not exist"
     return ConfigurationError(f"model directory {path} {problem}; {_EXPECTED}")
 
@@ -305,12 +306,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def name_within(name: str) -> str:
-    """The name that a tensor or a module of the language model of a model that reads images, too, has outside of it."""
+    """The name of a tensor or module of a language model, without the prefix that a model for images gives it."""
     return _WITHIN.sub("", name, count=1)
 
 
 def check_no_pointer(file: Path) -> None:
-    """Raises ConfigurationError where Git LFS has left a pointer in place of a file."""
+    """Raises ConfigurationError if Git LFS has left a pointer in place of a file."""
     try:
         with file.open("rb") as opened:
             is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
@@ -321,7 +322,7 @@ def check_no_pointer(file: Path) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The names of the files that an index lists, sorted. ConfigurationError where it is malformed."""
+    """The sorted names of the files that an index lists. Raises ConfigurationError if it is malformed."""
     weight_map = (_read_json(index) or {}).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigurationError(f"{index}: weight_map is {weight_map!r:.80}; it must be an object of file names")
@@ -361,8 +362,8 @@ def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """A configuration that lists its added tokens is complete. In older models special_tokens_map.json overrides it,
-    and added_tokens.json maps the texts of added tokens to their ids, which become "added_tokens" here."""
+    """tokenizer_config.json, which is complete if it lists its added tokens. In older models special_tokens_map.json
+    overrides it, and added_tokens.json maps texts of added tokens to their ids, which become "added_tokens" here."""
     config = _read_json(path / "tokenizer_config.json") or {}
     config.pop("added_tokens", None)
     if "added_tokens_decoder" in config:
@@ -378,7 +379,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | None]:
-    """That of the language model, and the name of the whole model where that reads more than text. Raises
+    """The architecture of the language model, and the whole model's name if it reads more than text. Raises
     ConfigurationError."""
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
     given = config.get("architectures")

@@ -75,8 +75,8 @@ ANNOTATIONS = frozenset(
         "uniqueItems", "writeOnly", "xml",
     )
 )  # fmt: skip
-"""Keywords that are allowed and have no effect, as are names that begin with "x-". All but `uniqueItems` are without
-influence on validity; what is generated from many schemas has that one, and models rarely repeat an item."""
+"""Keywords that are allowed and have no effect, like names that begin with "x-". Only `uniqueItems` influences
+validity; generators of schemas often write it, and models rarely repeat an item."""
 
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 """Values of `format` that are enforced, to the extent that a regular expression can express them."""
@@ -239,8 +239,7 @@ def _clean(root: dict[str, Any], *, large_allowed: bool = False) -> tuple[dict[s
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a keyword is an annotation, or admits everything: what generators of schemas write where they have
-    nothing to say."""
+    """Whether a keyword is an annotation, or admits everything, as generators of schemas write it by default."""
     if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
         return True
     if name == "type":
@@ -252,7 +251,7 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 
 def _check_references(root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError for a reference to a schema that is not there."""
+    """Raises ValueError for a reference to a missing schema."""
     known = set(map(id, schemas))
     for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
         if reference.startswith("#/"):
@@ -292,7 +291,7 @@ def _constants(schema: dict[str, Any]) -> Iterator[Number]:
 
 
 def _check_steps(schemas: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError where the engine may have to compute common multiples, and cannot."""
+    """Raises ValueError if the engine may have to compute common multiples, and cannot."""
     steps = [step for each in schemas if "multipleOf" in each and (step := step_of(each["multipleOf"])) is not None]
     is_combined = any(each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas)
     if is_combined and not can_be_intersected(steps):
@@ -302,7 +301,7 @@ def _check_steps(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
-    """Excludes properties that the schemas do not name, where all texts that are left stay valid and some are."""
+    """Excludes properties that the schemas do not name, if the remaining texts stay valid and there are any."""
     if any(
         "allOf" in each or "oneOf" in each or (each.keys() & _COMBINED and each.keys() & _OF_OBJECTS)
         for each in schemas
@@ -390,7 +389,7 @@ def _sound(path: str, pattern: str) -> str:
 
 
 def _check_numbers(path: str, schema: dict[str, Any]) -> None:
-    """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
+    """Moves bounds inwards that the engine does not hold exactly; refuses a `multipleOf` that it does not hold."""
     for keyword in sorted((BOUNDS | {"multipleOf"}) & schema.keys()):
         value = schema[keyword]
         # In draft 4 exclusive bounds are true or false.

@@ -112,7 +112,7 @@ def program_of(
 
 
 def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constraint:
-    """With ids in place of the names of tokens in Lark: the engine knows the names of special tokens only."""
+    """The constraint with ids in place of names of tokens in Lark: the engine only knows names of special tokens."""
 
     def with_id(found: re.Match[str]) -> str:
         token_id = text_tokens.get(found["name"] or "")
@@ -127,7 +127,7 @@ def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constra
 
 
 def fixed_texts(constraint: Constraint) -> Iterator[tuple[str, str]]:
-    """The texts that a valid constraint names, each with its field; of patterns and grammars what is not ASCII."""
+    """The fixed texts of a valid constraint, each with its field; only non-ASCII text of patterns and grammars."""
     for position, text in enumerate(constraint.choice.texts):
         yield f"choice.texts[{position}]", text
     tags = ((f"structural_tags.tags[{place}].", tag) for place, tag in enumerate(constraint.structural_tags.tags))

@@ -26,7 +26,7 @@ class ThinkingLimit:
 
 
 class ThinkingState:
-    """Whether a sequence is in its reasoning, and how many tokens that has."""
+    """Tracks whether a sequence is in its reasoning, and the number of its reasoning tokens."""
 
     __slots__ = ("_is_inside", "_limit", "_num_tokens", "_recent", "_tail", "_token_bytes")
 
@@ -63,7 +63,7 @@ class ThinkingState:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must follow; empty where there is a choice."""
+        """The tokens that must follow; empty if there is a choice."""
         end = self._limit.end_token_ids
         if not self._is_inside or self._num_tokens < self._limit.max_tokens:
             return ()
@@ -75,6 +75,6 @@ class ThinkingState:
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
     def _kept(self, text: bytes) -> bytes:
-        """The end of a text in which the beginning of a mark may be."""
+        """The end of a text that may hold the beginning of a mark."""
         longest = max(len(self._limit.begin), len(self._limit.end)) - 1
         return text[-longest:] if longest else b""
