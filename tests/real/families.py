@@ -140,7 +140,7 @@ def write_config(model_type: str, directory: Path) -> None:
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    """The class of models as they are published: with all parts, if there are others than the language model."""
+    """The class of published models: with all parts, if there are parts in addition to the language model."""
     mappings: list[Any] = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if "text_config" in config.sub_configs else []
     classes = (mapping.get(type(config), None) for mapping in (*mappings, MODEL_FOR_CAUSAL_LM_MAPPING))
     return next(each for each in classes if each is not None)
@@ -239,7 +239,7 @@ NOT_TRIED = {
     "musicgen": "generates sound",
     "musicgen_melody": "generates sound",
 }
-"""Types that the mapping has although they write no texts, or not by themselves."""
+"""Types in the mapping that do not generate text, or need another model for it."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGIN, _END = "<!-- Made by `python -m tests.real.families`: begin -->\n", "<!-- end -->\n"

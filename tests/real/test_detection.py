@@ -13,7 +13,7 @@ pytestmark = pytest.mark.real
 
 SPECIAL_TOKENS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "unk_token": "<UNK>", "pad_token": "<PAD>"}
 NUM_PARTS = 8
-"""Tests of all templates are as many, which run side by side."""
+"""The number of tests that share the templates, so that they run in parallel."""
 
 
 def read_table() -> dict[str, tuple[str | None, str | None]]:

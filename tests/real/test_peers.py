@@ -62,7 +62,7 @@ def outcomes_of(peer: str, files: list[str], url: str, model: Path, report: Path
     done = subprocess.run(
         command, cwd=folder, env=environ, check=False, capture_output=True, text=True, timeout=_SECONDS
     )
-    # 1: some tests failed, which the table may say.
+    # 1: some tests failed, which the table may list.
     assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, dict[str, str]] = {}
     for line in report.read_text(encoding="utf-8").splitlines():

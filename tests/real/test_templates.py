@@ -88,7 +88,7 @@ CONVERSATIONS = {
 
 
 def rendered_by_transformers(source: str, prompt: ChatPrompt, in_parts: bool) -> list[str]:
-    """With contents as texts or as parts, and arguments of calls as objects and as texts: what the template takes."""
+    """All renderings that the template accepts: contents as texts or as parts, arguments as objects and as texts."""
     options = prompt.template_options or TemplateOptions()
     continues = options.continue_final_message
     begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues

@@ -63,7 +63,7 @@ TOOLS: Any = [
 
 
 def directory_of(name: str, folder: Path) -> Path:
-    """The model's directory. DeepSeek's templates write calls and no tools: here the tools are added in front."""
+    """The model's directory. DeepSeek's templates write calls and no tools: here they get those in front."""
     model, template, _ = MODELS[name]
     real = real_model(model, template)
     if name != "DeepSeek V3":

@@ -1,6 +1,6 @@
-"""Draws JSON schemas and values, and compares what the grammar of a schema accepts with what `jsonschema_rs` says.
+"""Draws JSON schemas and values, and compares the texts that a schema's grammar accepts with `jsonschema_rs`.
 
-A text that is accepted and invalid is always a fault. A text that is valid and not accepted is one only where it is
+A text that is accepted and invalid is always a fault. A text that is valid and not accepted is a fault only if it is
 written as docs/structured-output.md says: see `plain_texts`.
 """
 
@@ -35,7 +35,7 @@ _DIFFERENCE = r"\[(\[\^?(?:\\.|[^\\\[\]])*\])--\[\\\\x00\\\\x01\]\]"
 
 
 class SchemaDrawer:
-    """Schemas of enforced keywords, and values that are near to valid ones."""
+    """Draws schemas of enforced keywords, and values that are close to valid ones."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -278,7 +278,7 @@ def read_exactly(text: str) -> Any:
 
 
 def written_text(random: Random, template: Template) -> str | None:
-    """A text that the grammar allows; None if none came about in few tokens."""
+    """A text that the grammar allows; None if no text was complete within a few tokens."""
     tokens = template.vocabulary.token_bytes
     closing = {at for at, token in enumerate(tokens) if token in (b'"', b"}", b"]")} | set(template.vocabulary.eos)
     escaping = {at for at, token in enumerate(tokens) if token in (b'"', b"\\", b"u", b"0", b"-", b".")}

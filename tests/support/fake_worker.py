@@ -50,7 +50,7 @@ class FakeWorkerConfig:
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
-    """None: each incarnation has another one."""
+    """The generation; None gives each incarnation another one."""
     disk: Path | None = None
     """The file of its blocks on disk, with room for 64."""
 

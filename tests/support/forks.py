@@ -63,5 +63,5 @@ def share_forks() -> None:
 
 
 def forked_pytest() -> str:
-    """The command that pytest-xdist is to start instead of `python`, for its processes."""
+    """The command that pytest-xdist starts instead of `python`, for its processes."""
     return shlex.join(forked("tests.support.forked_pytest", *_LIBRARIES))

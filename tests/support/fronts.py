@@ -1,4 +1,4 @@
-"""One call over any public front, asked and answered in the same terms: gRPC, OpenAI's chats, completions and
+"""One call over any public front, with the same form of request and answer: gRPC, OpenAI's chats, completions and
 responses, Anthropic's messages, and the Open Inference Protocol of KServe.
 
 Parameters have the names of the gRPC contract; a front takes the parameters in `takes`.
@@ -62,7 +62,7 @@ class Answer:
         pieces: The text as it came.
         calls: Name and arguments of each call of a tool.
         finish: "stop", "length" or "tool_calls".
-        stop: The stop string or token that ended the text, where the front tells it.
+        stop: The stop string or token that ended the text, if the front reports it.
         usage: Tokens of the prompt and of the output.
         logprobs: Log probabilities of the chosen tokens.
     """
