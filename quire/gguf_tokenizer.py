@@ -9,8 +9,8 @@ from quire.gguf_header import GgufFields
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
-# A file has one token that ends a text, where generation_config.json may have several. Tokens that end a turn are known
-# by their texts, as in llama.cpp, and are special whatever their type says.
+# A file has one token that ends a text; generation_config.json may have several. Tokens that end a turn are recognised
+# by their texts, as in llama.cpp, and are special even if their type differs.
 ENDS_OF_TURNS = frozenset(
     (
         "<|eot_id|>",
