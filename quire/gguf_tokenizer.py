@@ -129,7 +129,9 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         parts = _sentence_piece(fields, tokens, kinds)
         with_bos = True
     else:
-        raise fields.error(f"tokenizer.ggml.model is {kind}; read are gpt2 (byte-level BPE) and llama (SentencePiece)")
+        raise fields.error(
+            f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE) and llama (SentencePiece)"
+        )
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
     before = bos if fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
     after = eos if fields.flag("tokenizer.ggml.add_eos_token", False) else None
@@ -185,7 +187,7 @@ def _split_of(fields: GgufFields) -> _Split:
             "before May 2024; convert the model again"
         )
     if pre not in _SPLITS:
-        raise fields.error(f"tokenizer.ggml.pre is {pre!r:.80}; read are {', '.join(_SPLITS)}")
+        raise fields.error(f"tokenizer.ggml.pre is {pre!r:.80}; Quire reads {', '.join(_SPLITS)}")
     return _SPLITS[pre]
 
 

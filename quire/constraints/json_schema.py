@@ -257,7 +257,7 @@ def _check_references(root: dict[str, Any] | bool, schemas: Sequence[dict[str, A
         if reference.startswith("#/"):
             place = _target(root, reference)
             if not isinstance(place, bool) and id(place) not in known:
-                raise ValueError(f"has $ref {_shown(reference)}, where no schema is")
+                raise ValueError(f"has $ref {_shown(reference)}, which leads to no schema")
 
 
 def _target(root: Any, reference: str) -> Any:

@@ -275,6 +275,6 @@ def _check_apart(by_begin: dict[str, list[int]]) -> None:
         if longer.startswith(shorter):
             raise ConstraintError(
                 f"structural_tags.tags[{by_begin[longer][0]}].begin",
-                f"is {longer!r:.80}, which begins with that of tags[{by_begin[shorter][0]}], {shorter!r:.80}; give "
-                "both the same begin and put the rest into the content",
+                f"is {longer!r:.80}, which begins with {shorter!r:.80}, the begin of tags[{by_begin[shorter][0]}]; "
+                "give both the same begin and put the rest into the content",
             )

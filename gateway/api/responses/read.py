@@ -439,7 +439,7 @@ def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | 
             if choice.name is None:
                 violations.add("tool_choice.name", "is missing")
             elif choice.name not in names:
-                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is none of the tools')
+                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is not one of the tools')
         case ToolChoiceObject(type="allowed_tools"):
             if choice.mode not in ("auto", "required"):
                 shown = "is missing" if choice.mode is None else f'is "{shortened(choice.mode)}"'

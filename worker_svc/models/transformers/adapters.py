@@ -118,7 +118,7 @@ def adapt_bloom(model: PreTrainedModel) -> None:
 
 
 def adapt_mpt(model: PreTrainedModel) -> None:
-    """MPT, which uses ALiBi whatever its configuration says."""
+    """MPT, which always uses ALiBi, even if its configuration says otherwise."""
     base: Any = model.base_model
     # The bias of the second but last key.
     slopes = (-base.build_mpt_alibi_tensor(base.num_heads, 2)[:, 0, 0]).tolist()

@@ -186,7 +186,7 @@ def test_what_the_engine_would_weaken_is_enforced(schema, valid, invalid) -> Non
         ('{"pattern": "[a"}', "a class does not end"),
         (r'{"pattern": "\\x00|\\x01"}', "both U+0000 and U+0001"),
         ('{"prefixItems": [{}], "additionalItems": false}', "prefixItems with the keywords of earlier drafts"),
-        ('{"properties": {"a": {}}, "$ref": "#/properties"}', '$ref "#/properties", where no schema is'),
+        ('{"properties": {"a": {}}, "$ref": "#/properties"}', '$ref "#/properties", which leads to no schema'),
         (r'{"required": ["a"], "properties": {"a": {"const": "\u001b[0m"}}, "additionalProperties": true}', "control"),
         (r'{"properties": {"a": {"pattern": "\\x1b"}}, "additionalProperties": true}', "control characters"),
     ],
