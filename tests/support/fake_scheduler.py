@@ -101,7 +101,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             set, there are more after the first hundred.
         emits: While it is clear, no step is made.
         refusal: Answers to the next submits instead of tokens; None accepts one.
-        drains: Answers DRAINING to new streams and to every submit; what runs goes on.
+        drains: Answers DRAINING to new streams and to every submit; running requests continue.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         checks_hello: Refuses gateways of other versions or with another model; otherwise gateways must check.
         submits, aborted: Submits, and request ids of aborts, in order.
@@ -217,7 +217,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """No request ends by itself in the block, so what is no longer live was aborted."""
+        """No request ends by itself in the block, so requests that are no longer live were aborted."""
         self.emits.clear()
         try:
             yield

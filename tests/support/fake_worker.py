@@ -1,6 +1,6 @@
 """A worker without a model: the real service with `FakeRunner` where the model would be.
 
-The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output, whatever the batch.
+The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output in any batch.
 Each step takes `step_seconds`. Steps are checked as in any worker.
 """
 

@@ -36,7 +36,7 @@ _CHOICES = frozenset({"required", "none", "auto"})
 
 @contextlib.contextmanager
 def _cancelling(call: Any) -> Iterator[Any]:
-    """If a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
+    """Cancels the call with its task: grpc.aio continues a call if headers come in the same turn of the loop."""
     try:
         yield call
     finally:

@@ -35,7 +35,7 @@ def names(directory: Path) -> set[str]:
 
 
 def begun_batch(store: BatchStore) -> tuple[str, str]:
-    """The id of a batch that is answered, and that of its input."""
+    """The id of an answered batch, and the id of its input."""
     file_id, path = store.new_path()
     path.write_bytes(b"{}\n")
     store.add_file(TENANT, file_id, "in", "batch")

@@ -33,7 +33,7 @@ def open_live(ledger, memory, **fields):
 
 
 def step_message(live, offset, *, is_last=False):
-    """One token of each sequence, as a scheduler sends them, with log probabilities where they are asked."""
+    """One token of each sequence, as a scheduler sends them, with log probabilities if requested."""
     count, num_top = len(live.sequences), live.request.logprobs
     events = scheduler_pb2.TokenEvents(
         handles=encode_int32([live.handle] * count),

@@ -21,7 +21,7 @@ TOKENIZER = wrapped(byte_level())
 
 
 class FakeReplicas:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.durable_grace_s = 60.0

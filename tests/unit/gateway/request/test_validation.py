@@ -75,7 +75,7 @@ def beams(
     return sampling | {"beam_search": {name: value for name, value in beam.items() if value is not None}}
 
 
-# The group of parameters, what is asked of it, the parameter at fault, and what the message must say.
+# The group of parameters, its values, the faulty parameter, and a text of the message.
 BAD_PARAMETERS = [
     ("sampling", beams(2, early_stopping=9), "beam_search.early_stopping", "is 9"),
     ("sampling", {"temperature": 100.5}, "temperature", "100.5"),

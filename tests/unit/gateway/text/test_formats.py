@@ -180,7 +180,7 @@ VARIANTS = [
         "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<tool_call>now\n</tool_call>",
         [("now", {"a": 1}), NOW],
     ),
-    # The tag says whether a value is a string, whatever the schema says.
+    # The tag says whether a value is a string, even if the schema differs.
     (
         "deepseek_v4",
         '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="false">7</｜DSML｜parameter>'

@@ -90,7 +90,7 @@ each_vocabulary = parametrize_once(
 
 
 def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
-    """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
+    """A text that begins with `begin` and continues at random, and whether it ended by itself."""
     assert constraint is not None
     given = spelled(begin, held)
     choices = random.Random(seed)

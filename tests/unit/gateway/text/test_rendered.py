@@ -1,4 +1,4 @@
-"""Which format a chat template writes, and how, is derived from what it renders for calls."""
+"""The format of a chat template's calls, and their shape, are derived from the calls that it renders."""
 
 import pytest
 
