@@ -161,7 +161,7 @@ def error_answer(error: Exception, request_id: str | None = None) -> ErrorAnswer
             return _of_quire_error(error)
     found = _client_request_id.get() or request_id or entropy.random_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
-    message = f"an unexpected error; the server's log has more about it, with the request id {shortened(found)}"
+    message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
     return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found, "x-should-retry": "false"})
 
 

@@ -92,7 +92,7 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
         if not _NAME.fullmatch(tool.name):
             violations.add(f"{path}.name", f'is "{shortened(tool.name)}"; {_NAME_RULE}')
         elif tool.name in names:
-            violations.add(f"{path}.name", f'is "{tool.name}", which an earlier tool has; names must be unique')
+            violations.add(f"{path}.name", f'is "{tool.name}", like an earlier tool\'s name; names must be unique')
         names.add(tool.name)
         if not violations.check_size(f"{path}.parameters", [tool.parameters], MAX_TOOL_SCHEMA_BYTES):
             continue

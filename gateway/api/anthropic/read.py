@@ -289,7 +289,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
             return
         if isinstance(tool, ToolDefinition):
             if tool.name in known:
-                shown = f'is "{shortened(tool.name)}", which an earlier tool has; names must be unique'
+                shown = f'is "{shortened(tool.name)}", as that of a tool before it; names must be unique'
                 violations.add(f"tools[{position}].name", shown)
             known.add(tool.name)
     choice, names = body.tool_choice, [tool.name for tool in _shown_tools(body).values()]
@@ -298,7 +298,7 @@ def _check(violations: Violations, body: TokensBody) -> None:
     if choice.type in ("any", "tool") and not names:
         violations.add("tool_choice", f"is {choice.type}, and there are no tools to choose from; set tools")
     elif choice.type == "tool" and choice.name not in names:
-        shown = "is missing" if choice.name is None else f'is "{shortened(choice.name)}", which is not one of the tools'
+        shown = "is missing" if choice.name is None else f'is "{shortened(choice.name)}", which is none of the tools'
         violations.add("tool_choice.name", shown)
 
 

@@ -163,7 +163,7 @@ class KServeServicer:
             yield error_response(self._model_name, request.id, error.message)
         except Exception:
             _logger.exception("a request of a stream failed unexpectedly")
-            message = "an unexpected error; the server's log has more about it"
+            message = "an unexpected error; the server's log tells more"
             yield error_response(self._model_name, request.id, message)
 
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
