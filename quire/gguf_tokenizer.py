@@ -129,9 +129,7 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         parts = _sentence_piece(fields, tokens, kinds)
         with_bos = True
     else:
-        raise fields.error(
-            f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE) and llama (SentencePiece)"
-        )
+        raise fields.error(f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece)")
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
     before = bos if fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
     after = eos if fields.flag("tokenizer.ggml.add_eos_token", False) else None

@@ -126,8 +126,7 @@ class ModelDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Reads the directory. Raises ConfigurationError, in one line, if something is missing, broken or not
-        supported."""
+        """Reads the directory. Raises ConfigurationError, in one line, if a part is missing, broken or unsupported."""
         path = Path(path)
         if is_gguf(path):
             return cls._of_gguf(path)

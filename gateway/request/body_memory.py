@@ -124,8 +124,7 @@ message_memory: ContextVar[HeldBody] = ContextVar("message_memory")
 
 
 def count_memory(num_bytes: int) -> None:
-    """Counts memory that the current request takes in addition to its bytes. Raises ResourceExhausted if none is
-    left."""
+    """Counts memory of the current request in addition to its bytes. Raises ResourceExhausted if none is left."""
     if (memory := message_memory.get(None)) is not None:
         memory.add(num_bytes)
 

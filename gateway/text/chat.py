@@ -68,8 +68,7 @@ _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class _CallsAs:
-    """The form in which a template takes past calls. `has_texts`: arguments as texts; `has_null`: null if there is no
-    content."""
+    """The form of past calls for a template. `has_texts`: arguments as texts; `has_null`: null for no content."""
 
     has_texts: bool = False
     has_null: bool = False

@@ -44,9 +44,8 @@ class AsyncStream:
     """The events of one streamed generation. Iterate over it, or over `text`; its `async with` cancels the rest of the
     generation, as does the end of the last reference to it.
 
-    A durable stream continues by itself after a lost connection, through any gateway that answers. If no server has its
-    request any more, it continues from the received tokens. Closing it does not end its request; the client's `cancel`
-    does.
+    A durable stream continues by itself after a lost connection, through any gateway that answers, or from the received
+    tokens if no server has its request any more. Only the client's `cancel` ends its request, not closing the stream.
 
     Attributes:
         request_id: The id of a durable request, by which it can be cancelled.

@@ -31,8 +31,7 @@ CUT_SHORT = b"null"
 """The answer if the trial ended for a reason that says nothing about the constraint."""
 
 CPU_SECONDS = 0.5
-"""CPU time limit of a trial. It is small because a worker compiles an accepted constraint again while the request's
-rows wait."""
+"""CPU time limit of a trial; small, since a worker compiles an accepted constraint again while its rows wait."""
 WALL_SECONDS = 20
 MEMORY_BYTES = 512 << 20
 # Small enough for one atomic write to the pipe, so that the answers of several children do not mix.

@@ -74,8 +74,7 @@ class OutputParser:
             self._consume(found.end if isinstance(found, Match) else len(self._rest))
 
     def _position(self, find: Callable[[str, int], int | None]) -> Reading[int | None]:
-        """The position that `find` returns for `_rest`, given the length that it has searched; None if the text
-        ends."""
+        """The position that `find` returns for `_rest` and the length searched before; None if the text ends."""
         num_seen = 0
         while (position := find(self._rest, num_seen)) is None and not self._is_last:
             num_seen = len(self._rest)

@@ -172,8 +172,7 @@ def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
-    """Raises UnsupportedModelError if the calls of attention show, before any weight is read, that the model cannot be
-    served."""
+    """Raises UnsupportedModelError if calls of attention show, before weights are read, that it cannot be served."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     device = torch.device("meta")
     try:

@@ -105,8 +105,7 @@ def check_calls(forward: Forward, recorder: Recorder, num_layers: int, device: t
 
 
 class _WithoutValues(TorchDispatchMode):
-    """Makes "meta" tensors give 1, or true, as a number; a limited number of times, since a loop may wait for another
-    value."""
+    """Makes "meta" tensors give 1, or true, as a number; not endlessly, since a loop may wait for another value."""
 
     def __init__(self) -> None:
         super().__init__()
