@@ -102,7 +102,7 @@ class Adapter:
 
 
 class UnusableAdapterError(ConfigurationError):
-    """An adapter that cannot be used: one line with the file, the value and what is supported."""
+    """An adapter that cannot be used: one line with the file, the value and the supported values."""
 
 
 class NoAdapterError(UnusableAdapterError):
@@ -377,7 +377,7 @@ class _StoredTensor:
         return cls(storage.dtype, shape)
 
 
-class _TensorsAlone(pickle._Unpickler):  # The one of Python, whose memory is that of the pickle.
+class _TensorsAlone(pickle._Unpickler):  # Python's version, whose memory use is bounded by the pickle's size.
     """Unpickles a dictionary of tensors, and calls nothing: it knows only the names with which tensors are written."""
 
     def __init__(self, file: IO[bytes], sizes: Mapping[str, int]) -> None:

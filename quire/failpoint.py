@@ -63,15 +63,15 @@ FAILPOINTS: ContextVar[Failpoints | None] = ContextVar("quire failpoints", defau
 
 
 def failpoint(name: str) -> None:
-    """A place of this name, one of `NAMES`. Costs one look at the context where nothing is armed."""
+    """A place of this name, one of `NAMES`. Costs one look-up in the context if nothing is armed."""
     if (armed := FAILPOINTS.get()) is not None:
         armed.passed(name)
 
 
 def arm(environ: Mapping[str, str]) -> None:
-    """Arms the failpoints of this context, and of all contexts that are copied from it, where the variable is set.
+    """Arms the failpoints of this context, and of all contexts that are copied from it, if the variable is set.
 
-    Raises ConfigurationError where it names no directory.
+    Raises ConfigurationError if it names no directory.
     """
     if value := environ.get(VARIABLE):
         directory = Path(value)

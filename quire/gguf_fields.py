@@ -104,7 +104,7 @@ def metadata_of(model: ModelDirectory) -> dict[str, Any]:
 
 
 def check_read_back(model: ModelDirectory, header: GgufHeader) -> Mapping[str, Any]:
-    """The configuration that is read from the header. Raises ConfigurationError where that is of another model."""
+    """The configuration that is read from the header. Raises ConfigurationError if it is another model's."""
     described = describe_header(header)
     for key, value in described.config.items():
         expected = model.config.get(key, value)

@@ -95,7 +95,7 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The header of a file, or of all parts where it is one of several.
+        """The header of a file, or of all parts if it is one of several.
 
         Raises:
             ConfigurationError: one line: it is not a GGUF file, is damaged, or parts are missing or of several models.

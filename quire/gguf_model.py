@@ -100,7 +100,7 @@ def _config(fields: GgufFields) -> dict[str, Any]:
     make = _CONFIGS.get(fields.architecture)
     if make is None:
         raise fields.error(
-            f"architecture {fields.architecture!r:.80} of GGUF files is not read; read are {', '.join(_CONFIGS)}; "
+            f"architecture {fields.architecture!r:.80} of GGUF files is not read; Quire reads {', '.join(_CONFIGS)}; "
             "docs/models.md says which others are served from a directory as transformers saves it"
         )
     if not fields.header.tensors:
@@ -366,7 +366,7 @@ def _rope_scaling(fields: GgufFields, head_dim: int) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise fields.error(f"rope.scaling.type is {kind!r:.80}; read are none, linear and yarn")
+        raise fields.error(f"rope.scaling.type is {kind!r:.80}; Quire reads none, linear and yarn")
     scaling = {"rope_type": kind, "factor": fields.positive(factor)}
     return scaling if kind == "linear" else scaling | _yarn_parameters(fields)
 

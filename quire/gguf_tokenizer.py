@@ -9,8 +9,8 @@ from quire.gguf_header import GgufFields
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
-# A file has one token that ends a text, where generation_config.json may have several. Tokens that end a turn are known
-# by their texts, as in llama.cpp, and are special whatever their type says.
+# A file has one token that ends a text; generation_config.json may have several. Tokens that end a turn are recognised
+# by their texts, as in llama.cpp, and are special even if their type differs.
 ENDS_OF_TURNS = frozenset(
     (
         "<|eot_id|>",
@@ -129,7 +129,7 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         parts = _sentence_piece(fields, tokens, kinds)
         with_bos = True
     else:
-        raise fields.error(f"tokenizer.ggml.model is {kind}; read are gpt2 (byte-level BPE) and llama (SentencePiece)")
+        raise fields.error(f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece)")
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
     before = bos if fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
     after = eos if fields.flag("tokenizer.ggml.add_eos_token", False) else None
@@ -185,7 +185,7 @@ def _split_of(fields: GgufFields) -> _Split:
             "before May 2024; convert the model again"
         )
     if pre not in _SPLITS:
-        raise fields.error(f"tokenizer.ggml.pre is {pre!r:.80}; read are {', '.join(_SPLITS)}")
+        raise fields.error(f"tokenizer.ggml.pre is {pre!r:.80}; Quire reads {', '.join(_SPLITS)}")
     return _SPLITS[pre]
 
 

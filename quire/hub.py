@@ -139,7 +139,7 @@ class _Listed:
 def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -> Path:
     """Fetches the files missing in the cache; returns the snapshot's directory, or the file of a name with one.
 
-    A branch or tag is looked up at the hub. Without the hub the cache answers, where it has all files.
+    A branch or tag is looked up at the hub. Without the hub the cache is used if it has all files.
 
     Args:
         report: called with the bytes of large files.
@@ -225,7 +225,7 @@ class _Pull:
         return None
 
     def _gguf_model(self, file: str) -> Path:
-        """The file; with the other parts of the model, where it is one of several."""
+        """The file's path; also fetches the other parts of the model if it is one of several."""
         names = part_names(file)
         info = self._info(self._model.revision)
         if info is not None and info.sha is not None:
@@ -243,7 +243,7 @@ class _Pull:
 
     def _gguf_file(self) -> str:
         """The GGUF file of the quantization in the model's name; without one of Q4_K_M, else the first, as llama.cpp
-        chooses. Raises ConfigurationError where there is none or several."""
+        chooses. Raises ConfigurationError if there is none or several."""
         info, wanted = self._info(self._model.revision), self._model.quantization
         found = _gguf_files(self._cached_names() if info is None else _files(info))
         named = re.compile(rf"(?<![a-z0-9]){re.escape(wanted or _DEFAULT_QUANTIZATION)}[./-]", re.IGNORECASE)
@@ -277,7 +277,7 @@ class _Pull:
         return Path(constants.HF_HUB_CACHE) / f"models--{self._model.repository.replace('/', '--')}"
 
     def _weights(self, listing: Mapping[str, _Listed], commit: str) -> Sequence[str]:
-        """The names of the weight files. Raises ConfigurationError where none can be read."""
+        """The names of the weight files. Raises ConfigurationError if there are no readable ones."""
         if _SINGLE_FILE in listing:
             return [_SINGLE_FILE]
         if _INDEX_FILE in listing:
@@ -295,7 +295,7 @@ class _Pull:
         raise ConfigurationError(f"{self._model} has no weights: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
 
     def _cached(self, snapshot: Path, parts: Parts) -> Path:
-        """The snapshot as it is. Raises ConfigurationError where a file that is needed is missing."""
+        """The cached snapshot. Raises ConfigurationError if a needed file is missing."""
         try:
             ModelDirectory.open(snapshot).tokenizer_json()
             if parts is Parts.ALL:
@@ -321,7 +321,7 @@ class _Pull:
             return None
 
     def _fetch(self, name: str, revision: str | None) -> Path:
-        """A file's path in the cache, where it is put if it is not there."""
+        """A file's path in the cache; downloads the file if it is missing there."""
         try:
             return Path(
                 hf_hub_download(

@@ -2,8 +2,8 @@
 
     configure_logging("worker", "info", "json")
 
-A record in JSON has the fields time, level, service, logger, message; request_id where it is about a request; and
-exception, a traceback, where there is one.
+A record in JSON has the fields time, level, service, logger, message; request_id if it is about a request; and
+exception, a traceback, if there is one.
 """
 
 import datetime as dt

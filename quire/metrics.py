@@ -140,7 +140,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _refreshed(before_scrape: Callable[[], object], application: _Application) -> _Application:
-    """The application, which answers text whatever the scraper would rather have.
+    """The application, which answers in the text format even if the scraper prefers another one.
 
     prometheus_client's OpenMetrics has an underscore for each colon in a name, unless the scraper asks for names in
     UTF-8, which Prometheus does from version 3 on: earlier ones would find none of vLLM's names.
@@ -232,7 +232,7 @@ class CertificateExpiry(Collector):
 def expires_at(pem: str) -> float:
     """When the first one of the certificates in a PEM file expires, in seconds since the Unix epoch.
 
-    Raises ValueError where there is none, or one cannot be read.
+    Raises ValueError if there is none, or one cannot be read.
     """
     found = _PEM.findall(pem)
     if not found:

@@ -1,4 +1,4 @@
-"""A model as transformers writes it to a directory, or in one GGUF file; read without torch."""
+"""Reads a model, as transformers writes it to a directory, or in one GGUF file, without torch."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-"""By model_type of config.json."""
+"""Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())
 """The architectures that Quire implements itself."""
 
@@ -43,22 +43,22 @@ _QWEN_2_VL = {
     "rope_theta": 1e6,
 }
 _QWEN_3_VL = {"hidden_size": 4096, "max_position_embeddings": 128000, "rope_theta": 5e5}
-# Language models within models that read images, too: the type that they equal on texts, whose three positions by which
-# they rotate are the same number; and what transformers' defaults differ in from those of that type.
+# Language models within models that also read images: the type that they equal on texts, where their three rotary
+# positions are the same number; and the defaults of transformers that differ from the defaults of that type.
 _TYPES_WITHIN = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN_2_VL)),
     "qwen3_vl_text": ("qwen3", _QWEN_3_VL),
 }
 _WITH_MORE = "ForConditionalGeneration"
 _NOT_CAUSAL = "paligemma"
-"""Its prompts attend in both directions."""
+"""A model whose prompts attend in both directions."""
 _WITHIN = re.compile(r"\b(?:language_model|text_model)\.")
 _OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 """Fields that config.json may have for the whole model instead of its language model."""
 
 # How transformers names language models; the worker says which of them it can run through transformers' code.
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
-# What models with other names do: the first suffix that fits counts.
+# Tasks of models with other names: the first suffix that fits counts.
 _OTHER_TASKS = {
     "ForMaskedLM": "fills in masked tokens and generates no text",
     "ForSequenceClassification": "classifies or ranks texts and generates none",
@@ -85,7 +85,7 @@ _HUB_NAME = re.compile(
 _CACHED = "models--"
 
 OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files that have what config.json of other tools has as quantization_config, and whose method that is."""
+"""Files of older tools in place of quantization_config of config.json, each with its quantization method."""
 
 EMBEDDING_MODULES = "modules.json"
 """A file that sentence-transformers writes to directories of models that give embeddings."""
@@ -95,20 +95,20 @@ _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_to
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """The contents of the JSON files of a model directory, or what a GGUF file has in their place.
+    """The contents of the JSON files of a model directory, or their equivalents in a GGUF file.
 
     Attributes:
-        path: The directory, or the GGUF file, of several parts any.
-        config: config.json, with its quantization_config in place where older tools wrote that elsewhere; or what that
-            says of the language model of `whole`.
-        generation_config: generation_config.json, or what a GGUF file has in its place; empty where there is none.
-        tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
-            added_tokens.json say where transformers takes that from there.
-        chat_template: The Jinja source that turns messages into a prompt, where the model has one.
-        tool_chat_template: Another one for conversations with tools, where the model has that.
+        path: The directory, or the GGUF file; any part of a GGUF file in several parts.
+        config: config.json, with the quantization_config that older tools wrote elsewhere; or its part about the
+            language model of `whole`.
+        generation_config: generation_config.json, or the GGUF file's values in its place; empty if there are none.
+        tokenizer_config: tokenizer_config.json, empty if there is none, with the tokens that transformers takes from
+            special_tokens_map.json and added_tokens.json.
+        chat_template: The Jinja source that turns messages into a prompt, if the model has one.
+        tool_chat_template: A different source for conversations with tools, if the model has one.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
-        whole: What the model is that reads images or sound, too, where only its language model is served; else None.
-        gguf: The header of a GGUF file, which is read once; None of a directory.
+        whole: The kind of a model that also reads images or sound and whose language model is served; otherwise None.
+        gguf: The header of a GGUF file, which is read once; None for a directory.
     """
 
     path: Path
@@ -126,7 +126,7 @@ class ModelDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Reads the directory; ConfigurationError, one line, when something is missing, broken or not supported."""
+        """Reads the directory. Raises ConfigurationError, in one line, if a part is missing, broken or unsupported."""
         path = Path(path)
         if is_gguf(path):
             return cls._of_gguf(path)
@@ -175,7 +175,7 @@ class ModelDirectory:
 
     @property
     def name(self) -> str:
-        """The name under which the model is served by default: that of the directory or of the file, or ORG/NAME of a
+        """The name under which the model is served by default: the directory's or the file's name, or ORG/NAME for a
         snapshot in the cache of the hub, models--ORG--NAME/snapshots/COMMIT."""
         path = self.path.absolute()
         if self._own_tokenizer is not None:
@@ -186,8 +186,8 @@ class ModelDirectory:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: the configuration's, and the eos token of the tokenizer, which fine-tunes for
-        chats change in the tokenizer's files only."""
+        """The ids that end a text: the configuration's, and the eos token of the tokenizer, which chat fine-tunes
+        change only in the tokenizer's files."""
         named = self.tokenizer_config.get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         own = self._id_of(text) if isinstance(text, str) and self.gguf is None else None
@@ -199,7 +199,7 @@ class ModelDirectory:
         return {key: value for key, value in self.generation_config.items() if value is not None}
 
     def tokenizer_json(self) -> bytes:
-        """The content of tokenizer.json; ConfigurationError if there is none."""
+        """The content of tokenizer.json. Raises ConfigurationError if there is none."""
         if self._own_tokenizer is not None:
             return json.dumps(self._own_tokenizer, ensure_ascii=False).encode()
         file = self.path / "tokenizer.json"
@@ -216,7 +216,7 @@ class ModelDirectory:
             raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
 
     def tokenizer(self) -> Mapping[str, Any]:
-        """The same as values. Raises ConfigurationError as `tokenizer_json`, and ValueError where it is no JSON."""
+        """The parsed tokenizer.json. Raises ConfigurationError as `tokenizer_json`, and ValueError for invalid JSON."""
         return json.loads(self.tokenizer_json()) if self._own_tokenizer is None else self._own_tokenizer
 
     def _id_of(self, text: str) -> int | None:
@@ -244,7 +244,7 @@ class HubName:
 
     Attributes:
         revision: A branch, a tag or a commit; without one it is the main branch.
-        quantization: What the names of GGUF files have before the ending, in capitals or not.
+        quantization: The part of the names of GGUF files before the ending, in capitals or not.
     """
 
     repository: str
@@ -259,7 +259,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """None where the text has another form. ORG/NAME.gguf is a file, not a repository."""
+        """Parses a name; None if the text has another form. ORG/NAME.gguf is a file, not a repository."""
         match = _HUB_NAME.fullmatch(text)
         if match is None or match["repository"].endswith(GGUF_SUFFIX):
             return None
@@ -272,14 +272,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def not_a_directory(path: Path) -> ConfigurationError:
-    """The error for a path that is no model."""
+    """The error for a path without a model."""
     problem = "is a file" if path.exists() else "does not exist"
     return ConfigurationError(f"model directory {path} {problem}; {_EXPECTED}")
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files with the weights of a model: the GGUF file that it is, or its parts; the single safetensors file where
-    it is there, else those of the index, sorted by name.
+    """The files with the weights of a model: the GGUF file or its parts; otherwise the single safetensors file, or if
+    it is absent the files of the index, sorted by name.
 
     Raises:
         ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere; a
@@ -305,12 +305,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def name_within(name: str) -> str:
-    """The name that a tensor or a module of the language model of a model that reads images, too, has outside of it."""
+    """The name of a tensor or module of a language model, without the prefix that a model for images gives it."""
     return _WITHIN.sub("", name, count=1)
 
 
 def check_no_pointer(file: Path) -> None:
-    """Raises ConfigurationError where Git LFS has left a pointer in place of a file."""
+    """Raises ConfigurationError if Git LFS has left a pointer in place of a file."""
     try:
         with file.open("rb") as opened:
             is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
@@ -321,7 +321,7 @@ def check_no_pointer(file: Path) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The names of the files that an index lists, sorted. ConfigurationError where it is malformed."""
+    """The sorted names of the files that an index lists. Raises ConfigurationError if it is malformed."""
     weight_map = (_read_json(index) or {}).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigurationError(f"{index}: weight_map is {weight_map!r:.80}; it must be an object of file names")
@@ -333,7 +333,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in the file, or None where there is no file."""
+    """The object in the file; None if there is no file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -351,7 +351,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
-    """What stands for quantization_config where that is absent; None if nothing does."""
+    """The older form of an absent quantization_config; None if there is no such form."""
     for name, method in OLDER_QUANTIZATIONS.items():
         if fields := _read_json(path / name):
             return {"quant_method": method} | fields
@@ -361,8 +361,8 @@ def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """A configuration that lists its added tokens is complete. In older models special_tokens_map.json overrides it,
-    and added_tokens.json maps the texts of added tokens to their ids, which become "added_tokens" here."""
+    """tokenizer_config.json, which is complete if it lists its added tokens. In older models special_tokens_map.json
+    overrides it, and added_tokens.json maps texts of added tokens to their ids, which become "added_tokens" here."""
     config = _read_json(path / "tokenizer_config.json") or {}
     config.pop("added_tokens", None)
     if "added_tokens_decoder" in config:
@@ -378,7 +378,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | None]:
-    """That of the language model, and the name of the whole model where that reads more than text. Raises
+    """The architecture of the language model, and the whole model's name if it reads more than text. Raises
     ConfigurationError."""
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
     given = config.get("architectures")
@@ -421,7 +421,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """What config.json says of the language model of one that reads more than text."""
+    """The part of config.json about the language model within a model that reads more than text."""
     text = _text_config(config)
     usual = next(kind for kind, name in _ARCHITECTURES.items() if name == architecture)
     _, defaults = _TYPES_WITHIN.get(str(text.get("model_type")), (usual, {}))
@@ -447,8 +447,8 @@ def _configured_eos(path: Path, config: dict[str, Any], generation_config: dict[
 
 
 def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """By name. From chat_template.jinja and the further files beside it, else from tokenizer_config.json: one template,
-    which is "default", or several with their names.
+    """Chat templates by name: from chat_template.jinja and the further files next to it, else from
+    tokenizer_config.json: one template, which is "default", or several with their names.
 
     Models with a processor may have chat_template.json instead.
     """

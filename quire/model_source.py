@@ -23,7 +23,7 @@ def hub_name(name_or_path: str | None) -> HubName | None:
 
 def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True, report: Report = no_report) -> Path:
     """The directory of a model: a path, or the name of the embedded model, or the snapshot in the cache of the hub that
-    ORG/NAME names, which is downloaded where it is not there. None stands for the embedded model.
+    ORG/NAME names, which is downloaded if it is missing. None stands for the embedded model.
 
     Args:
         with_weights: Whether a download includes the weights; without them it has all that a gateway reads.

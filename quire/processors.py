@@ -73,7 +73,7 @@ def _memory_left(group: Path) -> int | None:
 
 
 def _limits(cgroups: Path, own: Path) -> Iterator[float]:
-    """Processors that the control groups around this process allow it, where they do not allow all."""
+    """Processors that the control groups around this process allow it, for each group with a limit."""
     for group in _groups_of("cpu", cgroups, own):
         for limit in (_limit_of_version_2(group), _limit_of_version_1(group)):
             if limit is not None:

@@ -40,7 +40,7 @@ class ServiceFlags:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError where values do not go together. Classes that inherit call it before their own checks."""
+        """Raises ValueError if values contradict each other. Subclasses call it before their own checks."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class ModelFlags(ServiceFlags):
 
     model: str | None = setting(
         None,
-        "model directory, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub where no such path exists; none is "
-        "the embedded model",
+        "model directory, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub if no such path exists; none is the "
+        "embedded model",
         metavar="DIR|ORG/NAME",
         common=True,
     )

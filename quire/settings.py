@@ -117,8 +117,8 @@ def setting(
     Args:
         default: The value where neither flag nor variable is given.
         help: One line for `--help`.
-        flag: The flag, where it is not the field's name, for example "--gpu-blocks".
-        variable: The environment variable, where it is not the flag's name, for example "QUIRE_BLOCKS".
+        flag: The flag, if it is not the field's name, for example "--gpu-blocks".
+        variable: The environment variable, if it is not the flag's name, for example "QUIRE_BLOCKS".
         parse: Text to value; ValueError says what was expected. By default the field's type decides: int, float, str,
             bool, Path, each of them `| None`, and tuple[X, ...].
         choices: The only values allowed.
@@ -276,7 +276,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as it would be written after the flag; "none" where there is none."""
+        """The default as it would be written after the flag; "none" if there is none."""
         if self.default is None or self.default == ():
             return "none"
         if isinstance(self.default, tuple):

@@ -142,7 +142,7 @@ class AdapterSlots:
         for linear in self._adapted[slot]:
             linear.adapters.put(slot + 1, None)
         parts = () if loaded is None else loaded.packed
-        # Before they are filled: where that fails, all of them are emptied next.
+        # Before they are filled: if that fails, all of them are emptied next.
         self._adapted[slot] = tuple(linear for linear, _ in parts)
         for linear, packed in parts:
             linear.adapters.put(slot + 1, packed)

@@ -130,8 +130,8 @@ class GgufWeight:
         return self._stored.file
 
     def read(self) -> torch.Tensor:
-        """The tensor on the CPU, in its own dtype where it is not quantized, else in float32. Its memory is its own, or
-        a mapped file's."""
+        """The tensor on the CPU, in its own dtype if it is not quantized, else in float32. Its memory is its own, or a
+        mapped file's."""
         return self._arrange(self._dequantized())
 
     def coded(self) -> CodedWeight | None:

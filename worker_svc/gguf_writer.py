@@ -190,7 +190,7 @@ def _with_head(
     model: ModelDirectory, tensors: Mapping[str, StoredTensor]
 ) -> tuple[ModelDirectory, dict[str, StoredTensor]]:
     """The model and its tensors as workers take them: a matrix that embedding and head share may be stored only as the
-    head, and a head that differs from the embedding is not shared, whatever the configuration says."""
+    head, and a head that differs from the embedding is not shared, even if the configuration says so."""
     stored = dict(tensors)
     embedding = next((tensor for name, tensor in stored.items() if name.endswith(_EMBEDDINGS)), None)
     if (head := stored.get(_HEAD)) is None:

@@ -218,7 +218,7 @@ class _Module:
         rounds_inputs: bool = False,
     ) -> QuantizedWeight:
         """The weight, of functions that read its codes, [out, bytes], and its scales and zeros, [rows of blocks,
-        groups]. `group_of` (g_idx) says which group an input has, where that does not follow from its place."""
+        groups]. `group_of` (g_idx) is the group of each input, if that does not follow from its place."""
         (out_features, in_features), (per_group, _) = shape, coding.group
         if in_features % per_group:
             raise self.error(f"has {in_features} inputs; expected a multiple of {per_group}")
@@ -259,8 +259,8 @@ class _Module:
         return groups
 
     def group_of(self, kind: str, in_features: int, *, is_needed: bool) -> StoredTensor | None:
-        """The tensor that says which group each input has; without one they follow each other. ConfigurationError
-        where it is missing and they do not."""
+        """The tensor with the group of each input; without it, groups follow each other. Raises ConfigurationError if
+        it is needed and missing."""
         return self.tensor(kind, _INTEGERS, (in_features,)) if is_needed or self.has(kind) else None
 
     def error(self, problem: str) -> ConfigurationError:

@@ -41,8 +41,8 @@ class WorkerFlags(StepFlags):
     block_size: int = setting(16, "tokens per KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,
-        "memory of the KV pool, allocated in full; not given, on cpu what max_num_seqs sequences of max_model_len "
-        "tokens need and at most 1GiB or half of what is available, on cuda what is left",
+        "memory of the KV pool, allocated in full; not given, on cpu the need of max_num_seqs sequences of "
+        "max_model_len tokens, at most 1GiB or half of the available memory, on cuda the remaining memory",
         parse=parse_bytes,
         metavar="BYTES",
         common=True,
@@ -80,7 +80,7 @@ class WorkerFlags(StepFlags):
     max_num_batched_tokens: int = setting(2048, "maximum number of tokens of one step", minimum=1, maximum=1 << 20)
     max_model_len: int | None = setting(
         None,
-        "longest sequence in tokens; not given, that of the model, up to where its rotation changes",
+        "maximum length of a sequence in tokens; not given, the model's, up to where its rotation changes",
         minimum=1,
         common=True,
     )
@@ -117,8 +117,8 @@ class WorkerFlags(StepFlags):
     )
     draft_model: str | None = setting(
         None,
-        "a small model with the tokenizer of --model, which guesses what that says where no other guess is found; for "
-        "--speculate draft, one rank and cpu",
+        "a small model with the tokenizer of --model, which drafts tokens if there is no other guess; for --speculate "
+        "draft, one rank and cpu",
         metavar="DIR",
     )
     max_drafts: int = setting(7, "maximum number of tokens that a step guesses for a row", minimum=1, maximum=64)
@@ -167,8 +167,8 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
     )
     transfer_endpoint: str | None = setting(
         None,
-        "address at which workers of other replicas fetch KV blocks from this one; not given, that of --workers of the "
-        "scheduler, which they must reach, too",
+        "address at which workers of other replicas fetch KV blocks from this one; not given, the address in --workers "
+        "of the scheduler, which they must also reach",
         metavar="HOST:PORT",
     )
     transfer_listen: str | None = setting(

@@ -101,7 +101,7 @@ def build_worker(
 
     Args:
         report: called with the progress of loading.
-        stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
+        stopping: set when this process must stop; then the end of another rank is no reason to leave.
 
     Raises:
         ConfigurationError: the settings do not fit the model, the device or the memory.
@@ -251,7 +251,7 @@ def make_worker(
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     info = replace(
         info,
-        # That of the whole group: each rank fetches from the same rank.
+        # The namespace of the whole group: each rank fetches from the same rank.
         kv_namespace=replace(namespace, rank=0).digest().hex() if fingerprint.weights else "",
         transfer_endpoint=settings.transfer_endpoint or "",
     )
@@ -359,8 +359,8 @@ def _draft_directory(
         raise ConfigurationError(f"--draft-model: {error}") from error
     if _vocabulary(draft) != _vocabulary(directory):
         raise ConfigurationError(
-            f"the tokenizer of --draft-model {draft.path} has another vocabulary than that of --model "
-            f"{directory.path}; a draft model must have the same tokens"
+            f"the tokenizers of --draft-model {draft.path} and --model {directory.path} have different vocabularies; a "
+            "draft model must have the same tokens"
         )
     return draft
 
@@ -518,7 +518,7 @@ def check_weights_fit(described: ModelDirectory, dtype: torch.dtype, settings: W
 
 
 def _memory_of_each_rank(settings: WorkerSettings) -> int | None:
-    """The memory that is available on this machine, divided by its ranks. None of them has a pool yet."""
+    """The available memory of this machine, divided by its ranks, before any of them has a pool."""
     available = available_memory()
     ranks_here = settings.tensor_parallel_size if is_local(settings.tensor_parallel_address) else 1
     return None if available is None else available // ranks_here

@@ -41,7 +41,7 @@ class TensorReader(Protocol):
     """Reads the tensors of a checkpoint that `Loadable.tensors` names."""
 
     def read(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor on the CPU, in the file's dtype, or float32 where that is quantized. It may be a view of the file,
+        """The tensor on the CPU, in the file's dtype, or float32 if that is quantized. It may be a view of the file,
         so copy it to keep it."""
         ...
 
@@ -193,7 +193,7 @@ class Checkpoint:
         return self._find(spec.name).num_bytes
 
     def read(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor on the CPU, in the file's dtype, or float32 where that is quantized. It may be a view of the file,
+        """The tensor on the CPU, in the file's dtype, or float32 if that is quantized. It may be a view of the file,
         so copy it to keep it."""
         return self._find(spec.name).read()
 

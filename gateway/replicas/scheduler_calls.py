@@ -170,7 +170,7 @@ class SchedulerCalls:
         if not answers:
             raise errors[0]
 
-    # Operations of administrators on all replicas. Every connected replica gets the call, whatever the others answer.
+    # Operations of administrators on all replicas. Every connected replica gets the call, even if others fail.
     # The error names the replicas that failed: a disconnected replica may still hold its memory, or still sleep.
 
     async def reset_prefix_cache(self) -> int:

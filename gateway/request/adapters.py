@@ -1,6 +1,6 @@
 """The adapters that this gateway serves: names for digests. Schedulers and workers know only the digest.
 
-A name that is taken away ends no request: those that were admitted have the digest.
+Removing a name ends no request: admitted requests hold the digest.
 """
 
 import asyncio
@@ -28,26 +28,26 @@ from quire.rpc.errors import (
 from quire.settings import ConfigurationError
 
 MAX_ADAPTERS = 4096
-"""Names that a gateway has at most; how many are in workers' memory at once is --max-adapters."""
+"""The maximum names of a gateway; --max-adapters limits the adapters in workers' memory at once."""
 _NAME = re.compile(r"[\w][\w./:@+-]{0,127}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter by its name, and its rank."""
+    """A named adapter and its rank."""
 
     named: NamedAdapter
     rank: int
 
 
 class Adapters:
-    """The served adapters, and which name stands for the model as it is.
+    """The served adapters by name, and the names of the model without an adapter.
 
     Args:
         model: The name of the model.
-        directory: Where the model is; its shape is that of its adapters.
-        slots: How many adapters each replica that is known takes at once.
-        refusal: Why names cannot change while the gateway runs; None if they can.
+        directory: The directory of the model; adapters must fit its shape.
+        slots: Returns the maximum adapters at once of each known replica.
+        refusal: The reason why names cannot change while the gateway runs; None if they can.
         aliases: Further names of the model.
     """
 
@@ -69,7 +69,7 @@ class Adapters:
         self._reading = asyncio.Lock()
 
     async def open(self, adapters: Sequence[str]) -> None:
-        """Serves those that are given as NAME=DIRECTORY. Raises ConfigurationError."""
+        """Serves adapters, each given as NAME=DIRECTORY. Raises ConfigurationError."""
         for each in adapters:
             name, _, directory = each.partition("=")
             try:
@@ -78,16 +78,16 @@ class Adapters:
                 raise ConfigurationError(f"--adapters {each}: {error.message}") from error
 
     def visible(self, caller: Caller, model: str | None) -> str | None:
-        """The name that a call which names `model` may use: an adapter's, or else the model's; None if the caller may
-        use neither."""
+        """The name to serve a call that names `model`: the adapter's, or else the model's; None if the caller may use
+        neither."""
         if model is not None and model in self.aliases:
-            # Whoever may use the model may use it by every name.
+            # A caller that may use the model may use it by every name.
             return None if caller.visible(self.model) is None and caller.visible(model) is None else model
         own = None if model is None or model not in self._served else caller.visible(model)
         return own or caller.visible(self.model)
 
     def names(self, caller: Caller) -> list[str]:
-        """All names that the caller may use: those of the model, then those of its adapters."""
+        """All names that the caller may use: the model's names, then its adapters' names."""
         own = [name for name in (self.model, *self.aliases) if self.visible(caller, name) == name]
         return [*own, *(each.named.name for each in self.listed(caller))]
 
@@ -96,7 +96,7 @@ class Adapters:
         return None if name == self.model or name in self.aliases else self.model
 
     def of(self, model: str | None) -> NamedAdapter | None:
-        """The adapter with this name; None for the model as it is. Raises InvalidArgument if it is gone."""
+        """The adapter with this name; None for the model itself. Raises InvalidArgument if the adapter is gone."""
         if model is None or self.parent_of(model) is None:
             return None
         if (served := self._served.get(model)) is None:
@@ -105,16 +105,16 @@ class Adapters:
         return served.named
 
     def listed(self, caller: Caller) -> list[ServedAdapter]:
-        """Those that the caller may use, in the order in which they were loaded."""
+        """The adapters that the caller may use, in the order in which they were loaded."""
         return [each for name, each in self._served.items() if caller.visible(name) is not None]
 
     async def load(
         self, name: str, directory: str, *, replace: bool, name_field: str, directory_field: str
     ) -> ServedAdapter:
-        """Serves an adapter from now on, for an operator. The fields are those of the caller's API.
+        """Serves an adapter from now on, for an operator. The field names are taken from the caller's API.
 
-        With `replace` the name may be that of an adapter, which requests that were admitted before keep: they and the
-        blocks that they cached have its digest.
+        With `replace` the name may already belong to an adapter. Requests that were admitted before keep the old
+        adapter: they and their cached blocks refer to it by digest.
 
         Raises:
             PermissionDenied: the caller is no operator.
@@ -128,7 +128,7 @@ class Adapters:
         return await self._add(name, directory, name_field, directory_field, replace=replace)
 
     def unload(self, name: str, *, name_field: str) -> None:
-        """Takes a name away, for an operator; requests that run go on. Raises PermissionDenied, FailedPrecondition or
+        """Removes a name, for an operator; running requests continue. Raises PermissionDenied, FailedPrecondition or
         NotFound."""
         self._check_operator()
         if self._served.pop(name, None) is None:

@@ -1,4 +1,4 @@
-"""The memory of the requests that are held, as sent and as parsed."""
+"""Limits the memory of request bodies, as sent and as parsed."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,17 +12,17 @@ _RETRY_MS = 1000
 
 
 class BodyMemory:
-    """Counts the bytes of all request bodies that are held, including those that still arrive, and the memory of their
-    values once they are parsed.
+    """Counts the bytes of all request bodies in memory, also while they arrive, and the memory of their values once
+    they are parsed.
 
-    When they are too many, the body that has been arriving for longest is given up, and not the newest one: a client
-    that sends half a body and waits takes memory from nobody, and a body is refused only if it comes more slowly than
-    all others together. Complete bodies are kept; where they alone fill the memory, a new one is refused. So is one of
-    a tenant whose bodies take its share, so that there is room for those of others.
+    When the memory is full, the body that has been arriving for longest is given up, not the newest one. So a client
+    that sends half a body and waits takes no memory from other clients, and a body is refused only if it arrives more
+    slowly than all others together. Complete bodies are kept; if they fill the memory, a new body is refused. A body
+    is also refused if its tenant's bodies already take the tenant's share, which leaves room for other tenants.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int | None = None) -> None:
-        """A tenant may hold `max_tenant_bytes`, and always one body; None is no limit."""
+        """A tenant may hold `max_tenant_bytes`, and always one body; None means no limit per tenant."""
         self.max_bytes = max_bytes
         self.max_tenant_bytes = max_tenant_bytes
         self.num_bytes = 0
@@ -31,13 +31,13 @@ class BodyMemory:
         self.arriving: dict[HeldBody, None] = {}
 
     def begin(self, on_refusal: Callable[[], None]) -> "HeldBody":
-        """A body of which nothing has arrived. `on_refusal` is called when it is given up for others."""
+        """Adds a body before its first byte arrives. `on_refusal` is called when it is given up for other bodies."""
         body = HeldBody(self, on_refusal)
         self.arriving[body] = None
         return body
 
     def refusal(self, *, of_tenant: bool = False) -> ResourceExhausted:
-        """The error of a body for which there is no memory, or none of its tenant's share."""
+        """The error for a body that does not fit into the memory, or into its tenant's share."""
         whose, limit = "all", self.max_bytes
         if of_tenant and self.max_tenant_bytes is not None:
             whose, limit = "one tenant's", self.max_tenant_bytes
@@ -50,8 +50,8 @@ class BodyMemory:
 
 
 class HeldBody:
-    """One body: `add` what arrives, then `complete` it, and `release` it when its request is over. Its tenant is that
-    of the call that adds."""
+    """One body: `add` arriving bytes, then `complete` it, and `release` it when its request is over. Its tenant is the
+    tenant of the call that adds."""
 
     __slots__ = ("_is_released", "_memory", "_tenant", "is_kept", "num_bytes", "on_refusal")
 
@@ -64,8 +64,8 @@ class HeldBody:
         self.on_refusal = on_refusal
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that arrived, or that its values take. Raises ResourceExhausted, and releases the body, where
-        there is no room."""
+        """Counts bytes that arrived, or that its values take. Raises ResourceExhausted and releases the body if there
+        is no room."""
         if self._is_released:
             return
         memory = self._memory
@@ -82,33 +82,33 @@ class HeldBody:
         self.num_bytes += num_bytes
 
     def _takes_share(self, num_bytes: int) -> bool:
-        """Whether its tenant would hold more than its share, by other bodies as well."""
+        """Whether its tenant has other bodies, and would hold more than its share with all of them."""
         share, of_tenant = self._memory.max_tenant_bytes, self._memory.bytes_of_tenants[self._tenant]
         return share is not None and of_tenant > self.num_bytes and of_tenant + num_bytes > share
 
     def _takes_too_much(self, num_bytes: int) -> bool:
-        """Whether all would take too much. The values of a body that is alone may take what they need."""
+        """Whether all bodies would take too much memory. The values of the only body may take what they need."""
         memory = self._memory
         is_alone = self not in memory.arriving and memory.num_bytes == self.num_bytes
         return not is_alone and memory.num_bytes + num_bytes > memory.max_bytes
 
     def add_answer(self, num_bytes: int) -> None:
-        """Counts an answer that its client has yet to take; it is no longer given up for other bodies. Raises as `add`
-        does."""
+        """Counts an answer that its client has not received yet. The body is no longer given up for other bodies.
+        Raises as `add` does."""
         self.complete()
         self.add(num_bytes)
 
     def complete(self) -> None:
-        """It has arrived, and is no longer given up for others."""
+        """Marks the body as fully arrived: it is no longer given up for others."""
         self._memory.arriving.pop(self, None)
 
     def keep(self) -> Callable[[], None]:
-        """Counts it until the returned function is called, also if further messages of the same call arrive before."""
+        """Counts the body until the returned function is called, even if more messages of its call arrive before."""
         self.is_kept = True
         return self.release
 
     def release(self) -> None:
-        """No longer counts it. Idempotent."""
+        """Stops counting the body. Idempotent."""
         self.complete()
         self._is_released = True
         self._memory.num_bytes -= self.num_bytes
@@ -120,11 +120,11 @@ class HeldBody:
 
 
 message_memory: ContextVar[HeldBody] = ContextVar("message_memory")
-"""Set by those who read a request: its memory, until the request is over."""
+"""The memory of the current request, until the request is over. The reader of the request sets it."""
 
 
 def count_memory(num_bytes: int) -> None:
-    """Counts memory that the current request takes besides its bytes. Raises ResourceExhausted where there is none."""
+    """Counts memory of the current request in addition to its bytes. Raises ResourceExhausted if none is left."""
     if (memory := message_memory.get(None)) is not None:
         memory.add(num_bytes)
 

@@ -1,4 +1,4 @@
-"""Validates the parts of chats besides texts: tools, calls and their results, and options of the template."""
+"""Validates the parts of chats that are not texts: tools, calls and their results, and options of the template."""
 
 import json
 import re
@@ -25,7 +25,7 @@ _CALLER = "assistant"
 
 
 def check_chat(violations: Violations, prompt: ChatPrompt, field: str) -> None:
-    """Checks a conversation whose messages are `field`, except their texts."""
+    """Checks a conversation whose messages are in `field`, except their texts."""
     scope = field.removesuffix("messages")
     _check_calls(violations, prompt.messages, field)
     _check_tools(violations, prompt, scope)
@@ -92,7 +92,7 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
         if not _NAME.fullmatch(tool.name):
             violations.add(f"{path}.name", f'is "{shortened(tool.name)}"; {_NAME_RULE}')
         elif tool.name in names:
-            violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
+            violations.add(f"{path}.name", f'is "{tool.name}", like an earlier tool\'s name; names must be unique')
         names.add(tool.name)
         if not violations.check_size(f"{path}.parameters", [tool.parameters], MAX_TOOL_SCHEMA_BYTES):
             continue
@@ -156,7 +156,7 @@ def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: s
 
 
 def _add_too_many_values(violations: Violations, path: str, num_values: int) -> None:
-    """What is JSON in texts is not counted with the message that has it."""
+    """Reports too many JSON values in texts, which the count of values of the message does not include."""
     violations.add(
         path, f"has with all before it {num_values:,} values in its JSON; the max is {MAX_VALUES_OF_TEXTS:,}"
     )

@@ -39,7 +39,7 @@ _INLINE_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A prepared chat. `constraint` is None if there is none besides `sampling.constraint`."""
+    """A prepared chat. `constraint` is None if only `sampling.constraint` applies, or no constraint at all."""
 
     token_ids: list[int]
     answer_format: AnswerFormat
@@ -71,7 +71,7 @@ async def prepare_chat(
             else:
                 constraint = await executor.run(current_tenant(), size, _constraint, prompt, offered, chat, tokenizer)
         except RecursionError as error:
-            # JSON in a text is as deep as its parser allows; values of keywords without schemas have no other limit.
+            # The depth of JSON in a text is only limited by its parser, for values of keywords without schemas.
             raise invalid_field("tools", "have a schema with values that are nested too deeply") from error
     if constraint is not None and not constraint.HasField("begins_after"):
         must_match = prompt.response_format is not None or (offered is not None and offered.is_forced)
@@ -119,7 +119,7 @@ class _Offered:
         try:
             schema = tool.parameters
             if "type" not in read_schema(field, schema):
-                # Arguments are an object, whether the schema says so or not.
+                # Arguments are an object, even if the schema does not require it.
                 schema = json.dumps({"type": "object"} | json.loads(schema))
             check_arguments(format_of_forced_calls(tool_format) if self.is_forced else tool_format, schema)
         except ConstraintError as error:

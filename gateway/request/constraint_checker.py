@@ -22,7 +22,7 @@ from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable, in
 from quire.rpc.process import command_of, environ_of
 
 MAX_RUNNING = 2
-"""Number of constraints that are compiled at once; at most one of a tenant's while other tenants wait."""
+"""Maximum constraints that are compiled at once; at most one per tenant while other tenants wait."""
 MAX_WAITING = 64
 MAX_WAITING_OF_TENANT = 16
 # Limit of the cached verdicts. Each is smaller than 3 KiB.
@@ -37,15 +37,15 @@ Verdict = tuple[str, str] | None
 
 
 class Trial(Protocol):
-    """Compiles constraints where they do no harm: `TrialProcess`, or a simulated one."""
+    """Compiles constraints in isolation: `TrialProcess`, or a simulated one."""
 
     async def verdict(self, content: bytes) -> Verdict: ...
     def close(self) -> None: ...
 
 
 class ConstraintChecker:
-    """Checks whether constraints can be enforced. Verdicts are cached by content; a tenant's verdicts never evict those
-    of a tenant that has fewer.
+    """Checks whether constraints can be enforced. Verdicts are cached by content; a tenant's verdicts never evict the
+    verdicts of a tenant that has fewer.
 
     Attributes:
         is_starting: The trial was started before its first use, and its tables are not made yet.
@@ -62,7 +62,7 @@ class ConstraintChecker:
     async def wait_until_started(self) -> None:
         """Waits for the tables of a trial that was started before; not for a trial that cannot be used."""
         with contextlib.suppress(Unavailable):
-            # A constraint of no kind, on which the verdict comes at once when they are made.
+            # An empty constraint, whose verdict comes as soon as the tables are made.
             await self._trial.verdict(b"")
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
@@ -99,7 +99,7 @@ class ConstraintChecker:
     def _forget(self, key: bytes, ended: asyncio.Task[Verdict]) -> None:
         self._underway.pop(key, None)
         if not ended.cancelled():
-            # Marks the error as retrieved: if nobody waits any more, asyncio would log it.
+            # Marks the error as retrieved: asyncio logs it otherwise if no caller waits any more.
             ended.exception()
 
     def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
@@ -121,7 +121,7 @@ def _refusal(verdict: tuple[str, str]) -> InvalidArgument:
 
 
 class FairTurns:
-    """Limits concurrent work, and takes the tenants in turn."""
+    """Limits concurrent work, and serves the tenants in turn."""
 
     def __init__(self, max_running: int, max_waiting: int, max_waiting_of_tenant: int) -> None:
         self._max_running = max_running
@@ -161,7 +161,7 @@ class FairTurns:
                 self._num_running -= 1
                 self._wake_next()
             elif turn in (queue := self._waiting.get(tenant, ())):
-                # Nobody is refused for the sake of those who have left.
+                # A call that has left must not cause the refusal of another one.
                 self._waiting[tenant].remove(turn)
                 if not queue:
                     del self._waiting[tenant]

@@ -1,10 +1,10 @@
-"""Counts what a message has before anything walks it: a caller may put two million entries into 4 MiB.
+"""Counts the entries of a message before anything walks it: a caller may put two million entries into 4 MiB.
 
-Every list and map has a maximum number of entries, by the name of its field, in `MAX_ENTRIES` and for all others
-`DEFAULT_MAX_ENTRIES`. The entries of a field count together over the whole message, in a protobuf message as in a body
-of JSON. A message of protobuf is counted in its bytes, before it is parsed; a body in two steps, in its bytes and as
-parsed. Counting stops at the first maximum that is exceeded. Exact limits, which may be lower or
-depend on the model, are the validator's.
+Every list and map has a maximum number of entries, by the name of its field in `MAX_ENTRIES`, otherwise
+`DEFAULT_MAX_ENTRIES`. The entries of a field count together over the whole message, in protobuf as in JSON. A protobuf
+message is counted in its bytes, before it is parsed; a JSON body in two steps, in its bytes and as parsed. Counting
+stops at the first maximum that is exceeded. The validator checks exact limits, which may be lower or depend on the
+model.
 """
 
 import re
@@ -27,20 +27,20 @@ _MAX_VALUES = 1 << 17
 _TEXTS = frozenset({"choice", "guided_choice", "texts"})
 MAX_ENTRIES: Mapping[str, int] = {
     **dict.fromkeys(("bytes_contents", "content", "data", "output", "summary", "tool_calls"), 8192),
-    # Of answers that are sent back: log probabilities of their tokens.
+    # Log probabilities of tokens, in answers that the client sends back.
     **dict.fromkeys(("bytes", "logprobs", "top_logprobs"), _MAX_VALUES),
     **dict.fromkeys(_TEXTS, MAX_CHOICES),
     "prompt": MAX_PROMPTS,
     "tools": MAX_TOOLS,
 }
-"""Where the name of a list or map is not here, it may have `DEFAULT_MAX_ENTRIES`."""
+"""The maximum entries of lists and maps by name. Others may have `DEFAULT_MAX_ENTRIES`."""
 MAX_VALUES_OF_OBJECTS: Mapping[str, int] = {
     **dict.fromkeys(("guided_json", "input", "input_schema", "json", "parameters", "schema"), 1 << 16),
-    # What OpenAI's client adds to answers.
+    # OpenAI's client adds these to answers.
     **dict.fromkeys(("parsed", "parsed_arguments"), 1 << 16),
     **dict.fromkeys(("chat_template_kwargs", "documents"), 4096),
 }
-"""Objects of any shape in a body of JSON, such as schemas: all values in them, at any depth, count as theirs."""
+"""The maximum values of objects of any shape in JSON, such as schemas: values at all depths count together."""
 # Lists of such objects.
 _LISTS_OF_OBJECTS = frozenset({"documents", "parsed"})
 MAX_VALUES_OF_TEXTS = 1 << 16
@@ -53,13 +53,13 @@ _TOKENS = frozenset({"allowed_token_ids", "ids", "prompt", "stop_token_ids", "to
 _VALUES_OF_A_MESSAGE = 8
 _MAX_PATH = 256
 _CONTAINERS_PER_STEP = 512
-# About what Python takes for a value besides its text, in bytes.
+# The approximate bytes that Python takes for a value in addition to its text.
 _STRING_BYTES, _OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES, _FIELD_BYTES = 64, 256, 64, 40, 128
-# In UTF-8, of characters beyond U+FFFF, and beyond U+00FF; and escapes of JSON of the former.
+# First UTF-8 bytes of characters beyond U+FFFF, and beyond U+00FF; and JSON escapes of the former.
 _WIDE, _BROAD = bytes(range(0xF0, 256)), bytes(range(0xC4, 256))
 _WIDE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 
-# Of each object, list and further value.
+# Marks that begin an object, a list and a further value.
 _MARKS = b"{", b"[", b","
 _OBJECT: type = dict
 _CONTAINERS: tuple[type, ...] = (dict, list)
@@ -96,10 +96,10 @@ NO_MESSAGES = EntryLimits(max_messages=0)
 
 
 def check_values(data: bytes, limits: EntryLimits, name: str = "the body", *, max_numbers: int = MAX_NUMBERS) -> int:
-    """Counts the values of JSON in its bytes, which takes a tenth of what parsing takes.
+    """Counts the values of JSON in its bytes, in a tenth of the time of parsing.
 
     Returns:
-        About how many bytes of memory the values take: up to 20 times those of `data`.
+        The approximate bytes of memory that the values take: up to 20 times the size of `data`.
 
     Raises:
         InvalidArgument: `name` has too many strings, lists and objects, or too many numbers.
@@ -129,8 +129,8 @@ def check_values(data: bytes, limits: EntryLimits, name: str = "the body", *, ma
 
 
 def _bytes_of_character(data: bytes) -> int:
-    """The most bytes that Python takes for a character of the texts in `data`: one wide one makes all of its text
-    wide."""
+    """The maximum bytes that Python takes for a character of the texts in `data`: one wide character makes its whole
+    text wide."""
     if data.isascii():
         return 1 if b"\\u" not in data else 4 if _WIDE_ESCAPE.search(data) else 2
     if len(data.translate(None, _WIDE)) < len(data):
@@ -139,7 +139,7 @@ def _bytes_of_character(data: bytes) -> int:
 
 
 def num_values_in(text: str) -> int:
-    """At least the number of values that a text has as JSON."""
+    """An upper bound of the number of values that a text has as JSON, up to the first number above the maximum."""
     data = _without_escapes(text.encode(errors="replace"))
     num_strings = data.count(b'"') // 2
     if num_strings > _MAX_VALUES:
@@ -213,12 +213,12 @@ def _containers(prefix: str, fields: Mapping[str, Any]) -> list[tuple[str, str, 
 
 @dataclass(frozen=True, slots=True)
 class _CountedField:
-    """A field of a message, as `CountedMessage` meets it in the bytes.
+    """A field of a message, as `CountedMessage` finds it in the bytes.
 
     Attributes:
         path: Its path in the request, without positions.
         max_entries: The maximum number of its entries; None if it is not counted.
-        width: Of an entry that may be packed with others, in bytes; 0 for integers of any width, None for others.
+        width: Bytes of an entry that may be packed with others; 0 for varints, None if entries cannot be packed.
         is_text: Whether each entry is a text.
         inner: The fields of its messages, by their numbers.
     """
@@ -280,7 +280,7 @@ class CountedMessage:
                         position = _end_of_varint(data, position)
                         continue
                     if wire_type != _DELIMITED:
-                        # The fields of a group are counted as if they were those of the message around it.
+                        # The fields of a group count as fields of the message around it.
                         position += _WIDTHS[wire_type]
                         continue
                     size = data[position]
@@ -347,8 +347,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 def _counted_fields(
     kind: Descriptor, limits: EntryLimits, prefix: str, above: Mapping[str, dict[int, _CountedField]]
 ) -> dict[int, _CountedField]:
-    """The fields of a message that are counted, or have counted fields. `above` are those of the messages around it: a
-    message within itself has the same ones, and its entries count as those of the first."""
+    """The fields of a message that are counted, or have counted fields. `above` has the fields of the messages around
+    it: a message within itself has the same fields, and their entries count together."""
     if kind.full_name in above:
         return above[kind.full_name]
     found: dict[int, _CountedField] = {}

@@ -23,14 +23,14 @@ from gateway.turns import TOKENS_PER_TURN, TenantTurns
 from quire.rpc.errors import Aborted
 
 MAX_KEPT_TOKENS = 2_000_000
-"""Upper bound of the tokens of all requests that are read without clients, including those that they may still
-generate. A log probability counts as a token. Requests beyond the bound are left to the scheduler."""
+"""The maximum tokens of all requests that are read without clients, including tokens that they may still generate. A
+log probability counts as a token. Requests beyond the bound are left to the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOffset:
-    """The number of tokens of one sequence that the client of a resumed stream has, and of characters if it counts
-    them."""
+    """The number of tokens of one sequence that the client of a resumed stream already has, and the number of
+    characters if it counts them."""
 
     sequence_index: int
     num_tokens: int
@@ -43,7 +43,7 @@ class Found:
 
     Attributes:
         num_generated_tokens: Its tokens so far, of all sequences that are returned.
-        num_had: Tokens, including those of candidates, that were not generated for this client.
+        num_had: Tokens, including tokens of candidates, that were not generated for this client.
         here: The entry of this gateway, if the request is read here.
         go_on: Continues the request with an entry.
     """
@@ -92,11 +92,11 @@ class DurableReads:
         self._over: dict[_Read, None] = {}
         self._is_closed = False
         self._turns = TenantTurns()
-        # The requests that a call resumes now, and the call that does so next, if any.
+        # The requests that a call resumes now, each with the call that resumes it next, if any.
         self._next: dict[tuple[str, str], asyncio.Future[None] | None] = {}
 
     def check_resumption(self, account: Account, tenant: str, request_id: str) -> None:
-        """Whether the account may resume this request now. Raises as `Account.check` does."""
+        """Checks that the account may resume this request now. Raises as `Account.check` does."""
         if self._own(account, tenant, request_id) is None:
             account.check()
         else:
@@ -135,8 +135,8 @@ class DurableReads:
     async def find(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory) -> Found:
         """Finds a durable request, here or at a scheduler, without changing it.
 
-        All of its output is made again for the client. So one call at a time does that for a request, and of those that
-        wait meanwhile only the newest goes on: it would take the request from the others.
+        All output of the request is rebuilt for the client. So one call at a time does that for a request. When it is
+        done, only the newest of the waiting calls goes on: it would take the request from the others.
 
         Raises:
             NotFound: the tenant has none with this id.
@@ -166,7 +166,7 @@ class DurableReads:
             self._pass_on(name)
 
     def _pass_on(self, name: tuple[str, str]) -> None:
-        """The call that resumes a request is done; the next one that waits has its turn."""
+        """Gives the turn to the next waiting call, after a call has resumed a request."""
         turn = self._next[name]
         if turn is None or turn.done():
             del self._next[name]
@@ -200,7 +200,7 @@ class DurableReads:
 
     def take(self, found: Found, memory: CallMemory) -> LiveRequest:
         """The entry of a request for the client that resumes it. The call of this gateway that read it before ends; the
-        scheduler ends those of other gateways. Raises AlreadyExists if another request has its id."""
+        scheduler ends calls of other gateways. Raises AlreadyExists if another request has its id."""
         request = found.request
         earlier = self._ledger.get(request.tenant, request.request_id)
         if earlier is not None and earlier.request.durable:
@@ -214,7 +214,7 @@ class DurableReads:
         return live
 
     def keeps(self, live: LiveRequest) -> bool:
-        """Whether it is read without a client."""
+        """Whether a request is read without a client."""
         read = self._reads.get((live.request.tenant, live.request.request_id))
         return read is not None and read.live is live and read.timer is not None
 
@@ -275,7 +275,7 @@ class DurableReads:
         read.timer = asyncio.get_running_loop().call_later(delay_s, self._end, read)
 
     def _expire(self, read: _Read) -> None:
-        """The grace period of a running request is over."""
+        """Ends a request whose grace period is over."""
         self._replicas.release(read.live)
         self._end(read)
 

@@ -1,4 +1,4 @@
-"""The model's generation_config.json: what becomes of each key that transformers' GenerationConfig has."""
+"""The model's generation_config.json: how each key of transformers' GenerationConfig is used."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Use(Enum):
-    """What becomes of a key."""
+    """How the gateway uses a key."""
 
     DEFAULT = "the default of a request field"
     APPLIED = "applied to every request"
@@ -47,7 +47,7 @@ _KEYS = {
         forced_eos_token_id guidance_scale length_penalty max_length max_new_tokens max_time min_length num_beam_groups
         num_beams num_return_sequences penalty_alpha token_healing top_h typical_p watermarking_config
     """,
-    # Ids that a prompt has already, how the file came about, and how `generate` computes, drafts and returns.
+    # Ids that a prompt has already, the origin of the file, and how `generate` computes, drafts and returns.
     Use.NO_EFFECT: """
         _from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
         assistant_lookbehind bos_token_id cache_config cache_implementation compile_config continuous_batching_config
@@ -64,7 +64,7 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("num_beam_groups", "num_beams", "num_return_sequences"), 1),
     **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("early_stopping", "min_length", "penalty_alpha", "token_healing"), 0),
-    # What transformers 4 has where a model says nothing.
+    # The default of transformers 4.
     "max_length": 20,
 }
 """Values of ignored keys that change nothing in transformers either, and need no line in the log."""
@@ -103,12 +103,12 @@ class _Values(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """What a model sets for all of its requests.
+    """Settings of a model for all of its requests.
 
     Attributes:
         sampling, stopping: values of fields that a request leaves out.
-        suppressed, suppressed_first: tokens that are never generated, and that are not the first of an output.
-        biases: by sequence, of the logit of its last token.
+        suppressed, suppressed_first: tokens that are never generated, and tokens that never begin an output.
+        biases: token sequences, each with the bias on the logit of its last token.
     """
 
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
@@ -119,7 +119,7 @@ class ModelDefaults:
     no_repeat_ngram_size: int = 0
 
     def rules(self, vocab_size: int) -> RowSampling:
-        """The rules that each row gets, without tokens that the model has no logits for, which it never generates."""
+        """The rules of each row, without tokens that have no logits and so are never generated."""
         lists = (self.suppressed, self.suppressed_first)
         suppressed, first = ([each for each in ids if each < vocab_size] for ids in lists)
         return RowSampling(
@@ -131,7 +131,7 @@ class ModelDefaults:
 
     @property
     def never_generated(self) -> frozenset[int]:
-        """The tokens that no request can generate, whatever comes before."""
+        """The tokens that no request can generate after any text."""
         return frozenset(
             (*self.suppressed, *(ids[0] for ids, bias in self.biases if (len(ids), bias) == (1, -math.inf)))
         )
@@ -141,7 +141,7 @@ NO_DEFAULTS = ModelDefaults()
 
 
 def model_defaults(directory: ModelDirectory) -> ModelDefaults:
-    """What generation_config.json sets; `do_sample: false` is greedy. Logs a line of what is ignored.
+    """The settings in generation_config.json; `do_sample: false` is greedy. Logs the ignored keys in one line.
 
     Raises:
         ConfigurationError: a value of another type, or out of the range of the request field.
@@ -182,7 +182,7 @@ def _log_ignored(given: Mapping[str, Any], file: Path) -> None:
         if KEYS.get(key, Use.IGNORED) is Use.IGNORED and value != _NEUTRAL.get(key) and key != _OWN_LENGTH
     ]
     if _OWN_LENGTH in given:
-        # Many files have it, and each request says how long its answer may be.
+        # Many files have this key, and each request limits its own answer.
         _logger.info("%s: max_new_tokens (%r) is ignored; max_tokens of a request decides", file, given[_OWN_LENGTH])
     if ignored:
         _logger.warning("%s: these keys are ignored: %s", file, ", ".join(ignored))
@@ -206,7 +206,7 @@ def _sampling(given: Mapping[str, Any], file: Path) -> SamplingParameters:
 
 
 def _as_list(key: str, value: Any) -> Any:
-    """The other form of two keys: a single text; an object whose keys transformers saves as texts, "(45, 7)"."""
+    """Converts the other form of two keys: a single text; an object with keys that transformers saves as "(45, 7)"."""
     if key == "stop_strings" and isinstance(value, str):
         return [value]
     if key == "sequence_bias" and isinstance(value, dict):

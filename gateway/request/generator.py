@@ -46,14 +46,14 @@ Result = tuple[list[GeneratedSequence], Usage]
 Answer = TypeVar("Answer")
 # An answer with this many log probabilities is made in a thread, because it would delay other calls.
 _LARGE = 10_000
-# A sequence takes as long as this many log probabilities; this many tokens take as long as one.
+# The log probabilities that take as long as one sequence, and the tokens that take as long as one log probability.
 _SIZE_OF_A_SEQUENCE = 10
 _TOKENS_OF_A_LOGPROB = 16
 # After this many requests have ended, other calls get a turn.
 _ENDED_AT_ONCE = 16
 MAX_PREPARED = 4096
-"""The maximum number of requests that calls with several prompts prepare at once. A scheduler's queue bounds requests
-once they are submitted, and none of a call is before all are valid."""
+"""The maximum number of requests that calls with several prompts prepare at once. A scheduler's queue bounds submitted
+requests, but a call submits none before all are valid."""
 _RETRY_AFTER_MS = 1000
 _PIN_TIMEOUT_S = 10.0
 
@@ -66,10 +66,10 @@ class Preparations:
 
     @contextmanager
     def hold(self, tenant: str, num_requests: int) -> abc.Generator[None]:
-        """Counts the requests of a call during the context. One call of each tenant is always taken.
+        """Counts the requests of a call during the context. Each tenant may always have one call.
 
         Raises:
-            ResourceExhausted: too many are prepared already, in all or by this tenant, who may have half of them.
+            ResourceExhausted: too many are prepared already, in all or by this tenant, which may have half of them.
         """
         own, total = self._num_requests[tenant], self._num_requests.total()
         if own and (own + num_requests > MAX_PREPARED // 2 or total + num_requests > MAX_PREPARED):
@@ -102,7 +102,7 @@ class Generator:
         tracer: Tracer | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """Without `adapters` it serves none."""
+        """Without `adapters` the generator serves no adapters."""
         self.model = model
         self.adapters = Adapters(model.name, Path(), lambda: [0]) if adapters is None else adapters
         self.replicas = replicas
@@ -123,7 +123,7 @@ class Generator:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would run at once, as far as the gateway knows."""
+        """Whether a request would run at once, by what the gateway knows."""
         return self.replicas.is_ready and not self.is_draining and not self.model.constraints.is_starting
 
     @property
@@ -195,7 +195,7 @@ class Generator:
                 await turns.pause()
                 priority = caller.priority_of(options.priority, options.priority_sign)
                 request_id = self._request_id(options, caller.tenant)
-                # Counted before it is tokenized: what a key may request in a minute limits that work too.
+                # Counted before it is tokenized: the key's requests per minute limit that work too.
                 use = stack.enter_context(caller.account.admitted())
                 request = await prepare(
                     options,
@@ -229,7 +229,7 @@ class Generator:
                     self._retain(live, options.retain_ms)
 
     def _retain(self, live: LiveRequest, lifetime_ms: int) -> None:
-        """Pins prompt and first answer at the replica that has their blocks. A hint: nothing happens where the key may
+        """Pins prompt and first answer at the replica that has their blocks. A hint: nothing happens if the key may
         not pin, or the replica refuses it."""
 
         async def pin() -> None:
@@ -332,10 +332,10 @@ async def running(
     *,
     shows_prompt_by_sequence: bool = False,
 ) -> AsyncGenerator[list[LiveRequest]]:
-    """The running requests, in order. Leaving the context aborts those that run. `memory` is the call's.
+    """The running requests, in order. Leaving the context aborts requests that still run. `memory` is the call's.
 
     All are checked, tokenized and charged before the first one is submitted. If one of them is refused, none runs, and
-    the context raises what `refusal` makes of its position and its error.
+    the context raises the error that `refusal` makes of its position and its error.
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
     caller, preparing = current_caller(), ExitStack()
@@ -362,7 +362,7 @@ async def running(
                 num_logprobs += num_prompt_logprobs(request) * copies
                 check_prompt_logprobs(num_logprobs)
             except QuireError as error:
-                # Ends the requests before it with the original error, and not with the front end's version of it.
+                # Ends the earlier requests with the original error, not with the front end's version of it.
                 await stack.__aexit__(type(error), error, error.__traceback__)
                 raise refusal(position, error) from error
         for each in live:
@@ -373,14 +373,14 @@ async def running(
 
 
 def _refund(live: LiveRequest, error: QuireError) -> Refund:
-    """What a refused request gets back. One that ended with another request of its call may have been computed."""
+    """The refund of a refused request. A request that ended with another one of its call may have been computed."""
     if live.may_have_run:
         return Refund.NOTHING
     return Refund.ALL if live.has_failed else Refund.PROMPT
 
 
 async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]], Answer]) -> Answer:
-    """The value of `make` for the results of all; a large answer is made in a thread, so that other calls continue.
+    """The value of `make` for all results; a large answer is made in a thread, so that other calls continue.
 
     Raises:
         QuireError: one of them failed; the others are not waited for.

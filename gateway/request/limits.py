@@ -1,4 +1,4 @@
-"""The limits of requests: constants, and what settings and schedulers allow."""
+"""The limits of requests: constants, and limits from settings and schedulers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
 DEFAULT_MAX_TOKENS = frozenset(
     {*(1 << power for power in range(12, 18)), 4000, 8000, 16000, 20000, 24000, 32000, 64000, 100_000, 128_000, 32_767}
 )
-"""Values of max_tokens that client libraries and agents send where their user said nothing: powers of two from 4,096
-on, and round numbers."""
+"""Values of max_tokens that client libraries and agents send by default: powers of two from 4,096 on, and round
+numbers."""
 # Tokenize also accepts texts that do not fit as prompts.
 MIN_TOKENIZE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The range of a number, and its default where neither caller nor model set it.
+    """The range of a number, and its default if neither caller nor model set it.
 
     Attributes:
         is_above_low: Whether `low` itself is out of range.
@@ -73,9 +73,9 @@ class Pool:
     block_size: int
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
-        """The maximum number of tokens of each of `num_sequences` sequences of one prompt, if they run alone.
+        """The maximum tokens of each of `num_sequences` sequences of one prompt, if no other sequence runs.
 
-        They share the full blocks of the prompt and nothing else; all of the prompt, if each gets one token only. The
+        The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. The
         last token of each is never computed.
         """
         shared = prompt_tokens // self.block_size
@@ -86,16 +86,16 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The configured limits, narrowed by those of the schedulers.
+    """The configured limits, narrowed by the limits of the schedulers.
 
     Attributes:
-        pools: The KV pools of the replicas, any of which may get the request.
+        pools: The KV pools of the replicas. Any replica may get the request.
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The maximum number of tokens, prompt and output.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
         longest_token_bytes: The maximum size of the text of one token, in UTF-8.
         max_n: The maximum number of sequences of one request.
-        max_call_sequences: The maximum number of sequences of all requests of one call, including those not returned.
+        max_call_sequences: The maximum sequences of all requests of one call, including sequences not returned.
     """
 
     pools: tuple[Pool, ...]
@@ -114,7 +114,7 @@ class Limits:
     clamp_max_tokens: str = "never"
 
     def clamps(self, options: RequestOptions) -> bool:
-        """Whether the max_tokens of a request becomes what is left of the context, if it is more."""
+        """Whether a max_tokens that exceeds the rest of the context is lowered to that."""
         max_tokens = options.asked("stopping.max_tokens")
         if max_tokens is None or options.clamp is Clamp.NEVER:
             return False

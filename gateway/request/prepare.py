@@ -56,7 +56,7 @@ class CallParameters:
         self._parameters: Parameters | None = None
 
     def check(self, options: RequestOptions, limits: Limits, served_model: str | None) -> None:
-        """Validates a request. Parameters that are those of the request before are not checked again.
+        """Validates a request. Parameters that equal the previous request's are not checked again.
 
         Raises:
             InvalidArgument: something is missing, out of range or contradictory.
@@ -135,7 +135,7 @@ async def prepare(
         )
     asked_max_tokens = options.asked("stopping.max_tokens")
     if limits.clamps(options) and len(token_ids) + asked_max_tokens > limits.max_model_len:
-        # As if it were absent: all that is left.
+        # As if max_tokens were absent: the rest of the context.
         asked_max_tokens = None
     candidates = _num_candidates(options.sampling)
     max_tokens = resolve_max_tokens(encoded.field, token_ids, asked_max_tokens, candidates, limits)
@@ -207,7 +207,7 @@ async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: Serv
     )
     chat = await make(prompt)
     if prompt.drops_turns:
-        # The tokens that a prompt may have besides the output that is asked for, if that is not cut down.
+        # The tokens that a prompt may have next to the requested output, if that is not cut down.
         output = 0 if limits.clamps(options) else options.asked("stopping.max_tokens") or 0
         longest = min(limits.max_prompt_tokens, limits.max_model_len - output)
         chat = await _without_oldest(prompt, chat, make, longest)
@@ -320,7 +320,7 @@ def drawn_seed(sampling: SamplingParameters) -> int:
 
 
 async def _encoded_answer(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens that a model has for a text behind a prompt."""
+    """The tokens of a text that follows a prompt."""
     token_ids = await tokenizer.encode(text, add_special_tokens=False)
     if text.startswith(" "):
         # SentencePiece's tokenizers add a space to the beginning of a text, which then has one too many.
@@ -357,7 +357,7 @@ def check_choice(
 
 
 def check_end(options: RequestOptions, parameters: Parameters) -> None:
-    """Raises InvalidArgument if no token can end a text with a constraint, or min_tokens contradicts another ending."""
+    """Raises InvalidArgument if no token can end a constrained text, or min_tokens contradicts another ending."""
     violations = Violations()
     if not parameters.eos_token_ids and not parameters.stopping.stop_token_ids:
         field, problem = "stopping.stop_token_ids", "is empty, and the model has no eos id"
@@ -400,14 +400,14 @@ def _keep_each_once(token_ids: MutableSequence[int]) -> None:
 
 
 async def thinking_limit(sampling: SamplingParameters, model: ServedModel, vocab_size: int) -> ThinkingLimit | None:
-    """How long the reasoning may be; None if that is not limited, or if the model's answers have none."""
+    """The limit on the reasoning; None if it is not limited, or if the model's answers have no reasoning."""
     marks = thinking_marks_of(model.chat.reasoning_format)
     if marks is None or not sampling.HasField("thinking_token_budget"):
         return None
     end_token_ids = await model.tokenizer.encode(marks.end, add_special_tokens=False)
     if not end_token_ids or max(end_token_ids) >= vocab_size:
         return None
-    # A label may follow the mark, which the reasoning of no other channel has.
+    # A label may follow the mark; only the reasoning's channel has this label.
     begin = marks.begin + marks.label
     budget = sampling.thinking_token_budget
     return ThinkingLimit(max_tokens=budget, begin=begin, end=marks.end, end_token_ids=end_token_ids)
@@ -477,10 +477,10 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
     """Puts the tokens that the caller holds into a request that was not submitted yet; the caller does not get them
     again. If they end all sequences, the request is over.
 
-    A scheduler goes on from the tokens of its caller as it goes on from those of a gateway after its own loss: prompt,
-    parameters, seed and tokens are the whole state of a request. The rest is the same, if the logits are.
-    Log probabilities of the prompt come with its first token, so a request for them begins from there: the caller does
-    not get the tokens again that it holds.
+    A scheduler continues from these tokens as it continues from a gateway's tokens after it has lost its own state:
+    prompt, parameters, seed and tokens are the whole state of a request. Equal logits give an equal continuation.
+    Log probabilities of the prompt come with its first token, so a request for them begins there; the caller still
+    does not get again the tokens that it holds.
 
     Raises:
         InvalidArgument: a sequence had ended before its last token.

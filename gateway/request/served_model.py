@@ -43,7 +43,7 @@ class ServedModel:
         takes_templates: bool = False,
     ) -> Self:
         """Reads a model directory; `executor` runs long work. With `takes_templates` a chat may have a template of its
-        own. Formats that are not given are those of the template.
+        own. Formats that are not given are detected in the template.
 
         Raises:
             ConfigurationError: something is missing or malformed, in one line.

@@ -1,7 +1,7 @@
 """The gateway's span of each request: from its arrival in the generator to its last event.
 
-Names are those of OpenTelemetry's conventions for generative AI, or vLLM's if these have none. A span has neither
-prompt nor output, and only the codes of errors, since their texts may quote what the client sent.
+Names come from OpenTelemetry's conventions for generative AI, or from vLLM if the conventions have none. A span has
+neither prompt nor output, and only the codes of errors, since their texts may quote what the client sent.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class RequestSpan:
         return self._span and self._span.context
 
     def opened(self, live: LiveRequest) -> None:
-        """The request was accepted."""
+        """Records that the request was accepted."""
         self._live = live
         if self._span is None:
             return

@@ -20,7 +20,7 @@ _MISSING_PREFIX = FieldViolation("prefix", "is missing; set text, token_ids or c
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Token ids, their spelling in the vocabulary, and how many of them prompt and output may have together."""
+    """Token ids, their spelling in the vocabulary, and the maximum tokens of prompt and output together."""
 
     token_ids: list[int]
     tokens: list[str]
@@ -104,7 +104,7 @@ class TextService:
                     field, token_ids = await encode_prompt(prefix, self._model)
                 check_prompt_tokens(field, token_ids, limits)
                 caller.account.charge_prompt(use, len(token_ids))
-                # A pin that ended while it was computed was not refused.
+                # A pin that ended while it was computed does not count as refused.
                 use.refund = lambda error: Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL
                 calls = self._generator.replicas.calls
                 return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s, adapter=adapter)

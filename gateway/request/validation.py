@@ -44,7 +44,7 @@ def check_model(model: str | None, served_model: str | None, error: type[QuireEr
 def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
     """The violation of a model name; None if the name is absent or right.
 
-    `served_model` is None for a caller who may use no model. Such a caller does not learn the name of the served one.
+    `served_model` is None for a caller that may use no model. Such a caller does not learn the name of the served one.
     """
     if served_model is None:
         shown = "is absent" if model is None else f'is "{shortened(model)}"'
@@ -57,7 +57,7 @@ def wrong_model(model: str | None, served_model: str | None) -> FieldViolation |
 def check_request(request: RequestOptions, limits: Limits, served_model: str | None) -> None:
     """Checks everything except the number of prompt tokens, which only the tokenizer knows.
 
-    `served_model` is None for a caller who may use no model.
+    `served_model` is None for a caller that may use no model.
 
     Raises:
         InvalidArgument: the model is not served here, or fields are missing or out of range.
@@ -109,8 +109,8 @@ def check_another(request: RequestOptions, limits: Limits) -> None:
 
 
 def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> None:
-    """Checks what `num_requests` requests with the same parameters take together. What is too much for one request is
-    left to `check_request`.
+    """Checks the totals of `num_requests` requests with the same parameters. Limits of a single request are left to
+    `check_request`.
 
     Raises:
         InvalidArgument: the call has too many sequences, or too many copies of long parameters.
@@ -122,7 +122,7 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
         field = "sampling.n" if request.asked("sampling.best_of") is None else "sampling.best_of"
     per_request = max(request.asked(field) or 1, 1)
     count = num_requests * per_request
-    # A number that is out of range is not reckoned with: it may have thousands of digits.
+    # A number out of range is left out of the sums: it may have thousands of digits.
     is_in_range = per_request <= limits.max_n
     if is_in_range and count > limits.max_call_sequences:
         violations.add(
@@ -220,7 +220,7 @@ def texts_of(prompt: ChatPrompt) -> Iterator[str]:
 def _check_prompt_size(
     violations: Violations, field: str, texts: Iterable[str], limits: Limits, *, is_truncated: bool
 ) -> None:
-    """Refuses a text with so many bytes that it has too many tokens, before the tokenizer spends time on it."""
+    """Refuses a text whose size implies too many tokens, before the tokenizer spends time on it."""
     if is_truncated:
         violations.check_size(field, texts, limits.max_tokenize_bytes)
         return
@@ -244,7 +244,7 @@ def _check_prompt_length(
 
 
 def _context_length(limits: Limits) -> str:
-    """Client libraries search for these words to recognise a prompt that is too long."""
+    """The words by which client libraries recognise a prompt that is too long."""
     return f"this model's maximum context length is {limits.max_model_len} tokens (context_length_exceeded)"
 
 
@@ -267,8 +267,8 @@ def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) ->
 def resolve_max_tokens(
     field: str, token_ids: Sequence[int], max_tokens: int | None, num_sequences: int, limits: Limits
 ) -> int:
-    """The maximum number of tokens to generate after a prompt in `field`: `max_tokens`, or what is left for each of the
-    sequences.
+    """The maximum number of tokens to generate after a prompt in `field`: `max_tokens`, or the room that is left for
+    each of the sequences.
 
     Raises:
         InvalidArgument: as `check_prompt_tokens`, or prompt and output exceed the context.
@@ -289,14 +289,14 @@ def resolve_max_tokens(
 
 
 def check_numbers(violations: Violations, request: RequestOptions, names: Iterable[str] = NUMBERS) -> None:
-    """Checks the ranges of numbers of the sampling: those of a request, or the defaults of a model directory."""
+    """Checks the ranges of sampling parameters, of a request or as the defaults of a model directory."""
     for name in names:
         number, field = NUMBERS[name], f"sampling.{name}"
         violations.check_range(field, request.asked(field), number.low, number.high, above_low=number.is_above_low)
 
 
 def _check_drawing(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    """Checks what does not apply to a beam search, or otherwise."""
+    """Checks parameters of sampling that a beam search treats differently."""
     check_numbers(violations, request, DRAWING)
     n, best_of = request.asked("sampling.n"), request.asked("sampling.best_of")
     violations.check_range("sampling.n", n, 1, limits.max_n)
@@ -347,7 +347,7 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    """Checks what applies to sampling and to beam search."""
+    """Checks parameters of both sampling and beam search."""
     violations.check_range("sampling.seed", request.asked("sampling.seed"), _MIN_SEED, _MAX_SEED)
     budget = request.asked("sampling.thinking_token_budget")
     violations.check_range("sampling.thinking_token_budget", budget, 0, 2**32 - 1)
@@ -362,7 +362,7 @@ def _check_sampling(violations: Violations, request: RequestOptions, limits: Lim
 
 
 def _check_constraint_size(violations: Violations, field: str, constraint: Constraint) -> None:
-    """A constraint is copied several times, so one that is too large is refused before."""
+    """Refuses a constraint that is too large, before it is copied several times."""
     if (size := constraint.ByteSize()) > MAX_CONSTRAINT_BYTES:
         violations.add(field, f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
 

@@ -1,5 +1,4 @@
-"""What is wrong with a request: the violations of one request collected, the checks that many fields need, and how
-values are shown."""
+"""Violations of a request: a collector for them, the checks that many fields need, and how values are shown."""
 
 import re
 import struct
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
 _SHOWN_CHARACTERS = 80
-# Of the whole of a violation, whose fields and values may have texts of the caller in them.
+# Limits of a violation's whole field and description, which may quote texts of the caller.
 _FIELD_CHARACTERS, _DESCRIPTION_CHARACTERS = 256, 2048
 _MAX_VIOLATIONS = 16
 # A field of the messages in a text. Values of callers are quoted.
@@ -17,7 +16,7 @@ _NAMED = re.compile(r"(?<![\w.\"])(?:(?:sampling|output|stopping)(?:\.[a-z_]+)+|
 
 
 class Violations:
-    """Collects the violations of a request, at most as many as a person reads."""
+    """Collects the violations of a request, up to a number that a person still reads."""
 
     def __init__(self) -> None:
         self.found: list[FieldViolation] = []
@@ -108,7 +107,7 @@ def shown(value: float) -> str:
 
 
 def shortened(text: str, max_characters: int = _SHOWN_CHARACTERS) -> str:
-    """The text, cut off after so many characters."""
+    """The text, cut off at `max_characters`."""
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
@@ -136,7 +135,7 @@ def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
 
 @contextmanager
 def renaming(names: Callable[[], Callable[[str], str]]) -> Generator[None]:
-    """Errors have the field names of a front end. `names` makes the function for `renamed`."""
+    """Gives errors the field names of a front end. `names` makes the function for `renamed`."""
     try:
         yield
     except QuireError as error:

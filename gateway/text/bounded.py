@@ -1,8 +1,8 @@
-"""Bounds for what a model's chat template may take: it is a program that came with the model's files.
+"""Bounds the time and memory of a model's chat template, which is a program from the model's files.
 
 Most chats are rendered on the event loop, because a process for them (`request_template.py`) would cost more than the
-rendering. A signal ends a rendering there that takes too long, an exception from a timer one in another thread, and
-the process' own limit one that takes too much memory.
+rendering. A signal ends a slow rendering in the main thread, an exception from a timer a slow one in another thread,
+and the process' own limit one that takes too much memory.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 MAX_PROCESSOR_S = 2
-"""Of the main thread; the time of all threads counts."""
+"""Maximum CPU time of a rendering in the main thread; the CPU time of all threads counts."""
 MAX_THREAD_S = 30
-"""Of another thread, by the clock."""
+"""Maximum time of a rendering in another thread, by the clock."""
 MAX_MEMORY_BYTES = 512 << 20
 _CHECKS = 1000
 """Turns of a loop. In each one Python raises an exception that another thread has set."""
@@ -50,7 +50,7 @@ def bounded() -> Iterator[None]:
         try:
             _disarm(thread)
         finally:
-            # Again, where the end of the time came in between.
+            # Again, if the time ended in between.
             _disarm(thread)
             stop()
 
@@ -87,8 +87,8 @@ def _start_timer(thread: int) -> Callable[[], object]:
     def stop() -> None:
         timer.cancel()
         if has_ended:
-            # What was not raised yet is raised here. It cannot be taken back: CPython 3.11 clears the exception then,
-            # and not the flag that it is there, which slows all of the process from then on.
+            # An exception that is still pending is raised here. It cannot be withdrawn: CPython 3.11 would clear the
+            # exception but not its pending flag, which slows the whole process from then on.
             with contextlib.suppress(TookTooLong):
                 for _ in range(_CHECKS):
                     pass
@@ -110,7 +110,7 @@ def own_memory() -> int:
 
 
 def _arm(thread: int) -> None:
-    """Bodies that run at once share one limit of memory."""
+    """Sets the memory limit, which bodies that run at once share."""
     global _usual_limit
     with _lock:
         if not _armed:

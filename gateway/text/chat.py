@@ -45,7 +45,7 @@ from quire.settings import ConfigurationError
 # Up to this many characters are rendered on the event loop; more in a thread. A message costs some even if it is empty.
 _INLINE_CHARACTERS = 4096
 _CHARACTERS_OF_A_MESSAGE = 32
-# A prompt has at most so many characters of the template itself, and so many for each character of its conversation.
+# Maximum characters of a prompt: a constant for the template, and a number for each character of the conversation.
 _OF_TEMPLATE, _TIMES_WRITTEN = 1 << 18, 5
 _MAX_BITS = 1 << 16
 # Two messages without a common character. Some tokenizers merge the second one with a line break before it.
@@ -55,11 +55,11 @@ _ASKED_ROLES = frozenset({"user", "tool"})
 _DEVELOPER = "developer"
 # Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
-# Variables that the server sets for a template, besides the caller's arguments.
+# Variables that the server sets for a template, in addition to the caller's arguments.
 _OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 # Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
-# What a template raises for a conversation; RecursionError, where its macros follow the schemas of tools.
+# Errors that a template raises for a conversation; RecursionError if its macros follow the schemas of tools.
 _OF_PYTHON = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 _REFUSALS = (jinja2.TemplateError, *_OF_PYTHON)
 # With these values the arguments are the default behaviour, so a template that does not read them is correct too.
@@ -68,7 +68,7 @@ _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class _CallsAs:
-    """How a template takes past calls. `has_texts`: arguments as texts; `has_null`: null where there is no content."""
+    """The form of past calls for a template. `has_texts`: arguments as texts; `has_null`: null for no content."""
 
     has_texts: bool = False
     has_null: bool = False
@@ -84,8 +84,8 @@ class ChatTemplate:
         source: The Jinja source in the model directory.
         variables: The names that the template reads.
         arguments: The variables that only a caller can set.
-        calls: What it renders for calls; None if it leaves them out.
-        tool_format: The format of the model's calls, by what the template renders or tells; None if it is unknown.
+        calls: The calls that it renders; None if it leaves them out.
+        tool_format: The format of the model's calls, detected in the template's output or text; None if it is unknown.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -130,7 +130,7 @@ class ChatTemplate:
         try:
             return self._render(prompt, self._calls_as)
         except _REFUSALS as error:
-            # Some take no text for an object, and some no result without the name of its tool.
+            # Some templates refuse a text in place of an object, or a result without the name of its tool.
             messages = [self._written(each) if _has_cut_calls(each) else each for each in prompt.messages]
             if (messages := _with_names(messages)) != prompt.messages:
                 with contextlib.suppress(*_REFUSALS):
@@ -159,8 +159,8 @@ class ChatTemplate:
                 raise invalid_field(field, f"is not read by the model's chat template, which reads: {shown}")
 
     def _shown(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        """The messages in a form in which the template leaves no call out: where it writes one call for a message, each
-        has one, and where it writes none, its text has them as the model writes them."""
+        """The messages in a form in which the template leaves no call out. If it writes one call per message, each
+        message gets one call; if it writes none, the calls become part of the text, as the model writes them."""
         if not any(message.tool_calls for message in messages):
             return messages
         if self.calls is not None and len(self.calls.calls) == 1:
@@ -180,10 +180,10 @@ class ChatTemplate:
         return "" if with_tools is None or with_tools == without else with_tools
 
     def _probed_calls(self) -> tuple[_CallsAs, RenderedCalls | None]:
-        """The form in which the template takes past calls, and what it renders for them.
+        """The form in which the template takes past calls, and the calls that it renders.
 
         Most templates write the arguments as JSON themselves; some take them as text. Some show calls only of messages
-        whose content is null, or of messages that are not the last one. The first form counts whose calls can be read.
+        whose content is null, or of messages that are not the last one. The first form with readable calls counts.
         """
         shown: list[tuple[_CallsAs, RenderedCalls]] = []
         for form in _FORMS:
@@ -234,7 +234,7 @@ class ChatTemplate:
 
 
 class OwnTemplates(Protocol):
-    """Renders conversations by templates that their requests bring, where these do no harm. Its `render` is for
+    """Renders conversations by templates that their requests bring, isolated so that they do no harm. `render` is for
     threads."""
 
     def render(self, source: str, prompt: ChatPrompt) -> str: ...
@@ -242,13 +242,13 @@ class OwnTemplates(Protocol):
 
 
 class Chat:
-    """Conversations to token ids, as one model sees them.
+    """Converts conversations to token ids for one model.
 
     Attributes:
         template: None for a model without a chat template.
-        tool_template: That of conversations with tools or calls, if it is another one.
+        tool_template: The template of conversations with tools or calls; often the same one.
         tool_format: The format of the model's tool calls; None if it is unknown.
-        call_shape: How the template writes calls of that format; None if it writes none, or others.
+        call_shape: The shape in which the template writes calls of that format; None if it writes no such calls.
         reasoning_format: The format of its reasoning; None if it does not reason, or if the format is unknown.
     """
 
@@ -264,8 +264,8 @@ class Chat:
         reasoning_format: str | None = None,
         own_templates: OwnTemplates | None = None,
     ) -> None:
-        """`executor` renders long conversations. `own_templates` renders those whose requests have templates, and is
-        closed with this; without it such requests are refused. Formats that are not given are detected in the
+        """`executor` renders long conversations. `own_templates` renders conversations with the requests' templates,
+        and is closed with this; without it such requests are refused. Formats that are not given are detected in the
         templates."""
         self.template = template
         self.tool_template = tool_template or template
@@ -278,11 +278,11 @@ class Chat:
         self._tokenizer = tokenizer
         self._executor = executor
         self._own_templates = own_templates
-        # They take seconds, and one is rendered at a time: no other work waits for them.
+        # Such templates may take seconds, one at a time, so other work must not wait behind them.
         self._own_executor = FairExecutor(1)
 
     def close(self) -> None:
-        """Ends what renders templates of requests."""
+        """Ends the executor and the process that render templates of requests."""
         self._own_executor.shutdown()
         if self._own_templates is not None:
             self._own_templates.close()
@@ -301,7 +301,7 @@ class Chat:
             if self._own_templates is None:
                 description = "is set; this gateway takes no templates of requests (--request-chat-templates)"
                 raise invalid_field("chat_template", description)
-            # A short one may take as long as a long one: turns are nearly alike.
+            # All renderings count as long work of similar size, since a short template may take as long as a long one.
             size = LONG_BYTES + 1 + _size(prompt) + len(prompt.template)
             render = self._own_templates.render
             return await self._own_executor.run(current_tenant(), size, render, prompt.template, prompt)
@@ -317,8 +317,8 @@ class Chat:
         return await self._executor.run(current_tenant(), size, _written, template, prompt, size)
 
     async def encode(self, prompt: ChatPrompt) -> list[int]:
-        """Token ids of the rendered prompt. As in transformers, what reads like a special token becomes that token, in
-        the text of a user, too, unless tokenizer_config.json has `split_special_tokens`.
+        """Token ids of the rendered prompt. As in transformers, text that reads like a special token becomes that
+        token, also in a user's message, unless tokenizer_config.json has `split_special_tokens`.
 
         Raises:
             InvalidArgument: as `render` does.
@@ -348,9 +348,9 @@ class Chat:
         """The common prefix, in token ids, of the prompts of all conversations that continue this one.
 
         Some templates change a message when others follow it, and some write a system message only together with the
-        first user message. So the prefix is what two different continuations have in common, or the prompt of the
-        messages if they end with a user message. If the template accepts none of the roles of these continuations,
-        the prefix is the prompt of the messages alone.
+        first user message. So the prefix is the common part of two different continuations, or the prompt of the
+        messages if they end with a user message. If the template accepts no role of these continuations, the prefix is
+        the prompt of only the messages.
 
         Raises:
             InvalidArgument: the model has no template, or the template refuses the messages.
@@ -408,8 +408,8 @@ def _excess(error: BaseException) -> str:
 
 
 def _written(template: ChatTemplate, prompt: ChatPrompt, size: int) -> str:
-    """The prompt of a conversation of `size`. Raises InvalidArgument as `ChatTemplate.render`, and where it is much
-    longer than what it is made of: the tokenizer takes more than a hundred bytes for each character."""
+    """The prompt of a conversation of `size`. Raises InvalidArgument as `ChatTemplate.render`, and for a prompt much
+    longer than its conversation: the tokenizer takes more than a hundred bytes for each character."""
     try:
         with bounded():
             text = template.render(prompt)
@@ -447,7 +447,7 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        # Templates use three names for the reasoning. Those that read `thinking` accept no content beside calls.
+        # Templates use three names for the reasoning. Templates that read `thinking` accept no content next to calls.
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
         if not (message.tool_calls and message.content):
             fields["thinking"] = message.reasoning
@@ -455,7 +455,7 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """The arguments of a call; None if they are no object, for example because max_tokens cut them off."""
+    """The arguments of a call; None if they are not an object, for example because max_tokens cut them off."""
     try:
         value: Any = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -539,7 +539,7 @@ def _until_final_message(text: str, content: str) -> str:
 
 
 def _refusal(field: str, description: str, *, subject: str = "", reason: str = "CHAT_TEMPLATE") -> InvalidArgument:
-    """`subject` is what the message says before the description, which names the field itself."""
+    """An error. `subject` precedes the description in the message; the violation names the field itself."""
     violations = [FieldViolation(field, description)]
     return InvalidArgument(f"{subject} {description}".lstrip(), reason=reason, violations=violations)
 
@@ -563,7 +563,7 @@ _GenerationTag.tags = {"generation"}
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox of transformers; integers have no more digits than a computation ends at once with."""
+    """The sandbox of transformers, with a limit on the bits of integers, so that arithmetic ends at once."""
 
     intercepted_binops = frozenset(("**", "*"))
 

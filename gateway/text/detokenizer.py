@@ -1,4 +1,4 @@
-"""Incremental detokenization: token ids to text, one token at a time, with the clean-up of spaces where it is set."""
+"""Incremental detokenization: token ids to text, one token at a time, with the clean-up of spaces if it is set."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ from typing import Protocol
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A UTF-8 character has at most four bytes, so at most three of them wait for the last one.
 _MAX_INCOMPLETE = 3
-# A longer window is cut back to its last tokens, this many of which are enough context.
+# A longer window is cut back to its last `_CONTEXT` tokens, which are enough context.
 _MAX_WINDOW = 14
 _CONTEXT = 8
 # The replacements of the clean-up, in the order of transformers.
@@ -51,9 +51,9 @@ class Detokenizer:
         silent: Container[int],
         context: Sequence[int] = (),
     ) -> None:
-        """`decode` returns the text of token ids, `num_incomplete` how many of the last ones are the beginning of a
-        character; `silent` has the ids without text (special, unknown). `context` are the last tokens with text before
-        the sequence, which end with a whole character."""
+        """`decode` returns the text of token ids; `num_incomplete` returns the number of last tokens that begin a
+        character without ending it. `silent` has the ids without text (special, unknown). `context` are the last tokens
+        with text before the sequence, which end with a whole character."""
         self._decode = decode
         self._num_incomplete = num_incomplete
         self._silent = silent
@@ -100,7 +100,7 @@ class Detokenizer:
             return certain
         if not (num_incomplete := self._num_incomplete(self._window)):
             return len(text)
-        # A byte-fallback decoder writes one of them for each byte of the run, whole characters before it included.
+        # A byte-fallback decoder writes one for each byte of the run, also for whole characters before it.
         whole = self._decode(self._window[:-num_incomplete])
         return max(len(whole), certain) if text.startswith(whole) else certain
 

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts of a text before and a text after what is to be generated, in a model's own tokens."""
+"""Fill in the middle: prompts of the texts before and after the generated one, in a model's own tokens."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ _KNOWN = (
 
 
 def fill_in_prompt(tokenizer: Tokenizer, before: str, after: str) -> str | None:
-    """The prompt whose continuation belongs between two texts; None where the tokenizer has no tokens for that."""
+    """The prompt whose continuation belongs between two texts; None if the tokenizer has no tokens for that."""
     for marks in _KNOWN:
         if all(
             each is None or tokenizer.id_of(each) is not None for each in (marks.prefix, marks.suffix, marks.middle)

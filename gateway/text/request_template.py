@@ -26,7 +26,7 @@ from quire.settings import ConfigurationError
 
 MAX_PROCESSOR_S = 2
 MAX_MEMORY_BYTES = 256 << 20
-"""What a rendering may take beside the process itself."""
+"""The maximum memory of a rendering, in addition to the memory of the process itself."""
 MAX_TEXT_BYTES = 4 << 20
 _KEPT_TEMPLATES = 16
 _LENGTH = struct.Struct("<I")
@@ -34,7 +34,7 @@ _FIELD = "chat_template"
 
 
 class TemplateProcess:
-    """Renders conversations by templates of requests. Thread-safe; one after the other."""
+    """Renders conversations by templates of requests, one after the other. Thread-safe."""
 
     def __init__(self, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are the texts of bos_token, eos_token and the like."""
@@ -43,7 +43,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, prompt: ChatPrompt) -> str:
-        """The prompt of a conversation. Takes at most MAX_PROCESSOR_S of processor time, and the start of a process.
+        """The prompt of a conversation. Takes at most MAX_PROCESSOR_S of CPU time plus the start of a process.
 
         Raises:
             InvalidArgument: the template is invalid, refuses the conversation, or takes too much.
@@ -99,7 +99,7 @@ def _write(file: BinaryIO | Any, data: bytes) -> None:
 
 
 def _read(file: BinaryIO | Any) -> bytes | None:
-    """None at the end of the file."""
+    """Reads one message; None at the end of the file."""
     head = file.read(_LENGTH.size)
     data = file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
     return data if len(head) == _LENGTH.size and len(data) == _LENGTH.unpack(head)[0] else None
@@ -146,7 +146,7 @@ def _answer_to(job: bytes) -> dict[str, Any]:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lowers the limit that the process has now; it may be raised again."""
+    """Sets the soft limit of the process; it may be raised again."""
     _, highest = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
 

@@ -16,8 +16,8 @@ class StopStrings:
 class StopMatcher:
     """Finds the first stop string in the text of one sequence and holds back text that may become one.
 
-    The match is the stop string that ends first; of those that end at the same character, the longest. So the result
-    does not depend on how the text is split into pieces.
+    The match is the stop string that ends first; if several end at the same character, the longest of them. So the
+    result does not depend on how the text is split into pieces.
 
     Invariant: the held text is the longest suffix of the text so far that is the start of a stop string. So it is
     shorter than the longest stop string, and every later match begins in it or after it.

@@ -49,8 +49,8 @@ class Tokenizer:
 
     Attributes:
         size: Upper bound of the token ids, exclusive.
-        longest_token_bytes: Upper bound of the UTF-8 bytes of text that one token stands for, text that a normalizer
-            drops excepted. It is the longest spelling in the vocabulary, which is never shorter than the text.
+        longest_token_bytes: Upper bound of the UTF-8 bytes of text that one token stands for, except text that a
+            normalizer drops. It is the longest spelling in the vocabulary, which is never shorter than the text.
         special_tokens: The ids of all special tokens by their texts.
     """
 
@@ -58,10 +58,10 @@ class Tokenizer:
         self, tokenizer: tokenizers.Tokenizer, executor: FairExecutor, config: Mapping[str, Any] = _NO_CONFIG
     ) -> None:
         """`config` is the content of tokenizer_config.json. Raises ConfigurationError for a malformed token in it, and
-        for an id beyond that of any model."""
+        for an id beyond the range of any model."""
         _add_tokens(tokenizer, config)
         tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
-        # As in transformers, BPE tokenizers are excepted: their spaces are those of the text.
+        # As in transformers, BPE tokenizers are excepted: their spaces are the spaces of the text.
         is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
         self._cleans_up = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
         tokenizer.no_truncation()
@@ -142,7 +142,7 @@ class Tokenizer:
     def detokenizer(
         self, *, include_special_tokens: bool, shown: frozenset[str] = frozenset(), prompt: TokenIds = ()
     ) -> TextPieces:
-        """A new detokenizer for one sequence. The special tokens in `shown` have text in any case.
+        """A new detokenizer for one sequence. The special tokens in `shown` always have text.
 
         Its pieces continue the `prompt_text` of `prompt`: both together are the text of all tokens. As in vLLM, the
         space before the first token of an answer is kept, and a character that the prompt begins is completed.
@@ -155,7 +155,7 @@ class Tokenizer:
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer
 
     async def prompt_text(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
-        """The text of a prompt before an answer, whose text has the character that the prompt ends inside of."""
+        """The text of a prompt before an answer. If the prompt ends within a character, the answer's text has it."""
         text = await self.decode_any(token_ids, include_special_tokens=include_special_tokens)
         if not text.endswith(_REPLACEMENT):
             return text
@@ -171,7 +171,7 @@ class Tokenizer:
         return text + "".join(map(pieces.push, incomplete))
 
     def _end_of(self, prompt: TokenIds, silent: "_SilentIds") -> tuple[Sequence[int], Sequence[int]]:
-        """The last tokens of a prompt that have text: a few up to a whole character, and those after it."""
+        """The last tokens of a prompt that have text: a few up to a whole character, and the tokens after it."""
         ids = (int(token_id) for token_id in islice(reversed(prompt), _PROMPT_END))
         last = list(islice((each for each in ids if each not in silent), _MAX_CONTEXT + _MAX_INCOMPLETE))[::-1]
         if _REPLACEMENT not in self._decode_all(last[-_MIN_CONTEXT:]):
@@ -185,7 +185,7 @@ class Tokenizer:
         return next(whole, contexts[0]), last[end:]
 
     def _silent_without(self, shown: frozenset[str]) -> "_SilentIds":
-        """The ids without text where some special tokens have one; there are a few such sets, one a format."""
+        """The ids without text if the special tokens `shown` have text; there is one such set per format."""
         silent = self._silent.get(shown)
         if silent is None:
             ids = {self._tokenizer.token_to_id(token) for token in shown}
@@ -269,7 +269,7 @@ class TokenTexts:
 
 
 class _SilentIds:
-    """Ids without text: those listed, and all beyond the vocabulary."""
+    """Ids without text: the listed ids, and all ids beyond the vocabulary."""
 
     __slots__ = ("_end", "_ids")
 

@@ -33,7 +33,7 @@ from quire.settings import ConfigurationError
 _log = logging.getLogger(__name__)
 
 LookUp = Callable[[str], Sequence[str]]
-"""The IP addresses of a host name; OSError when it is not known."""
+"""Returns the IP addresses of a host name; raises OSError if it is unknown."""
 
 _API_KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
@@ -59,8 +59,8 @@ class ClientTls:
     Attributes:
         authority: certificates of the authorities that sign gateways' certificates; None takes gRPC's list of public
             ones.
-        certificate: of this client, and its `key`, where the gateway requires one.
-        server_name: the name in the gateway's certificate, where that is not the host of its address, or there are
+        certificate: of this client, and its `key`, if the gateway requires one.
+        server_name: the name in the gateway's certificate, if it is not the host of its address, or if there are
             gateways on several hosts.
     """
 
@@ -70,7 +70,7 @@ class ClientTls:
     server_name: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """ConfigurationError when a file cannot be read, or a certificate has no key."""
+        """Reads the files. Raises ConfigurationError if a file cannot be read, or a certificate has no key."""
         if (self.certificate is None) != (self.key is None):
             raise ConfigurationError("TLS: the certificate of a client and its key must be given together")
         return grpc.ssl_channel_credentials(*(_read(path) for path in (self.authority, self.key, self.certificate)))
@@ -115,7 +115,7 @@ def open_channel(api: Any, address: str | Sequence[str], tls: ClientTls | None) 
 
 
 def make_stubs(channel: Any, api_key: str | None) -> Stubs:
-    """Raises Unauthenticated where no header can hold the key."""
+    """The stubs of a channel. Raises Unauthenticated if no header can hold the key."""
     calls = channel if api_key is None else KeyedChannel(channel, api_key)
     return Stubs(
         generation_pb2_grpc.GenerationServiceStub(calls),
@@ -125,14 +125,14 @@ def make_stubs(channel: Any, api_key: str | None) -> Stubs:
 
 
 class KeyedChannel:
-    """A channel, of either gRPC API, all of whose calls show an API key. It makes calls and nothing else.
+    """A channel, of either gRPC API, that sends an API key with every call. It only makes calls.
 
-    Not call credentials, which gRPC refuses to send without TLS, even to this machine; and not interceptors, which
-    wrap each call in an object with behaviour of its own.
+    It uses no call credentials, which gRPC refuses to send without TLS, even to this machine, and no interceptors,
+    which wrap each call in an object with behaviour of its own.
     """
 
     def __init__(self, channel: Any, api_key: str) -> None:
-        """Raises Unauthenticated where no header can hold the key."""
+        """Raises Unauthenticated if no header can hold the key."""
         if not _API_KEY.fullmatch(api_key):
             description = "must be 1 to 512 printable ASCII characters without spaces"
             raise Unauthenticated(f"the API key {description}", reason="INVALID_API_KEY")
@@ -192,7 +192,7 @@ class Target:
 def split_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses of a text with commas, or of a sequence, each once.
 
-    Raises ConfigurationError where there is none, one is empty, or one of several is malformed.
+    Raises ConfigurationError if there is none, one is empty, or one of several is malformed.
     """
     parts = tuple(part.strip() for part in (address.split(",") if isinstance(address, str) else address))
     if not parts or not all(parts):

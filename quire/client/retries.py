@@ -1,7 +1,7 @@
 """Decides when a call is retried and how a lost stream is resumed. The clients wait and call.
 
 gRPC itself retries idempotent calls for every client (`service_config` in connection.py). A RetryPolicy adds to that.
-A durable stream goes on after a lost connection even without a policy.
+A durable stream continues after a lost connection even without a policy.
 """
 
 import copy
@@ -17,12 +17,12 @@ from quire.clock import monotonic
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
 
-# gRPC says only in the text of a status that no gateway was reached. Tests check the texts with unused ports.
+# Only the text of a gRPC status shows that no gateway was reached. Tests check the texts with unused ports.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
 # After this number of consecutive calls that reach no gateway, the address is wrong or all gateways are down.
 _MAX_IN_VAIN = 5
 RESUME_FOR_S = 30.0
-"""Seconds for which a lost durable stream tries to go on, unless a policy sets them."""
+"""Seconds for which a lost durable stream tries to continue, unless a policy sets them."""
 _FIRST_RESUME_DELAY_S, _MAX_RESUME_DELAY_S = 0.05, 1.0
 # Spreads the retries of clients that were refused together.
 _JITTER = 0.25
@@ -31,8 +31,8 @@ _MAX_TIMEOUT_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """When a client retries a call: if a gateway refuses it and says when to retry (RESOURCE_EXHAUSTED with RetryInfo),
-    if UNAVAILABLE ends an idempotent call, or if the call reached no gateway, except five times in a row. A stream is
+    """Retries a call if a gateway refuses it and says when to retry (RESOURCE_EXHAUSTED with RetryInfo), if UNAVAILABLE
+    ends an idempotent call, or if the call reached no gateway, but not after five such calls in a row. A stream is
     started again only before its first event.
 
     Between two calls it waits as long as the gateway says; else `first_delay_s`, doubled each time up to
@@ -42,10 +42,10 @@ class RetryPolicy:
         attempts: Maximum number of calls in all; None is limited only by the call's time.
         first_delay_s: Before the second call.
         last_delay_s: Maximum delay if the gateway gives none.
-        lost_generations: Whether generations too are retried after UNAVAILABLE. A gateway may already run the first
+        lost_generations: Whether generations are also retried after UNAVAILABLE. A gateway may still run the first
             one: then the model works twice, and without a seed the two differ; the caller sees one. Durable streams
             do not need it.
-        resume_for_s: Seconds for which a lost durable stream tries to go on. A server that restarts takes as long as
+        resume_for_s: Seconds for which a lost durable stream tries to continue. A server's restart takes as long as
             its model takes to load.
     """
 
@@ -73,7 +73,7 @@ class CallTime:
     """The maximum time of a call in all, waits included.
 
     Attributes:
-        end: When its time is over, on `clock`; None for no limit.
+        end: The end of its time on `clock`; None for no limit.
     """
 
     end: float | None
@@ -81,7 +81,7 @@ class CallTime:
 
     @classmethod
     def of(cls, timeout_s: float | None) -> "CallTime":
-        """From now on; a time of many years, which gRPC refuses, is no limit. ValueError for NaN."""
+        """The time from now on. Many years, which gRPC refuses, mean no limit. Raises ValueError for NaN."""
         if timeout_s is not None and math.isnan(timeout_s):
             raise ValueError("timeout_s is NaN")
         return cls(None if timeout_s is None or timeout_s > _MAX_TIMEOUT_S else monotonic() + timeout_s)
@@ -114,7 +114,7 @@ class Attempts:
     _in_vain: int = field(default=0, init=False)
 
     def delay_after(self, error: QuireError) -> float:
-        """Seconds to wait before the next call. Raises the error where there is none."""
+        """Seconds to wait before the next call. Raises the error if there is no next call."""
         policy = self.policy
         self._in_vain = self._in_vain + 1 if error.message.startswith(_NOBODY_REACHED) else 0
         if policy is None or not self._may_follow(error, policy):
@@ -143,22 +143,22 @@ Continue = Callable[[Sequence[generation_pb2.HeldSequence], float | None], Any]
 """Makes the call that submits the request anew, to continue after the received part of each sequence."""
 
 Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
-"""Makes the call that resumes the request where a scheduler still has it."""
+"""Makes the call that resumes the request if a scheduler still has it."""
 
 
 class Recovery(Protocol):
-    """The received part of one stream, and how to get the rest."""
+    """The received part of one stream, and the calls that get the rest."""
 
     def accept(self, event: StreamEvent) -> StreamEvent | None:
         """Records an event; returns the part of it that is new to the caller, None if nothing is."""
         ...
 
     def found(self) -> None:
-        """Notes that a server accepted the call that has ended."""
+        """Records that a server accepted the call that has ended."""
         ...
 
     def delay_after(self, error: QuireError) -> float:
-        """Seconds to wait before `call`. Raises the error where the stream cannot go on."""
+        """Seconds to wait before `call`. Raises the error if the stream cannot continue."""
         ...
 
     def call(self) -> Any:
@@ -168,7 +168,7 @@ class Recovery(Protocol):
 
 @dataclass(slots=True)
 class Restart:
-    """A stream that can only be started again, while nothing of it has come.
+    """A stream that can only be started again, before its first event.
 
     Attributes:
         start: Submits the request.
@@ -184,7 +184,7 @@ class Restart:
         return event
 
     def found(self) -> None:
-        """Does not matter here: whether the request ran is not known."""
+        """Has no effect: it is not known whether the request ran."""
 
     def delay_after(self, error: QuireError) -> float:
         if self._has_begun:
@@ -226,7 +226,7 @@ class _Progress:
         `problem` if the tokens differ from the earlier ones."""
         had = self.token_ids[chunk.offset :][: len(chunk.token_ids)]
         if list(chunk.token_ids[: len(had)]) != had:
-            # Another answer, as a device that rounds otherwise may give.
+            # Another answer, for example from a device that rounds differently.
             raise problem from None
         if not chunk.offset:
             self.characters_again.clear()
@@ -261,15 +261,15 @@ def _without(chunk: TokenChunk, num_tokens: int, characters: Characters) -> Toke
 
 @dataclass(slots=True)
 class Resumption:
-    """A durable stream, which continues where it was: by resuming its request while a scheduler has it, else by
-    submitting it anew, if possible with the tokens received so far.
+    """A durable stream, which continues after the received part: by resuming its request while a scheduler has it, else
+    by submitting it anew, if possible with the tokens received so far.
 
     Attributes:
         request_id: The request's id.
         start: Submits the request.
         resume: Resumes it.
         go_on: Submits it anew, to continue after the received tokens; None if sequences are chosen at the end, so that
-            they cannot be continued. Then all is generated again, and must begin with the received tokens.
+            they cannot be continued. Then the whole output is generated again, and must begin with the received tokens.
         num_sequences: The number of its sequences.
         attempts: The submissions of a request that is refused.
     """
@@ -282,13 +282,13 @@ class Resumption:
     attempts: Attempts
     _sequences: dict[int, _Progress] = field(default_factory=dict[int, _Progress], init=False)
     _is_lost: bool = field(default=False, init=False)
-    # Since when no server has accepted a call.
+    # The time since which no server has accepted a call.
     _lost_at: float | None = field(default=None, init=False)
     _lost_by: Unavailable | None = field(default=None, init=False)
     _delay_s: float = field(default=_FIRST_RESUME_DELAY_S, init=False)
     # Whether a scheduler may know the request.
     _is_submitted: bool = field(default=False, init=False)
-    # Why the whole answer comes again.
+    # The reason why the whole answer comes again.
     _again_after: NotFound | None = field(default=None, init=False)
 
     def accept(self, event: StreamEvent) -> StreamEvent | None:
@@ -319,14 +319,14 @@ class Resumption:
             return self.attempts.delay_after(error) if delay_s is None else delay_s
         delay_s = self._delay_of_loss(error) if self._may_go_on_after(error) else None
         if delay_s is None:
-            # That the request still runs would say nothing to a caller whose time is over.
+            # A caller whose time is over does not need the error that the request still runs.
             raise (self._lost_by or error if isinstance(error, AlreadyExists) else error) from None
         return delay_s
 
     def _may_go_on_after(self, error: QuireError) -> bool:
-        """Whether there is another call to make; notes which."""
+        """Whether there is another call to make; records its kind."""
         if isinstance(error, Cancelled) and error.reason == Cancelled.default_reason:
-            # Not by a caller: a gateway that ends, or a proxy, has reset the call.
+            # No caller cancelled it: a gateway that ends, or a proxy, has reset the call.
             error = Unavailable(error.message)
         if isinstance(error, Unavailable):
             # A request that ended since its model went is not resumed: the text would be of two models.
@@ -343,7 +343,7 @@ class Resumption:
             # A gateway has not noticed yet that this client is gone, or has itself submitted the request again.
             self._is_submitted = True
         elif isinstance(error, Aborted) and error.reason == "REQUEST_TAKEN_OVER" and self._is_lost:
-            # By this client's call before, most likely: its gateway was back at the scheduler later than this one.
+            # Most likely by this client's previous call, whose gateway reconnected to the scheduler later.
             self._is_submitted = True
         else:
             return False
@@ -394,11 +394,11 @@ def make_recovery(
     resume_stream: Callable[..., Any] | None,
     attempts: Attempts,
 ) -> Recovery:
-    """How the stream of `request`, sent by `method`, recovers.
+    """The recovery of the stream of `request`, sent by `method`.
 
     Args:
-        resume_stream: The method ResumeStream for a durable stream, whose request is marked so and gets an id and a
-            seed here where it has none.
+        resume_stream: The method ResumeStream for a durable stream. Its request is marked as durable here, and gets an
+            id and a seed if it has none.
     """
 
     def start(left_s: float | None) -> Any:
@@ -407,7 +407,7 @@ def make_recovery(
     if resume_stream is None:
         return Restart(start, attempts)
     request.durable = True
-    # An id that cannot be guessed, known here even where no answer came.
+    # An id that cannot be guessed, known here even if no answer came.
     request.request_id = request.request_id or f"req-{entropy.random_hex(16)}"
     sampling = request.sampling
     if not sampling.HasField("seed"):

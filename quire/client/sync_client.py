@@ -44,8 +44,8 @@ class Stream:
     """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels the rest of the
     generation, as does the end of the last reference to it.
 
-    A durable stream goes on by itself after a lost connection, through any gateway that answers, and from the tokens
-    that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
+    A durable stream continues by itself after a lost connection, through any gateway that answers, or from the received
+    tokens if no server has its request any more. Only the client's `cancel` ends its request, not closing the stream.
 
     Attributes:
         request_id: The id of a durable request, by which it can be cancelled.
@@ -53,7 +53,7 @@ class Stream:
     """
 
     def __init__(self, recovery: Recovery, client_is_closed: Event) -> None:
-        """Makes the first call. Raises Cancelled where `client_is_closed` is set."""
+        """Makes the first call. Raises Cancelled if `client_is_closed` is set."""
         self.completed: RequestCompleted | None = None
         self.request_id = recovery.request_id if isinstance(recovery, Resumption) else None
         self._recovery = recovery
@@ -100,7 +100,7 @@ class Stream:
         raise StopIteration
 
     def _go_on_after(self, error: QuireError) -> None:
-        """Makes the next call; raises the error where there is none."""
+        """Makes the next call; raises the error if there is no next call."""
         if not self._is_cut and was_accepted(self._call):
             self._recovery.found()
         if not self._is_cut:
@@ -148,10 +148,10 @@ class Client:
     Args:
         address: "HOST:PORT" or "unix:PATH"; several with commas, or as a sequence. Calls go in turn to all gateways
             that can be reached, and also to all addresses of one name. Names in a list are looked up once, here.
-            ConfigurationError when one of several is malformed, Unavailable when of several names none is known.
-        api_key: Identifies the caller where the gateway requires it. Without TLS, everyone on the path can read it.
-        tls: The authorities to trust, where the gateway speaks TLS; None encrypts nothing. ConfigurationError when its
-            files cannot be read, and when gateways on several hosts come without its `server_name`.
+            Raises ConfigurationError if one of several is malformed, Unavailable if all of several names are unknown.
+        api_key: Identifies the caller if the gateway requires it. Without TLS, it can be read on the network path.
+        tls: The authorities to trust if the gateway speaks TLS; None encrypts nothing. Raises ConfigurationError if its
+            files cannot be read, or if it has no `server_name` for gateways on several hosts.
         retry: When to call again after a refusal; None never does, except for durable streams that were lost.
     """
 
@@ -214,8 +214,8 @@ class Client:
         durable: bool = False,
         timeout_s: float | None = None,
     ) -> Stream:
-        """Continues a text or token ids; the stream gives tokens as they come, and outlives the server's
-        processes where it is durable."""
+        """Continues a text or token ids; the stream gives tokens as they come. A durable stream outlives the server's
+        processes."""
         fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
         request = convert.to_generate_request(generation_pb2.GenerateStreamRequest(), prompt, options, **fields)
         return self._stream(self._stubs.generation.GenerateStream, request, timeout_s, durable=durable)
@@ -231,7 +231,7 @@ class Client:
         timeout_s: float | None = None,
         **chat: Unpack[ChatFields],
     ) -> Generation:
-        """Answers a conversation by the model's chat template, with tools and in a format where they are given."""
+        """Answers a conversation by the model's chat template, with the tools and the format if they are given."""
         fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
         request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, chat, **fields)
         method, read = self._stubs.generation.Chat, convert.from_generate_response
@@ -249,14 +249,14 @@ class Client:
         timeout_s: float | None = None,
         **chat: Unpack[ChatFields],
     ) -> Stream:
-        """Answers a conversation; the stream gives tokens as they come, with text, reasoning and calls apart. It
-        outlives the server's processes where it is durable."""
+        """Answers a conversation; the stream gives tokens as they come, with separate text, reasoning and calls. A
+        durable stream outlives the server's processes."""
         fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
         request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, chat, **fields)
         return self._stream(self._stubs.generation.ChatStream, request, timeout_s, durable=durable)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """Ends a running request by its id; NotFound when no such request runs."""
+        """Ends a running request by its id. Raises NotFound if no such request runs."""
         self._ask(self._stubs.generation.Cancel, convert.to_cancel_request(request_id), convert.from_nothing, timeout_s)
 
     def tokenize(
@@ -296,7 +296,7 @@ class Client:
         return self._ask(self._stubs.prefixes.PinPrefix, request, convert.from_pin_response, timeout_s)
 
     def unpin_prefix(self, pin_id: str, *, timeout_s: float | None = None) -> None:
-        """Ends a pin; NotFound when no scheduler has it (any more)."""
+        """Ends a pin. Raises NotFound if no scheduler has it (any more)."""
         self._ask(self._stubs.prefixes.UnpinPrefix, convert.to_unpin_request(pin_id), convert.from_nothing, timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
@@ -304,7 +304,7 @@ class Client:
         return self._ask(self._stubs.models.ListModels, model_pb2.ListModelsRequest(), convert.from_models, timeout_s)
 
     def get_model(self, name: str, *, timeout_s: float | None = None) -> Model:
-        """One model; NotFound when it is not served here."""
+        """One model. Raises NotFound if it is not served here."""
         return self._ask(
             self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
         )
@@ -313,14 +313,14 @@ class Client:
         self, name: str, directory: str | Path, *, replace: bool = False, timeout_s: float | None = None
     ) -> Adapter:
         """Serves the LoRA adapter in a directory of the server under a name, which `model` of a request then chooses;
-        for the API keys of operators. With `replace` it takes the place of an adapter of that name, with which requests
-        of before run on. AlreadyExists when the name is taken, InvalidArgument when the adapter cannot be used."""
+        for the API keys of operators. With `replace` it replaces an adapter of that name, which earlier requests keep.
+        Raises AlreadyExists if the name is taken, InvalidArgument if the adapter cannot be used."""
         request = convert.to_load_adapter_request(name, directory, replace=replace)
         method, read = self._stubs.models.LoadAdapter, convert.from_load_adapter_response
         return self._ask(method, request, read, timeout_s, is_idempotent=False)
 
     def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Takes an adapter's name away; requests that run go on. NotFound when no adapter has it."""
+        """Removes an adapter's name; running requests continue. Raises NotFound if no adapter has it."""
         request = convert.to_unload_adapter_request(name)
         method = self._stubs.models.UnloadAdapter
         self._ask(method, request, convert.from_nothing, timeout_s, is_idempotent=False)

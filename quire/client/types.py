@@ -11,7 +11,7 @@ from quire.replica_role import ReplicaRole
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     UNSPECIFIED = "unspecified"
     STOP = "stop"
@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
 
 
 class EarlyStopping(StrEnum):
-    """When a beam search ends."""
+    """The condition that ends a beam search."""
 
     FALSE = "false"
     TRUE = "true"
@@ -31,7 +31,7 @@ class EarlyStopping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Beam search instead of sampling; `n` of GenerationOptions says how many hypotheses to return, the best first."""
+    """Beam search instead of sampling; it returns the best `n` hypotheses (GenerationOptions), the best first."""
 
     beam_width: int
     length_penalty: float | None = None
@@ -80,10 +80,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How to continue a prompt. None leaves the choice to the model's defaults.
+    """Options of a generation. None stands for the model's defaults.
 
-    The first block is quire.common.v1.SamplingParameters, the second StoppingParameters, the third OutputOptions. One
-    str for `bad_words` or `stop` is one text.
+    The first block is quire.common.v1.SamplingParameters, the second StoppingParameters, the third OutputOptions. A
+    single str for `bad_words` or `stop` is one text.
     """
 
     temperature: float | None = None
@@ -128,7 +128,7 @@ class ToolCall:
 
     @property
     def input(self) -> dict[str, Any]:
-        """The arguments by name. ValueError where the answer ended within them."""
+        """The arguments by name. Raises ValueError if the answer ended within them."""
         return json.loads(self.arguments)
 
 
@@ -216,7 +216,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSequence:
-    """One finished sequence. `logprobs` is empty unless asked for. `text` has neither the reasoning nor the calls.
+    """One finished sequence. `logprobs` is empty unless requested. `text` has neither the reasoning nor the calls.
 
     `parsed` is the answer to a chat with a schema as its `response_format`: an instance of the pydantic model, or a
     value of JSON; None if the answer ended before it was complete, or calls tools.
@@ -325,7 +325,7 @@ StreamEvent = TokenChunk | SequenceFinished | RequestCompleted
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """Token ids, and how the vocabulary spells them."""
+    """Token ids, and their spelling in the vocabulary."""
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
@@ -386,7 +386,7 @@ class Replica:
     device_name: str = ""
     """The device that the model runs on, for people; empty if the server does not say."""
     role: ReplicaRole = ReplicaRole.BOTH
-    """Which work gateways send there by preference."""
+    """The kind of work that gateways prefer to send there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Calling and waiting, for asyncio and for threads: each name of the first kind has its counterpart of the second.
+"""Calling and waiting, for asyncio and for threads: each name for asyncio has a counterpart for threads.
 
-`quire/client/sync_client.py` is made from `async_client.py` by putting the one in the place of the other.
+`quire/client/sync_client.py` is made from `async_client.py` by replacing each name with its counterpart.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def client_closed() -> Cancelled:
 
 @contextmanager
 def cancelled_once(closed: AsyncEvent | Event) -> Generator[None, None, None]:
-    """Raises Cancelled for whatever gRPC raises where a call is made once the channel is closed: ValueError in one API,
+    """Raises Cancelled in place of the error that gRPC raises for calls on a closed channel: ValueError in one API,
     UsageError in the other."""
     try:
         yield
@@ -55,13 +55,13 @@ def cancelled_once(closed: AsyncEvent | Event) -> Generator[None, None, None]:
 
 
 async def async_call(method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-    """The answer of a unary call; its failure as QuireError, Cancelled where the channel was closed meanwhile."""
+    """The answer of a unary call. Raises its failure as QuireError, Cancelled if the channel was closed meanwhile."""
     try:
         return await method(request, timeout=timeout_s)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError:
-        # grpc.aio raises it also where the channel was closed.
+        # grpc.aio also raises it if the channel was closed.
         if _is_task_cancelled():
             raise
         raise client_closed() from None
@@ -76,14 +76,14 @@ def call(method: Callable[..., Any], request: Any, timeout_s: float | None) -> A
 
 
 async def async_next_response(streaming: Any) -> Any:
-    """The next response of a stream, StopAsyncIteration after the last; a failure of the call as QuireError, Cancelled
-    where the call was cancelled on this side. A task that is cancelled while it waits cancels the call."""
+    """The next response of a stream. Raises StopAsyncIteration after the last, a failure of the call as QuireError, and
+    Cancelled if the call was cancelled on this side. A task that is cancelled while it waits cancels the call."""
     try:
         return await anext(aiter(streaming))
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError:
-        # grpc.aio raises it also where the call was cancelled or the channel was closed while this task waited.
+        # grpc.aio also raises it if the call was cancelled or the channel was closed while this task waited.
         if _is_task_cancelled():
             # grpc.aio does so by itself unless the call's headers have come in the same turn of the event loop.
             streaming.cancel()

@@ -25,13 +25,13 @@ from quire.constraints.matcher import MaskMaker, Template, Vocabulary
 from quire.model_directory import ModelDirectory
 
 HEADER = struct.Struct("<IQ")
-"""The length of what follows and the number of the request."""
+"""The length of the following content and the number of the request."""
 
 CUT_SHORT = b"null"
-"""The answer where the trial ended for a reason that says nothing about the constraint."""
+"""The answer if the trial ended for a reason that says nothing about the constraint."""
 
 CPU_SECONDS = 0.5
-"""Small, because a worker compiles an accepted constraint again while the request's rows wait."""
+"""CPU time limit of a trial; small, since a worker compiles an accepted constraint again while its rows wait."""
 WALL_SECONDS = 20
 MEMORY_BYTES = 512 << 20
 # Small enough for one atomic write to the pipe, so that the answers of several children do not mix.
@@ -41,14 +41,14 @@ _TRIED_TOKENS = 16
 
 _TOO_SLOW = f"takes more than {CPU_SECONDS} s of processor time to compile; make it smaller or less ambiguous"
 _TOO_LARGE = f"takes more than {MEMORY_BYTES >> 20} MiB to compile; make it smaller or less ambiguous"
-# Signals by which a process ends itself, and what that means of a compilation. All other signals come from outside: the
-# wall clock time of a constraint is that of a machine that is busy or stood still.
+# Signals by which a process ends itself, with the fault of the constraint. All other signals come from outside: a wall
+# clock limit, for example, also ends a trial on a machine that is busy or stood still.
 _FAULTS = {
     signal.SIGSEGV: "recursion that is too deep for the stack has this effect; nest it less",
     signal.SIGABRT: "the library does not accept it; simplify it",
     **dict.fromkeys((signal.SIGBUS, signal.SIGILL, signal.SIGFPE), "the library has a fault; simplify it"),
 }
-# What Rust writes before it aborts without memory.
+# Rust writes this before it aborts for lack of memory.
 _WITHOUT_MEMORY = b"memory allocation of"
 
 
@@ -78,7 +78,7 @@ def _try_tokens(template: Template) -> None:
         if matcher.error is not None:
             raise ConstraintError("", matcher.error)
         words = mask.nonzero()[0]
-        # The last allowed token, which is more unusual than single bytes and letters.
+        # The last allowed token is more unusual than single bytes and letters.
         word = int(mask[words[-1]]) & 0xFFFFFFFF
         matcher.consume(int(words[-1]) * 32 + word.bit_length() - 1)
 
@@ -143,7 +143,7 @@ def _reap(children: dict[int, tuple[int, int]]) -> None:
 
 
 def _ended_by(status: int, errors: bytes) -> str | None:
-    """What the end of a compilation says about its constraint; None if it says nothing."""
+    """The fault of a constraint that the end of its compilation shows; None if it shows none."""
     if not os.WIFSIGNALED(status):
         return f"ends the process that compiles it with status {os.WEXITSTATUS(status)}; simplify it"
     end = os.WTERMSIG(status)

@@ -29,8 +29,8 @@ from quire.constraints.patterns import CONTROL, names_control, sound_pattern
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 50_000
 MAX_REGEX_CHARACTERS = 8_192
-"""The time to compile one grows with the square of its length, and that of each mask with what it forces: half a second
-for `(a?)` 8,000 times. A worker compiles beside the streams of others."""
+"""The time to compile a regex grows with the square of its length, and the time of each mask with the text that it
+forces: half a second for `(a?)` 8,000 times. A worker compiles while it streams for other requests."""
 
 
 class ConstraintError(ValueError):
@@ -75,11 +75,11 @@ ANNOTATIONS = frozenset(
         "uniqueItems", "writeOnly", "xml",
     )
 )  # fmt: skip
-"""Keywords that are allowed and have no effect, as are names that begin with "x-". All but `uniqueItems` are without
-influence on validity; what is generated from many schemas has that one, and models rarely repeat an item."""
+"""Keywords that are allowed and have no effect, like names that begin with "x-". Only `uniqueItems` influences
+validity; generators of schemas often write it, and models rarely repeat an item."""
 
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-"""Values of `format` that are enforced, as far as a regular expression can express them."""
+"""Values of `format` that are enforced, to the extent that a regular expression can express them."""
 
 REFUSED = frozenset(
     (
@@ -101,7 +101,7 @@ _HINTS = {
 _NEUTRAL = {"nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True, "propertyNames": True}
 _TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 _SHARED = ("#/$defs/", "#/definitions/")
-# What some libraries write for a value of any type.
+# Some libraries write this for a value of any type.
 _ANY_TYPE = "any"
 
 # A space, or a line break with indentation, as programs write JSON. If more were allowed, a small model could generate
@@ -112,7 +112,7 @@ _NOT_SPACED = {"whitespace_flexible": False, "item_separator": ",", "key_separat
 # In the names of additional properties the engine allows any character as a code (\uXXXX), and compares the spelling
 # only: the name of a property could be written in another one, and escape its schema. Without codes each has just one.
 _NO_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
-# Of the path of a subschema, in characters.
+# Maximum characters of the path of a subschema in errors.
 _SHOWN_PATH = 120
 
 
@@ -239,8 +239,7 @@ def _clean(root: dict[str, Any], *, large_allowed: bool = False) -> tuple[dict[s
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a keyword is an annotation, or admits everything: what generators of schemas write where they have
-    nothing to say."""
+    """Whether a keyword is an annotation, or admits everything, as generators of schemas write it by default."""
     if name.startswith("x-") or (name in ANNOTATIONS and name not in _NAMES):
         return True
     if name == "type":
@@ -252,13 +251,13 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 
 def _check_references(root: dict[str, Any] | bool, schemas: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError for a reference to a schema that is not there."""
+    """Raises ValueError for a reference to a missing schema."""
     known = set(map(id, schemas))
     for reference in {each["$ref"] for each in schemas if isinstance(each.get("$ref"), str)}:
         if reference.startswith("#/"):
             place = _target(root, reference)
             if not isinstance(place, bool) and id(place) not in known:
-                raise ValueError(f"has $ref {_shown(reference)}, where no schema is")
+                raise ValueError(f"has $ref {_shown(reference)}, which leads to no schema")
 
 
 def _target(root: Any, reference: str) -> Any:
@@ -292,7 +291,7 @@ def _constants(schema: dict[str, Any]) -> Iterator[Number]:
 
 
 def _check_steps(schemas: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError where the engine may have to compute common multiples, and cannot."""
+    """Raises ValueError if the engine may have to compute common multiples, and cannot."""
     steps = [step for each in schemas if "multipleOf" in each and (step := step_of(each["multipleOf"])) is not None]
     is_combined = any(each.keys() & _COMBINED and (len(each) > 1 or "allOf" in each) for each in schemas)
     if is_combined and not can_be_intersected(steps):
@@ -302,7 +301,7 @@ def _check_steps(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
-    """Excludes properties that the schemas do not name, where all texts that are left stay valid and some are."""
+    """Excludes properties that the schemas do not name, if the remaining texts stay valid and there are any."""
     if any(
         "allOf" in each or "oneOf" in each or (each.keys() & _COMBINED and each.keys() & _OF_OBJECTS)
         for each in schemas
@@ -335,7 +334,7 @@ def _check_codes(schema: dict[str, Any]) -> None:
 
 
 def _place(path: str, *steps: str) -> str:
-    """The path of a subschema, as far as errors show it: each of many subschemas has one, and a step may be long."""
+    """The path of a subschema as errors show it, cut off: each of many subschemas has one, and a step may be long."""
     return "/".join((path, *(step[:_SHOWN_PATH] for step in steps)))[:_SHOWN_PATH]
 
 
@@ -390,7 +389,7 @@ def _sound(path: str, pattern: str) -> str:
 
 
 def _check_numbers(path: str, schema: dict[str, Any]) -> None:
-    """Moves bounds inwards where the engine does not hold them; refuses a `multipleOf` that it does not hold."""
+    """Moves bounds inwards that the engine does not hold exactly; refuses a `multipleOf` that it does not hold."""
     for keyword in sorted((BOUNDS | {"multipleOf"}) & schema.keys()):
         value = schema[keyword]
         # In draft 4 exclusive bounds are true or false.

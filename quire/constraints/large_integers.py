@@ -1,7 +1,7 @@
 """Schemas with constants beyond 2^53 as grammars in Lark, since the engine holds the numbers of a schema as doubles.
 
-The grammar spells what leads to such a constant: objects of named properties, lists and alternatives. All else in them
-stays a schema.
+The grammar spells the path to such a constant: objects of named properties, lists and alternatives. All other parts of
+them stay schemas.
 """
 
 import json
@@ -75,7 +75,7 @@ class LargeIntegers:
         return f'"[" {self._w} {items if least else f"({items})?"} {self._w} "]"' if most != 0 else f'"[" {self._w} "]"'
 
     def _object(self, properties: dict[str, Any], required: Any) -> str:
-        # From the last property to the first: what follows where one was written before, and where none was.
+        # From the last property to the first: the rule for the rest after a property, and the rule before any.
         after, first = "", '""'
         for name, value in reversed(properties.items()):
             key = json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)

@@ -27,9 +27,9 @@ Mask = NDArray[np.int32]
 """One bit per token, the least significant bit first: [words of the vocabulary]."""
 
 # Deterministic limits, so that gateway and worker accept the same constraints. Fuel measures work: 1,000 is 0.02 ms of
-# building a lexer, and 0.07 ms of a mask; 1,000 items are 0.05 ms of a mask. Where a text has many readings, as with
-# `s: s s | "a"`, the time of an item grows with the text: 3,000 are up to 5 ms, 20,000 up to 180. An object of 200
-# optional properties needs under 2,000.
+# building a lexer, and 0.07 ms of a mask; 1,000 items are 0.05 ms of a mask. If a text can be parsed in many ways, as
+# with `s: s s | "a"`, the time of an item grows with the text: 3,000 items take up to 5 ms, 20,000 up to 180. An object
+# of 200 optional properties needs under 2,000.
 _LIMITS = LLParserLimits(
     max_items_in_row=1_000,
     initial_lexer_fuel=500_000,
@@ -39,18 +39,18 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-# Sets of tokens whose masks are made once, where all of a set may follow: characters of a JSON string, by the length of
-# the token. The library looks at every token of a set that may follow in part or not at all, and does so at once for
-# neighbours within a larger set: so there are sets for each short length, within a few larger ones.
+# Sets of tokens, whose masks are made once for states in which the whole set may follow: characters of a JSON string,
+# by the length of the token. If a set may follow only in part or not at all, the library checks each of its tokens,
+# together with its neighbours within a larger set. So there are sets for each short length within a few larger ones.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _LENGTHS = ((1, 1, 2, 3, 4), (5, 5, 6, 7, 8), (9, 9, 10, 11, 12, 13, 14, 16), (17, 20, 24, 32))
-"""The shortest tokens of a set, and the longest ones of it and of those within it."""
+"""For each set the length of its shortest tokens, then the maximum lengths of its subsets and of itself."""
 _SLICES = [
     *(f"{_CHARACTER}{{{least},{most}}}" for least, *each in _LENGTHS for most in each),
     f"{_CHARACTER}+",
 ]
 _SHOWN_ERROR, _SHOWN_PATTERN = 300, 20
-# A pattern of one line, a mark below what is wrong, and the reason.
+# A pattern of one line, a mark below the faulty place, and the reason.
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<before> *)\^.*\nerror: (?P<reason>[^\n]*)")
 _KEPT_MASKS = 256
 
@@ -71,8 +71,8 @@ class Vocabulary:
     def __init__(
         self, table: TokenTable, size: int | None, eos_token_ids: Sequence[int], encode: Encode | None = None
     ) -> None:
-        """`size` is the width of the logits; None if it does not matter. `encode` spells what must follow as the
-        tokenizer does; without it this is spelled in the longest tokens, which is right for a check only."""
+        """`size` is the width of the logits; None if it does not matter. `encode` tokenizes forced text as the
+        tokenizer does; without it the text is spelled in the longest tokens, which is only right for a check."""
         self.special_tokens, self.text_tokens = table.special_tokens, table.text_tokens
         # A tokenizer may have more tokens than the model has logits, which the model never chooses.
         self.token_bytes = [*table.token_bytes, *[b""] * ((size or 0) - len(table.token_bytes))]
@@ -127,7 +127,7 @@ class _FreeText:
     """A state of free text, compiled for a vocabulary. All texts are bytes."""
 
     def __init__(self, state: Free, vocabulary: Vocabulary, entered: Callable[[int, bytes], LLMatcher | None]) -> None:
-        """`entered`: a state after the bytes that a token has beyond the end of its marker; None if it refuses them."""
+        """`entered` returns a state after the bytes of a token beyond its marker; None if the state refuses them."""
         self.may_end = state.may_end
         self._entered = entered
         self.markers = tuple((text.encode(), then) for text, then in state.markers)
@@ -143,7 +143,7 @@ class _FreeText:
         ]
 
     def advance(self, tail: bytes, token: bytes) -> tuple[bytes, int | None]:
-        """The tail after a token; or what the token has beyond a marker that it completes, and the next state."""
+        """The tail after a token; or the token's bytes beyond a marker that it completes, and the next state."""
         text = tail + token
         ends = [(place + len(marker), then) for marker, then in self.markers if (place := text.find(marker)) >= 0]
         if ends:
@@ -157,7 +157,7 @@ class _FreeText:
         return next((end for end in ends if any(marker.startswith(end) for marker, _ in self.markers)), b"")
 
     def _mask(self, tail: bytes) -> Mask:
-        """All tokens, except a token that goes on beyond a marker in a way that the next state refuses."""
+        """All tokens, except tokens whose bytes beyond a marker are refused by the next state."""
         refused = [token_id for token_id in self._beyond(tail) if not self._is_taken(tail, token_id)]
         return self._vocabulary.all_tokens & ~self._vocabulary.mask_of(refused)
 
@@ -226,8 +226,8 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
 
 
 def _explained(error: str) -> str:
-    """An error of the library in one line; exceeded limits and empty languages are explained. Of a regular expression
-    it shows what is at fault, not the whole."""
+    """An error of the library in one line; exceeded limits and empty languages are explained. It shows only the part of
+    a regular expression that is at fault."""
     if (found := _REGEX_ERROR.search(error)) is not None:
         pattern, place = found["pattern"], len(found["before"])
         return f'invalid regular expression: {found["reason"]} at "{pattern[place : place + _SHOWN_PATTERN]}"'
@@ -346,12 +346,12 @@ class Matcher:
         return None if self._has_ended or self.error is not None else self._grammar
 
     def forced(self) -> list[int]:
-        """What must follow, in the tokens that the tokenizer makes of it; empty where there is a choice. The text may
-        have other tokens."""
+        """The text that must follow, in the tokens that the tokenizer makes of it; empty if there is a choice. The
+        model may generate the same text in other tokens."""
         grammar = self.needs_grammar
         if grammar is None or grammar.is_error():
             return []
-        # Of a copy, so that nothing that this does can be seen in a later mask.
+        # A copy is asked, so that this cannot change a later mask.
         return grammar.deep_copy().compute_ff_tokens()
 
     def finish(self, mask: Mask, delays_end: bool) -> None:
@@ -399,8 +399,8 @@ class MaskMaker:
         grammars = [(each, i) for i, matcher in enumerate(matchers) if (each := matcher.needs_grammar) is not None]
         if grammars:
             for grammar, _ in grammars:
-                # What must follow is spelled here and kept for the mask: in the executor's threads each spelling would
-                # wait for the interpreter, up to 5 ms while another thread holds it.
+                # The forced text is tokenized here and kept for the mask: in the executor's threads each tokenizing
+                # would wait for the interpreter, up to 5 ms while another thread holds it.
                 grammar.compute_ff_tokens()
             self._executor.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, masks.shape[1] * 4, len(masks))
         for matcher, mask, delays in zip(matchers, masks, delays_end, strict=True):

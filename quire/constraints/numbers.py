@@ -1,6 +1,6 @@
 """Numbers of JSON schemas: which of them the engine enforces exactly, and bounds moved inwards to such numbers.
 
-llguidance 1.9.1 holds numbers as doubles, reads those of more than 53 bits or with a large exponent with an error in
+llguidance 1.9.1 holds numbers as doubles, reads numbers of more than 53 bits or with a large exponent with an error in
 the last digit, makes 64-bit integers of bounds, and computes multiples in 32 bits.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 Number = int | float | Decimal
 
 LARGEST_BOUND = 9_223_372_036_854_770_000
-"""Below 2^63, in 15 digits."""
+"""The largest bound below 2^63 with 15 significant digits."""
 # A power of ten that a double holds, and the largest bound from which the engine can count outwards without an end.
 _LARGEST_EXPONENT, _LARGEST_OPEN = 22, 10**17
-# A step and a digit more have 32 bits.
+# A step with one more digit must fit into 32 bits.
 _LARGEST_STEP = (2**32 - 10) // 10
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 BOUNDS = frozenset((*_LOWER, *_UPPER))
@@ -33,14 +33,14 @@ def read_float(text: str) -> Number:
 
 
 def is_exact(value: Number) -> bool:
-    """Whether the engine writes this number, given as a constant, and no other one."""
+    """Whether the engine writes exactly this number, given as a constant."""
     if not isinstance(value, Decimal) and 2**53 < abs(value) < 2**63:
         return Decimal(float(value)) == (value if isinstance(value, int) else Decimal(repr(value)))
     return abs(value) <= 2**53 and _is_held(value)
 
 
 def is_large(value: Any) -> bool:
-    """Whether a constant is an integer that no number of the engine is."""
+    """Whether a constant is an integer that the engine cannot represent."""
     return isinstance(value, int) and not isinstance(value, bool) and not is_exact(value)
 
 
@@ -77,8 +77,8 @@ def move_bounds(schema: dict[str, Any]) -> None:
 
 
 def move_apart(schemas: Iterable[dict[str, Any]]) -> None:
-    """Moves an exclusive bound that is an integer inwards by a unit of the 15th digit where another bound follows by
-    less than 1: of such a range the engine takes the integer for a part."""
+    """Moves an exclusive integer bound inwards by a unit of the 15th digit if another bound is less than 1 away: the
+    engine would include the integer in such a range."""
     schemas = list(schemas)
     bounds = [each[name] for each in schemas for name in BOUNDS & each.keys()]
     for schema in schemas:

@@ -1,17 +1,17 @@
 """Regular expressions of JSON schemas, rewritten so that the engine enforces them.
 
 A pattern describes the text of a string, and the engine derives from it how that text is written in JSON: character
-by character, with escapes. llguidance 1.9.1 does that for sets of characters, and of one kind it writes too much: a set
-of all control characters, with or without the line feed, may also be written as `\\"` and `\\\\`, whether it has these
-two characters or not. Sets arise from classes, and from alternatives, which the engine unites.
+by character, with escapes. llguidance 1.9.1 does that for sets of characters, and allows too much for one kind: a set
+of all control characters, with or without the line feed, may also be written as `\\"` and `\\\\`, even if it lacks
+these two characters. Sets arise from classes, and from alternatives, which the engine unites.
 
-So no set here has U+0000 or U+0001 unless it has the quotation mark and the backslash too: `.`, `\\D`, `\\S` and `\\W`
-have all four, and the two control characters are taken away from other sets. Unions and intersections keep that.
+So no set here has U+0000 or U+0001 unless it also has the quotation mark and the backslash: `.`, `\\D`, `\\S` and `\\W`
+have all four, and the two control characters are removed from other sets. Unions and intersections preserve that.
 """
 
 import re
 
-# What a pattern consists of, as the engine reads it; the groups name what is changed or refused.
+# The items of a pattern as the engine reads them; the groups name the items that are changed or refused.
 _ITEM = re.compile(
     r"""(?P<sound>\[\[\^?(?:\\.|[^\\\[\]])*\]--\[\\x00\\x01\]\]|\[\\[pP](?:\{[^}]*\}|.)--\[\\x00\\x01\]\])
     |(?P<property>\\[pP](?:\{[^}]*\}|.))
@@ -40,10 +40,10 @@ _TAKEN_AWAY = "[[{}]--[\\x00\\x01]]"
 
 
 def sound_pattern(pattern: str) -> str:
-    """An equal regular expression that the engine enforces, but for U+0000 and U+0001, which few of its sets have.
+    """An equal regular expression that the engine enforces, except that most of its sets lack U+0000 and U+0001.
 
     Raises:
-        ValueError: the pattern has what the engine does not enforce; the text says what.
+        ValueError: the pattern has a part that the engine does not enforce; the text names it.
     """
     parts: list[str] = []
     single = set[str]()
@@ -76,7 +76,7 @@ def sound_pattern(pattern: str) -> str:
 
 
 def names_control(pattern: str) -> bool:
-    """Whether a pattern has control characters other than in sets of more than they, by range or exclusion."""
+    """Whether a pattern names control characters, other than by ranges or exclusions with further characters."""
     named = _SET.sub("", pattern.replace(_TAKEN_AWAY[4:], "]")).replace("\\\\", "")
     return CONTROL.search(named) is not None or _CONTROL_CODE.search(named) is not None
 

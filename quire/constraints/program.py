@@ -34,7 +34,7 @@ MAX_CHOICES = 100_000
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SCHEMA_OF_LARK = re.compile(r"%json\s*(?=\{)")
 _REGEX_OF_LARK = re.compile(r"/(?:[^/\\\n]|\\.)+/")
-# What a grammar in Lark is made of, in so far as names of tokens may be in it.
+# Parts of a Lark grammar that may have or hide the name of a token: strings, comments, regexes, and the names.
 _NAME_IN_LARK = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL)
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 # Models put white space before a JSON text that follows other text.
@@ -112,7 +112,7 @@ def program_of(
 
 
 def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constraint:
-    """With ids in place of the names of tokens in Lark: the engine knows the names of special tokens only."""
+    """The constraint with ids in place of names of tokens in Lark: the engine only knows names of special tokens."""
 
     def with_id(found: re.Match[str]) -> str:
         token_id = text_tokens.get(found["name"] or "")
@@ -127,7 +127,7 @@ def _with_ids(constraint: Constraint, text_tokens: Mapping[str, int]) -> Constra
 
 
 def fixed_texts(constraint: Constraint) -> Iterator[tuple[str, str]]:
-    """The texts that a valid constraint names, each with its field; of patterns and grammars what is not ASCII."""
+    """The fixed texts of a valid constraint, each with its field; only non-ASCII text of patterns and grammars."""
     for position, text in enumerate(constraint.choice.texts):
         yield f"choice.texts[{position}]", text
     tags = ((f"structural_tags.tags[{place}].", tag) for place, tag in enumerate(constraint.structural_tags.tags))
@@ -188,7 +188,7 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
 
 
 def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> str:
-    """A grammar whose JSON schemas are read, but for those with `x-guidance`, which have been."""
+    """A grammar whose JSON schemas are enforced, except schemas with `x-guidance`, which have been before."""
     parts: list[str] = []
     place = 0
     for found in _SCHEMA_OF_LARK.finditer(lark):
@@ -204,7 +204,7 @@ def _with_enforced_schemas(field: str, lark: str, *, no_white_space: bool) -> st
 
 
 def _dumps(grammar: dict[str, Any], **named: dict[str, Any]) -> str:
-    """A grammar, with those that it refers to by name."""
+    """A grammar together with the grammars that it refers to by name."""
     grammars = [grammar, *(each | {"name": name} for name, each in named.items())]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
@@ -275,6 +275,6 @@ def _check_apart(by_begin: dict[str, list[int]]) -> None:
         if longer.startswith(shorter):
             raise ConstraintError(
                 f"structural_tags.tags[{by_begin[longer][0]}].begin",
-                f"is {longer!r:.80}, which begins with that of tags[{by_begin[shorter][0]}], {shorter!r:.80}; give "
-                "both the same begin and put the rest into the content",
+                f"is {longer!r:.80}, which begins with {shorter!r:.80}, the begin of tags[{by_begin[shorter][0]}]; "
+                "give both the same begin and put the rest into the content",
             )

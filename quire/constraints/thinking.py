@@ -1,6 +1,6 @@
 """A limit on the tokens of a model's reasoning: after them, the mark that ends the reasoning must follow.
 
-The state is a function of the tokens of prompt and output, as that of a matcher.
+The state is a function of the tokens of prompt and output, as a matcher's state is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """How many tokens a sequence may have between two marks.
+    """The maximum tokens of a sequence between two marks.
 
     Attributes:
         begin: The mark that begins the reasoning, with special tokens shown.
         end: The mark that ends it.
         end_token_ids: The tokens of `end`.
-        max_tokens: Those of all stretches of reasoning together.
+        max_tokens: The maximum tokens of all stretches of reasoning together.
     """
 
     begin: bytes
@@ -26,12 +26,12 @@ class ThinkingLimit:
 
 
 class ThinkingState:
-    """Whether a sequence is in its reasoning, and how many tokens that has."""
+    """Tracks whether a sequence is in its reasoning, and the number of its reasoning tokens."""
 
     __slots__ = ("_is_inside", "_limit", "_num_tokens", "_recent", "_tail", "_token_bytes")
 
     def __init__(self, limit: ThinkingLimit, token_bytes: Sequence[bytes], prompt: Iterable[int]) -> None:
-        """The state after a prompt, whose tokens do not count. `token_bytes` are those of each token id."""
+        """The state after a prompt, whose tokens do not count. `token_bytes` has the bytes of each token id."""
         self._limit = limit
         self._token_bytes = token_bytes
         self._num_tokens = 0
@@ -63,7 +63,7 @@ class ThinkingState:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must follow; empty where there is a choice."""
+        """The tokens that must follow; empty if there is a choice."""
         end = self._limit.end_token_ids
         if not self._is_inside or self._num_tokens < self._limit.max_tokens:
             return ()
@@ -75,6 +75,6 @@ class ThinkingState:
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
     def _kept(self, text: bytes) -> bytes:
-        """The end of a text in which the beginning of a mark may be."""
+        """The end of a text that may hold the beginning of a mark."""
         longest = max(len(self._limit.begin), len(self._limit.end)) - 1
         return text[-longest:] if longest else b""

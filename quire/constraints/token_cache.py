@@ -1,7 +1,7 @@
 """Tables of tokens on disk, so that the next start need not read tokenizer.json, which may have 33 MB of JSON.
 
 They are in `quire/vocabularies` in the folder of the hub's cache (HF_HOME), one file for each content of
-tokenizer.json and tokenizer_config.json. A file that is damaged, or that cannot be read or written, is as good as none.
+tokenizer.json and tokenizer_config.json. A file that is damaged, or cannot be read or written, counts as missing.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from quire.model_directory import ModelDirectory
 from quire.replacement import replace_file
 
 MAX_FILES, MAX_BYTES = 32, 256 << 20
-"""Of all tables. The least recently used ones are removed."""
+"""The maximum of all tables together. The least recently used ones are removed."""
 MIN_TOKENIZER_BYTES = 1 << 20
-"""The table of a smaller tokenizer.json is made as fast as it is read."""
+"""Minimum size of a tokenizer.json whose table is cached: a smaller one's table is made as fast as it is read."""
 _FORMAT = b"quire tokens 2"
 # JSON follows: the tokens, whose bytes are characters of Latin-1, and the ids of special and other added tokens.
 _DIGEST_BYTES = 32
@@ -77,7 +77,7 @@ def _write(file: Path, table: TokenTable) -> None:
     tokens = [each.decode("latin-1") for each in table.token_bytes]
     body = json.dumps([tokens, table.special_tokens, table.text_tokens], ensure_ascii=False).encode()
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Other users may read it, as the files of the hub.
+    # Other users may read it, like the files of the hub.
     replace_file(file, _digest(body) + body, 0o644)
     _remove_oldest(file)
 

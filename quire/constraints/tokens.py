@@ -1,13 +1,13 @@
-"""Which tokens a text may be made of: the bytes of each token of a vocabulary, and the kinds of its added tokens.
+"""The tokens that a text may consist of: the bytes of each token of a vocabulary, and the kinds of added tokens.
 
 Gateway and worker derive both from tokenizer.json and tokenizer_config.json here. Added tokens are of two kinds:
 
 - A special token is no part of a text, because an answer does not show it. A grammar names it by its id. A text that
-  reads like one, in a choice or within a JSON string, consists of other tokens. The tokens that end a text are special,
-  whatever the files say.
-- Any other added token is text, such as `<tool_call>` and `<think>` of Qwen, or `<b>` and line breaks of Gemma. Where
-  a text may be, this token and all other tokens with the same bytes are allowed. So a mark of a tool call may be its
-  own token or be spelled; text that only one sequence of bytes can continue has the tokens that the tokenizer makes.
+  reads like one, in a choice or within a JSON string, consists of other tokens. Tokens that end a text are always
+  special, even if the files disagree.
+- Any other added token is text, such as `<tool_call>` and `<think>` of Qwen, or `<b>` and line breaks of Gemma. In a
+  text, this token and all other tokens with the same bytes are allowed. So a mark of a tool call may be its own token
+  or be spelled; forced text, which only one sequence of bytes can continue, has the tokens that the tokenizer makes.
 """
 
 import re
@@ -109,7 +109,7 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
     kinds = {each["type"] for each in decoders}
     if "ByteLevel" in kinds:
         alphabet = byte_level_alphabet()
-        # The others of these characters are no bytes: then the decoder takes the token as it is.
+        # Other characters stand for no bytes: the decoder then takes the token's text unchanged.
         table = dict.fromkeys(range(256), "\uffff") | {ord(each): byte for each, byte in alphabet.items()}
         found = ((text, text.translate(table).encode("latin-1", "ignore")) for text in texts)
         return [data if len(data) == len(text) else text.encode() for text, data in found]
@@ -135,7 +135,7 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
 
 @cache
 def byte_level_alphabet() -> Mapping[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, others as characters from 256 up."""
+    """The characters of bytes in byte-level vocabularies: printable bytes as themselves, others from 256 up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -146,8 +146,8 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def tokenizer_encode(content: bytes) -> Encode:
-    """How the tokenizer of a tokenizer.json spells a text that follows another one: without special tokens, and without
-    a space before it."""
+    """Encodes, with the tokenizer of a tokenizer.json, a text that follows another one: without special tokens, and
+    without a space before it."""
     tokenizer = tokenizers.Tokenizer.from_buffer(content)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -187,10 +187,10 @@ class Speller:
     def __init__(
         self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos: Sequence[int], encode: Encode | None
     ) -> None:
-        """Has what the engine expects of a tokenizer (llguidance's `TokenizerWrapper`). Without `encode` all texts are
-        spelled in the longest tokens."""
+        """Sets the attributes that the engine expects of a tokenizer (llguidance's `TokenizerWrapper`). Without
+        `encode` all texts are spelled in the longest tokens."""
         self.tokens, self.special_token_ids = tokens, special_token_ids
-        # Without any, the engine adds a token of its own, which no model chooses.
+        # Without an eos token, the engine adds a token of its own, which no model chooses.
         self.eos_token_id = eos[0] if eos else None
         self._special = frozenset(special_token_ids)
         self._encode = encode

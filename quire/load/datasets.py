@@ -52,7 +52,7 @@ class Lognormal:
         return cls(mean * math.exp(-(sigma**2) / 2), sigma)
 
     def scaled(self, factor: float) -> Self:
-        """Each length times `factor`. ValueError where it is not above 0."""
+        """Each length times `factor`. Raises ValueError if it is not above 0."""
         if not (math.isfinite(factor) and factor > 0):
             raise ValueError(f"the scale of lengths is {factor}, must be a number above 0")
         return replace(self, median=self.median * factor)

@@ -86,7 +86,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """KeyError, TypeError or ValueError where they are something else."""
+        """Reads the fields. Raises KeyError, TypeError or ValueError if they are something else."""
         count, *latencies = (fields[each.name] for each in dataclasses.fields(cls))
         return cls(int(count), *map(float, latencies))
 

@@ -67,7 +67,7 @@ class LoadRequest:
     def carrying(self, prompt: TokenIds, answer: Sequence[int]) -> Self:
         """This turn with the real history: the served prompt of the turn before, and the answer to it.
 
-        The history is cut at its beginning where it would make the prompt longer than planned.
+        The history is cut at its beginning if it would make the prompt longer than planned.
         """
         if self.num_new_tokens is None:
             raise ValueError(f"request {self.index} carries no history")

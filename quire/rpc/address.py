@@ -158,8 +158,8 @@ class ReservedPort:
 
     @classmethod
     def lend(cls) -> Self:
-        """Reserves a free port of 127.0.0.1 for one process that sets SO_REUSEADDR and shares it with no other, as most
-        servers do. The system gives it to no other process that asks for any port."""
+        """Reserves a free port of 127.0.0.1 for one process that sets SO_REUSEADDR and does not share the port, as most
+        servers do. The system gives it to no other process that requests any free port."""
         with ExitStack() as sockets:
             # A process that does set SO_REUSEPORT can listen there, too.
             bound = sockets.enter_context(_bind(socket.AF_INET, (_LOOPBACK, 0), reuse_port=True))
@@ -229,7 +229,7 @@ def _lack_of_address(error: OSError, address: TcpAddress) -> OSError:
 
 
 def _check_unix(address: UnixAddress) -> None:
-    """gRPC removes whatever socket is at the path, a live one too; so the check connects to it first."""
+    """Checks the path. gRPC removes any socket at it, also a live one, so the check connects to it first."""
     if len(os.fsencode(address.path)) > _MAX_UNIX_PATH_BYTES:
         raise ConfigurationError(f"cannot listen on {address}: the path is longer than {_MAX_UNIX_PATH_BYTES} bytes")
     if not address.path.parent.is_dir():

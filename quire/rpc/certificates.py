@@ -77,7 +77,7 @@ class Authority:
 
     def issue(self, directory: Path, role: Role, hosts: Sequence[str], days: int, now: dt.datetime) -> x509.Certificate:
         """Writes a new key and certificate of a role into a directory and replaces older ones. The certificate ends
-        with the authority at the latest. ConfigurationError where that has ended."""
+        with the authority at the latest. Raises ConfigurationError if the authority has ended."""
         if self.not_valid_after <= now:
             raise ConfigurationError(
                 f"the authority ended on {self.not_valid_after:%Y-%m-%d}; --renew-authority makes a new one"

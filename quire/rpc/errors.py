@@ -175,7 +175,7 @@ def error_for_code(
     retry_after_ms: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> QuireError:
-    """The error of the class that stands for `code` (a google.rpc.Code or a StatusCode); Internal where none does."""
+    """The error of the class for `code` (a google.rpc.Code or a StatusCode); Internal if there is no such class."""
     status = _STATUS_CODES.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
     cls = _CLASSES.get(status, Internal)
     default_reason = None if status in _CLASSES else status.name
@@ -252,7 +252,7 @@ def _unpack(detail: Any) -> dict[str, Any]:
 
 
 def _cut(text: str, limit: int) -> str:
-    """The text, shortened where it takes more bytes in a header."""
+    """The text, shortened if it takes more than `limit` bytes in a header."""
     if len(text) <= limit // _MOST_BYTES_OF_A_CHARACTER:
         return text
     size = 0

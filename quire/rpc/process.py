@@ -41,9 +41,8 @@ _T = TypeVar("_T")
 def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
     """Runs `main` in an event loop until it returns or a signal comes; returns the exit status.
 
-    One of `stop_signals` cancels `main` once, which drains in its `finally`; a second one kills the process, but for
-    SIGHUP, which a terminal that closes sends more than once. SIGUSR1 lowers the log level to debug, SIGUSR2 sets it
-    back.
+    One of `stop_signals` cancels `main` once, which drains in its `finally`; a second one kills the process, except
+    SIGHUP, which a closing terminal sends more than once. SIGUSR1 lowers the log level to debug, SIGUSR2 sets it back.
     `main` may load the settings itself: a ConfigurationError from the call or from the awaitable is printed as
     "PROGRAM: error: LINE".
 
@@ -215,7 +214,7 @@ def _end_at_once(number: int, _: object) -> NoReturn:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop where it is installed, which is not so on every platform; else the standard one."""
+    """uvloop's loop if it is installed, which not every platform allows; else the standard one."""
     try:
         import uvloop
     except ImportError:

@@ -248,8 +248,8 @@ def _bind(
 
 
 async def _start_all(*servers: grpc.aio.Server) -> None:
-    """Starts servers, all or none. On cancellation they finish their start and are stopped: gRPC neither ends a start
-    that is cancelled without errors, nor the event loop in which it runs, and may hang."""
+    """Starts all servers or no server. On cancellation they finish their start and are stopped: after a cancelled start
+    gRPC cannot end without errors, nor can its event loop, and it may hang."""
     starting = asyncio.gather(*(server.start() for server in servers))
     try:
         await asyncio.shield(starting)
@@ -308,7 +308,7 @@ def _listens(descriptor: int, port: int) -> bool:
 def _stop_listening(descriptors: frozenset[int], address: TcpAddress | UnixAddress) -> None:
     """Closes these listening sockets at a TCP port. Open connections stay; new ones go to others that share the port.
 
-    gRPC keeps the descriptors and closes them in the end, so each becomes that of another listening socket, which
+    gRPC keeps the descriptors and closes them in the end, so each becomes a descriptor of another listening socket that
     no client can reach. On a socket that is only shut down, gRPC would call accept and log its failure.
     """
     remaining = descriptors & _listening_at(address)

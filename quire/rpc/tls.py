@@ -192,7 +192,7 @@ class _FileWatch:
         self._stamp = identity.stamp()
 
     def changed(self) -> TlsMaterial | None:
-        """The files' contents where they have changed since the last call; None otherwise, or if they are unusable."""
+        """The files' contents if they have changed since the last call; None otherwise, or if they are unusable."""
         try:
             stamp = self._identity.stamp()
             if stamp == self._stamp:

@@ -29,7 +29,7 @@ def parse_endpoint(text: str) -> str:
 
 
 def check_installed(endpoint: str | None) -> None:
-    """Raises ConfigurationError where there is an endpoint and no exporter is installed."""
+    """Raises ConfigurationError if there is an endpoint and no exporter is installed."""
     if endpoint is None:
         return
     try:

@@ -96,7 +96,7 @@ class Tracer:
 
 
 def _span_of(context: TraceContext | None) -> trace.Span:
-    """The span that a context names; an invalid one where it names none, never the current span of this task."""
+    """The span that a context names; an invalid one if it names none, never the current span of this task."""
     if context is None:
         return trace.INVALID_SPAN
     carrier = {_TRACEPARENT: context.traceparent}

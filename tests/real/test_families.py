@@ -47,7 +47,7 @@ def load(directory: Path) -> CausalLM:
 
 @pytest.mark.parametrize("model_type", _cases())
 def test_logits_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """A refusal is another than the expected one if its line differs, and comes before weights are read."""
+    """A refusal has the expected line, and comes before weights are read."""
     line = LINES.get(model_type)
     if line is not None and model_type not in SHOWN_BY_WEIGHTS:
         write_config(model_type, tmp_path)

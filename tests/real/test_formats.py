@@ -87,7 +87,7 @@ def test_what_is_read_of_rendered_calls_does_not_depend_on_the_pieces(templates)
 
 
 def vocabularies_of(text: str) -> Iterator[Vocabulary]:
-    """One in which the marks of a text are spelled by other tokens, and one in which they are added tokens."""
+    """Two vocabularies: one spells the marks of a text by other tokens, and one has them as added tokens."""
     tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
     yield make_vocabulary(tokenizer)
     tokenizer.add_special_tokens(sorted({mark for mark in MARK.findall(text) if "quire" not in mark}))

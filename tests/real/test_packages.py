@@ -1,4 +1,4 @@
-"""How packages come into the cache."""
+"""Fetching packages into the cache."""
 
 import hashlib
 import sys
@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Package:
-    """A package that a registry of this test gives."""
+    """A package that a registry of this test serves."""
     archive = tmp_path / "some.whl"
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("some/models/a.json", "{}")

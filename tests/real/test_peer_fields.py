@@ -22,7 +22,7 @@ REQUESTS: Any = (
     (CompletionBody, "llama-cpp-python", "0.3.36", "llama_cpp/server/types.py", "CreateCompletionRequest"),
 )
 IGNORED = {
-    # Where keys and values come from, and who gets the request.
+    # Where keys and values come from, and which worker gets the request.
     *("ec_transfer_params", "kv_transfer_params", "session_id", "prompt_cache_options"),
     # How images are read; images are refused themselves.
     *("media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs"),

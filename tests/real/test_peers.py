@@ -62,7 +62,7 @@ def outcomes_of(peer: str, files: list[str], url: str, model: Path, report: Path
     done = subprocess.run(
         command, cwd=folder, env=environ, check=False, capture_output=True, text=True, timeout=_SECONDS
     )
-    # 1: some tests failed, which the table may say.
+    # 1: some tests failed, which the table may list.
     assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, dict[str, str]] = {}
     for line in report.read_text(encoding="utf-8").splitlines():
@@ -77,7 +77,8 @@ def is_listed(name: str, listed: str) -> bool:
 
 
 def problems_of(outcomes: dict[str, str], differs: dict[str, str]) -> Iterator[str]:
-    """What the table does not say: a test that fails without a reason, and a reason for what passes or is not there."""
+    """Differences from the table: a test that fails without a reason, and a reason for a test that passes or is not
+    there."""
     for name, outcome in outcomes.items():
         if outcome != "passed" and not any(is_listed(name, each) for each in differs):
             yield f"{name}: {outcome}"

@@ -1,4 +1,4 @@
-"""Chat templates of public models: prompts equal those of transformers' renderer, or are refused with the reason."""
+"""Chat templates of public models: prompts equal the output of transformers, or are refused with the reason."""
 
 import json
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ CONVERSATIONS = {
 
 
 def rendered_by_transformers(source: str, prompt: ChatPrompt, in_parts: bool) -> list[str]:
-    """With contents as texts or as parts, and arguments of calls as objects and as texts: what the template takes."""
+    """All renderings that the template accepts: contents as texts or as parts, arguments as objects and as texts."""
     options = prompt.template_options or TemplateOptions()
     continues = options.continue_final_message
     begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues
@@ -163,7 +163,7 @@ def _has_lost_calls(prompt: ChatPrompt, expected: list[str], text: str) -> bool:
 
 
 def differences(name: str, source: str) -> list[str]:
-    """What is wrong with the prompts of all conversations."""
+    """Differences between the prompts of all conversations and transformers' prompts."""
     plain, in_parts = (rendered_by_transformers(source, CONVERSATIONS["a user"], each) for each in (False, True))
     # Some templates for images leave out a text that is not a part.
     takes_parts = not any(USER.content in text for text in plain) and any(USER.content in text for text in in_parts)

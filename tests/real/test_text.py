@@ -1,4 +1,4 @@
-"""Texts of real vocabularies: what is shown of a prompt and of its answer is together the text of all tokens."""
+"""Texts of real vocabularies: the shown prompt and its answer together are the text of all tokens."""
 
 import random
 

@@ -10,7 +10,7 @@ from worker_svc.parallel import rendezvous
 
 
 def keep_apart() -> None:
-    """Makes this process find no memory that another rank would share."""
+    """Prevents this process from finding memory that another rank shares."""
     rendezvous._open_memory = lambda name, size: None
 
 

@@ -179,7 +179,7 @@ def allowed_candidates(parameters: bytes, tokens: list[int], candidates: Candida
 
 
 def expected_hypotheses(request: Request) -> list[list[int]]:
-    """The hypotheses of a beam search, whatever other requests run."""
+    """The hypotheses of a beam search, which are independent of other requests."""
     assert request.beam is not None
     search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
     count = request.sampling_of(0).num_candidates
@@ -198,7 +198,7 @@ def expected_hypotheses(request: Request) -> list[list[int]]:
 
 
 def expected_output(request: Request, index: int = 0) -> list[int]:
-    """The output of the request's sequence, whatever other requests run."""
+    """The output of the request's sequence, which is independent of other requests."""
     if request.beam is not None:
         return expected_hypotheses(request)[index]
     output = list(request.emitted[index].token_ids) if request.emitted else []
@@ -467,13 +467,13 @@ class Driver:
         self.poisoned: dict[int, int] = {}
         """Handles of requests, and the number of tokens from which on no step may compute them."""
         self.deadly: dict[int, int] = {}
-        """Handles of requests, and which of their tokens (counted from 1) the worker cannot compute without dying."""
+        """Handles of requests, and the token (counted from 1) that the worker cannot compute without dying."""
         self.failing: dict[int, int] = {}
-        """Handles of requests, and from which position on what they compute is not finite."""
+        """Handles of requests, and the position from which on their results are not finite."""
         self.refusing: dict[int, int] = {}
-        """Handles of requests, and from how many tokens on the worker finds that their constraint fails."""
+        """Handles of requests, and the number of tokens from which on the worker finds that their constraint fails."""
         self.told: deque[Preparation] = deque()
-        """Constraints and adapters that the worker was told to prepare, and has not answered."""
+        """Constraints and adapters that the worker prepares and has not answered yet."""
         self.unloadable: set[bytes] = set()
         """Digests of adapters whose files are gone."""
         self.deadly_needs: set[Need] = set()

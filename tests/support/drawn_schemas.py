@@ -1,6 +1,6 @@
-"""Draws JSON schemas and values, and compares what the grammar of a schema accepts with what `jsonschema_rs` says.
+"""Draws JSON schemas and values, and compares the texts that a schema's grammar accepts with `jsonschema_rs`.
 
-A text that is accepted and invalid is always a fault. A text that is valid and not accepted is one only where it is
+A text that is accepted and invalid is always a fault. A text that is valid and not accepted is a fault only if it is
 written as docs/structured-output.md says: see `plain_texts`.
 """
 
@@ -35,7 +35,7 @@ _DIFFERENCE = r"\[(\[\^?(?:\\.|[^\\\[\]])*\])--\[\\\\x00\\\\x01\]\]"
 
 
 class SchemaDrawer:
-    """Schemas of enforced keywords, and values that are near to valid ones."""
+    """Draws schemas of enforced keywords, and values that are close to valid ones."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -150,7 +150,7 @@ class SchemaDrawer:
         return self._combined("anyOf", depth)
 
     def _all(self, depth: int) -> dict[str, Any]:
-        # Schemas of one kind, since those of two have no values.
+        # Schemas of one kind, since schemas of two kinds have no values.
         kind = self.random.choice(("string", "number", "object", "array"))
         schema = {"allOf": [getattr(self, f"_{kind}")(depth + 1) for _ in range(self.random.randint(1, 3))]}
         return schema | (getattr(self, f"_{kind}")(depth + 1) if self.random.random() < 0.4 else {})
@@ -278,7 +278,7 @@ def read_exactly(text: str) -> Any:
 
 
 def written_text(random: Random, template: Template) -> str | None:
-    """A text that the grammar allows; None if none came about in few tokens."""
+    """A text that the grammar allows; None if no text was complete within a few tokens."""
     tokens = template.vocabulary.token_bytes
     closing = {at for at, token in enumerate(tokens) if token in (b'"', b"}", b"]")} | set(template.vocabulary.eos)
     escaping = {at for at, token in enumerate(tokens) if token in (b'"', b"\\", b"u", b"0", b"-", b".")}
@@ -299,7 +299,7 @@ def written_text(random: Random, template: Template) -> str | None:
 
 
 def faults(drawer: SchemaDrawer, schema: dict[str, Any], *, num_values: int = 14) -> list[tuple[str, str]]:
-    """What is wrong with the grammar of a schema: "weakened" or "rejected", and a text.
+    """Faults of the grammar of a schema: "weakened" or "rejected", each with a text.
 
     Raises:
         ConstraintError: the schema is refused.

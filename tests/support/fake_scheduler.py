@@ -95,15 +95,15 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Emits one token per live request and step, one message per step.
 
     Attributes:
-        rule: Which token comes next.
+        rule: Gives the next token.
         step_delay_s: Time between steps; 0 is as fast as the gateway's stream takes them.
-        tokens_per_step: Tokens of each request in one step, as after a slow stream. Where neither this nor the delay is
+        tokens_per_step: Tokens of each request in one step, as after a slow stream. If neither this nor the delay is
             set, there are more after the first hundred.
         emits: While it is clear, no step is made.
         refusal: Answers to the next submits instead of tokens; None accepts one.
-        drains: Answers DRAINING to new streams and to every submit; what runs goes on.
+        drains: Answers DRAINING to new streams and to every submit; running requests continue.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
-        checks_hello: Refuses gateways of other versions or with another model; else they have to find out themselves.
+        checks_hello: Refuses gateways of other versions or with another model; otherwise gateways must check.
         submits, aborted: Submits, and request ids of aborts, in order.
         aborted_handles: Handles of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
@@ -119,7 +119,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         frames: Frames that Watch sends; no others follow.
         blocks: Blocks that ReadBlock answers; there are no others.
         watches: The calls of Watch that came.
-        is_asleep: Whether it was told to sleep.
+        is_asleep: Whether a call has put it to sleep.
     """
 
     vocab_size: int = 2080
@@ -217,7 +217,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """No request ends by itself in the block, so what is no longer live was aborted."""
+        """No request ends by itself in the block, so requests that are no longer live were aborted."""
         self.emits.clear()
         try:
             yield
@@ -463,7 +463,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(0)
 
     def _next_outgoing(self) -> scheduler_pb2.ConnectResponse | None:
-        """The next message that no step made. Readiness needs no credit."""
+        """The next message that is not a step's. Readiness needs no credit."""
         for message in self._outgoing:
             if self._credit != 0 or not message.HasField("events"):
                 self._outgoing.remove(message)

@@ -1,5 +1,5 @@
-"""A device whose streams run later, in any order that their marks allow: work that is not waited for comes at the worst
-time, sooner or later."""
+"""A device whose streams run later, in any order that their marks allow. So code that forgets to wait for work fails
+sooner or later."""
 
 import random
 from collections import deque

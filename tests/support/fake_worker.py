@@ -1,6 +1,6 @@
 """A worker without a model: the real service with `FakeRunner` where the model would be.
 
-The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output, whatever the batch.
+The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output in any batch.
 Each step takes `step_seconds`. Steps are checked as in any worker.
 """
 
@@ -50,7 +50,7 @@ class FakeWorkerConfig:
     rank: int = 0
     world_size: int = 1
     generation: int | None = None
-    """None: each incarnation has another one."""
+    """The generation; None gives each incarnation another one."""
     disk: Path | None = None
     """The file of its blocks on disk, with room for 64."""
 

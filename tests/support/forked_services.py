@@ -2,10 +2,10 @@
 imports, above all torch's.
 
 `python -m tests.support.forked_services DESCRIPTOR MODULE...` imports the modules and then serves a socket that
-listens. The supervisor of a server starts `python -I -S forked_service.py SOCKET MODULE FLAG...` as the service: that
-asks for a fork, which runs the module as `python -m` does, with the flags, the environment and the standard streams of
-the process that asked. The two are one service: they share a process group, the fork gets the signals of the one that
-asked and dies with it, and that one ends as the fork does.
+listens. The supervisor of a server starts `python -I -S forked_service.py SOCKET MODULE FLAG...` as the service. This
+process requests a fork, which runs the module as `python -m` does, with the flags, the environment and the standard
+streams of the requesting process. The two are one service: they share a process group, the fork gets the requester's
+signals and dies with it, and the requester ends as the fork does.
 """
 
 import atexit
@@ -49,7 +49,7 @@ class Request:
         for name in os.environ.keys() - self.environ.keys():
             del os.environ[name]
         os.environ.update(self.environ)
-        # As quire_cli.supervisor.launch has it.
+        # As in quire_cli.supervisor.launch.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         sys.argv = self.words

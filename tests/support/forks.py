@@ -1,6 +1,6 @@
 """Commands that are forks of a process that has imported what they need (tests.support.forked_services).
 
-The process that forks ends with the one that started it. Those of `share_forks` are found by all processes below.
+The forking process ends with the process that started it. All child processes find the processes of `share_forks`.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from pathlib import Path
 
 WORKER = ("worker_svc.startup", "worker_svc.app")
 SERVICES = ("scheduler_svc.service.app", "gateway.app")
-# What the tests of most tiers import, three quarters of the time that a process of pytest takes to collect them.
+# Libraries that most tiers of tests import: three quarters of the time that a pytest process takes for collection.
 _LIBRARIES = (
     *("anthropic", "compressed_tensors", "huggingface_hub", "openai.types.responses", "scipy.stats"),
     *("torch", "transformers.generation", "transformers.models.auto"),
@@ -28,7 +28,7 @@ _SERVICE = Path(__file__).with_name("forked_service.py")
 
 @cache
 def _address_of_forks(*modules: str) -> str:
-    """Of a process that has imported these modules and forks from then on, as long as this process runs."""
+    """The address of a process that has imported these modules and forks from then on while this process runs."""
     if (shared := os.environ.get(_SHARED + "_".join(modules))) is not None:
         return shared
     directory = tempfile.mkdtemp(prefix="quire-forks-")
@@ -63,5 +63,5 @@ def share_forks() -> None:
 
 
 def forked_pytest() -> str:
-    """The command that pytest-xdist is to start instead of `python`, for its processes."""
+    """The command that pytest-xdist starts instead of `python`, for its processes."""
     return shlex.join(forked("tests.support.forked_pytest", *_LIBRARIES))

@@ -1,4 +1,4 @@
-"""A process that has imported what a worker is, and has done nothing yet. Its words are the one thing that it does:
+"""A process that has imported a worker's modules, and has done nothing yet. Its words say the one thing that it does:
 
     modules PREFIX ...        prints which of the modules that begin so were imported: by the worker's services, and by
                               operations of the kernels, once recorded and once run

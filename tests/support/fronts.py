@@ -1,4 +1,4 @@
-"""One call over any public front, asked and answered in the same terms: gRPC, OpenAI's chats, completions and
+"""One call over any public front, with the same form of request and answer: gRPC, OpenAI's chats, completions and
 responses, Anthropic's messages, and the Open Inference Protocol of KServe.
 
 Parameters have the names of the gRPC contract; a front takes the parameters in `takes`.
@@ -36,7 +36,7 @@ _CHOICES = frozenset({"required", "none", "auto"})
 
 @contextlib.contextmanager
 def _cancelling(call: Any) -> Iterator[Any]:
-    """If a task is cancelled in the turn of its loop in which headers come, grpc.aio goes on with the call."""
+    """Cancels the call with its task: grpc.aio continues a call if headers come in the same turn of the loop."""
     try:
         yield call
     finally:
@@ -62,7 +62,7 @@ class Answer:
         pieces: The text as it came.
         calls: Name and arguments of each call of a tool.
         finish: "stop", "length" or "tool_calls".
-        stop: The stop string or token that ended the text, where the front tells it.
+        stop: The stop string or token that ended the text, if the front reports it.
         usage: Tokens of the prompt and of the output.
         logprobs: Log probabilities of the chosen tokens.
     """

@@ -28,8 +28,8 @@ class TooLateError(Exception):
 
 
 async def until_hit(scenario: Callable[[], Awaitable[T]]) -> T:
-    """The result of a scenario that raises no TooLateError. It starts again if it does: streams may go on to their
-    ends while this process stands still, or one of the server's."""
+    """The result of a scenario, which starts again if it raises TooLateError: streams may run to their ends while this
+    process, or a process of the server, stands still."""
     for _ in range(_MAX_ATTEMPTS - 1):
         with contextlib.suppress(TooLateError):
             return await scenario()

@@ -1,7 +1,7 @@
-"""Sealed KV blocks in a file on disk, where they outlive the pool, the worker and `quire serve`.
+"""Sealed KV blocks in a file on disk, which outlives the pool, the worker and `quire serve`.
 
 A thread writes blocks to the file soon after they are sealed. A worker that starts reads the newest ones back into its
-pool, and tells its scheduler which others are there; the scheduler has them read if a prompt needs them. Blocks are
+pool, and reports the others to its scheduler, which has them read if a prompt needs them. Blocks are
 found by their hash; a new block replaces the one that was written, read or found in the pool longest ago.
 
     0                   `_HEADER`: magic, version, bytes of a block, digest of the `KvNamespace`
@@ -184,7 +184,7 @@ class BlockFile:
             written += os.pwrite(self._file, memoryview(data)[written:], start + written)
 
     def renew(self, name: bytes) -> None:
-        """As if it were read. No effect where it is not there."""
+        """Marks a block as just read. No effect if it is missing."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
@@ -228,7 +228,7 @@ Count = Callable[[str, int], object]
 """Called with an outcome ("written", "read" or "failed") and its number of bytes."""
 
 Tell = Callable[[Sequence[tuple[int, bytes | None]]], object]
-"""Is told, in any thread, which block each of these slots holds now; None for one that holds none any more."""
+"""Receives, in any thread, the block that each of these slots holds now; None for a slot without a block."""
 
 
 def _to_nobody(changes: Sequence[tuple[int, bytes | None]]) -> None:

@@ -189,7 +189,7 @@ class Drafts:
                 followed[row] = followed[row].anew()
 
     def expand(self, batch: Batch) -> DraftedBatch:
-        """Puts rows that sample where they are, and adds the drafts that they may have, which are written to them."""
+        """Moves rows that sample to their real positions, adds their drafts, and writes the drafts to the rows."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()
@@ -289,7 +289,7 @@ class Drafts:
         self._guessed = Guessed(guesses, guessing, self._token_ids[rows, ends], num_drafts)
 
     def _max_period(self, row: int) -> int:
-        """A prediction goes on soon behind a few tokens that are others."""
+        """Maximum passes until a row is looked at again: few if it has a prediction, which soon matches again."""
         followed = self._rows.sampling.followed[row]
         return _MAX_PERIOD if followed is None else max(followed.num_beside // 4, 1)
 

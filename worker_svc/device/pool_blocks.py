@@ -57,7 +57,7 @@ class PoolBlocks:
             return torch.cat(parts, dim=1).cpu()
 
     def _write_to_device(self, blocks: Tensor, contents: Tensor) -> None:
-        # Blocks that an earlier step copies to the host may be among these: that goes on when the step is over.
+        # An earlier step may still copy some of these blocks to the host after its end.
         torch.cuda.synchronize(self._layers[0].device)
         with torch.inference_mode(), self._beside_steps():
             there, contents = blocks.to(self._layers[0].device), contents.to(self._layers[0].device)

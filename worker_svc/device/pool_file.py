@@ -181,7 +181,7 @@ class PoolFile:
         return layers, seals
 
     def _check_space(self, num_bytes: int) -> None:
-        """The file takes space as it is written, and a process that writes to it where none is left is killed."""
+        """Checks the free space: the file takes space when it is written, and a write without space kills a process."""
         system = os.fstatvfs(self._file)
         left = system.f_bavail * system.f_frsize + self.held_bytes
         # A file system without blocks is limited only by memory, as for files without a name.

@@ -169,7 +169,7 @@ class DecodeGraphs:
         num_columns: int,
         recorder: GraphRecorder,
     ) -> "DecodeGraphs":
-        """Records all shapes. Raises whatever the device raises.
+        """Records all shapes. Raises any error of the device.
 
         Args:
             padding: A batch that has only padding, with the rows of the largest shape.

@@ -42,9 +42,9 @@ class _Drafted:
 class RowLedger:
     """The rows as of the last accepted step. A step is checked against them, so that no later check is needed.
 
-    Lengths are enough for the checks; block tables tell which blocks a step writes. While steps in flight have drafts
-    of a row, its length is an interval: `_num_tokens` is the most that it may have, up to `_num_unsure` fewer. The
-    scheduler may not know yet how many drafts of earlier steps were right, `_num_drafts` of them at most.
+    Lengths are enough for the checks; block tables give the blocks that a step writes. While steps in flight have
+    drafts of a row, its length is an interval: `_num_tokens` is the maximum, and `_num_unsure` fewer is the minimum.
+    The scheduler may not know yet how many drafts of earlier steps were right, `_num_drafts` of them at most.
     """
 
     def __init__(self, pool: PoolGeometry, model: ModelGeometry, limits: WorkerLimits) -> None:

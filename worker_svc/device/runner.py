@@ -337,7 +337,7 @@ class ModelRunner:
     def record_graphs(self, recorder: GraphRecorder) -> int:
         """Records graphs for decode batches, which run as graphs from then on. To be called before any step.
 
-        The pool must have a padding block. Raises whatever the device raises; then decodes run without graphs.
+        The pool must have a padding block. Raises any error of the device; then decodes run without graphs.
 
         Returns:
             The number of graphs.
@@ -358,7 +358,7 @@ class ModelRunner:
 
         Raises:
             SupersededError: another rank is at a higher epoch; nothing was done.
-            Exception: whatever the device raises; then the contents of rows and written blocks are undefined.
+            Exception: any error of the device; then the contents of rows and written blocks are undefined.
         """
         step, batch = admitted.step, admitted.step.batch
         self._model.ranks.agree(step.scheduler_epoch, step.step_id)

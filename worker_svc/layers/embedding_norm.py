@@ -22,7 +22,7 @@ class Embedding(Loadable):
     """
 
     matrix: torch.Tensor | CodedWeight
-    """[vectors of this rank, dim], as the file has it where it is coded and this device can look it up."""
+    """[vectors of this rank, dim], in the file's coding if it is coded and this device can look it up."""
 
     def __init__(self, name: str, num_embeddings: int, dim: int, *, placement: Placement, split: bool = False) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Embedding(Loadable):
         if ops.has_coded_products(placement.device, placement.dtype, placement.quantization):
             coded = tensors.coded(self._spec)
         whole = slice(0, self._spec.shape[1])
-        # Rows are looked up where they have all of a number.
+        # Coded rows are only looked up if each row also holds its scales.
         part = None if coded is None or coded.scales is not None else coded.part(self._shard.slice, whole)
         if part is not None:
             self.matrix = part.to(placement.device)

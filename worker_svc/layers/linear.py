@@ -200,7 +200,7 @@ class Linear(Loadable):
         split: the part of each rank.
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
         activation: None is the identity.
-        keeps_weights: weights that are not coded are multiplied as they are, whatever the quantization.
+        keeps_weights: weights that are not coded are multiplied as they are, even with a quantization.
         float32_outputs: sums stay float32 if our own kernel has them; else they have the dtype of the inputs.
     """
 

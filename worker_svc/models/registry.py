@@ -67,7 +67,7 @@ def load_model(
     quantization: Quantization = Quantization.NONE,
     max_model_len: int | None = None,
 ) -> CausalLM:
-    """Reads the weights of `directory`, and its configuration where it is not read yet.
+    """Reads the weights of `directory`, and its configuration if it is not read yet.
 
     Args:
         ranks: The ranks that share the model; only the part of this one is read.

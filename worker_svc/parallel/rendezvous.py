@@ -4,7 +4,7 @@ A rank that loses another one cannot go on, and its results cannot be trusted: i
 supervisor starts it again, and the ranks begin a new rendezvous.
 
 Rank 0 serves a store, in which every rank writes heartbeats. In addition, each other rank has a TCP connection with
-rank 0, its lifeline, which closes when either process ends, for whatever reason; a rank that shuts down says so before.
+rank 0, its lifeline, which closes when either process ends, for any reason; a rank that shuts down says so before.
 Each rank but the first listens on the address from which it reaches rank 0, and rank 0 connects to it, as Gloo does.
 If no connection can be made, or a machine vanishes without closing it, heartbeats remain.
 """
@@ -349,8 +349,8 @@ class Store(Protocol):
 def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:
     """Memory that all ranks have mapped, or None for all of them if one cannot map it. Each rank calls this once.
 
-    The memory is a file without a name, so the system frees it when the last rank ends, in whatever way and at whatever
-    moment. Rank 0 passes the file to the others through a socket whose name, 128 random bits, is in the store.
+    The memory is a file without a name, so the system frees it when the last rank ends, in any way and at any moment.
+    Rank 0 passes the file to the others through a socket whose name, 128 random bits, is in the store.
     """
     with ExitStack() as offering:
         if rank == 0:

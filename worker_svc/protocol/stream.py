@@ -1,7 +1,7 @@
 """The worker's service: one loaded worker, and its Run calls with steps in and answers out.
 
 The reader of a call judges, checks and queues steps; the device threads post outputs to the event loop; the generator
-`responses` sends whatever is ready. An error that the reader finds is sent after the answers to all earlier steps, so
+`responses` sends all ready answers. An error that the reader finds is sent after the answers to all earlier steps, so
 that the scheduler knows the last step that ran.
 """
 
@@ -141,7 +141,7 @@ class Worker:
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._session: Session | None = None
         self._supersede: Callable[[QuireError], None] | None = None
-        # That of the last `release_memory` with which this process ends.
+        # The session of the last `release_memory`, with which this process ends.
         self._releasing: Session | None = None
         self._adapters = adapters
         # The load of each slot that has not ended.
@@ -197,8 +197,8 @@ class Worker:
 
         Raises:
             SupersededError: another rank is at a higher epoch.
-            Unavailable: no step runs, and not all ranks have come within the timeout. The device goes on waiting until
-                they reach this epoch or a higher one.
+            Unavailable: no step runs, and not all ranks have come within the timeout. The device still waits until they
+                reach this epoch or a higher one.
         """
 
         def take_inventory() -> SealedBlocks:

@@ -165,7 +165,7 @@ class Transfers:
                 self._tell(request.lease, True)
 
     async def _offer_of(self, lease: bytes) -> _Offer:
-        """Raises NotFound where nothing is offered under the lease, nor soon."""
+        """Waits for the offer under a lease. Raises NotFound if there is none soon."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_OFFER_WAIT_S):
                 while lease not in self._offers:

@@ -243,7 +243,7 @@ class TemplateCache:
         return template
 
     def wait_for_vocabulary(self) -> None:
-        """Returns when the tables of the vocabulary are made, or cannot be, which only constrained rows are told."""
+        """Waits until the tables of the vocabulary are made, or have failed, which only constrained rows report."""
         wait([self.vocabulary])
 
     def drop(self, constraint: Constraint) -> None:

@@ -97,9 +97,9 @@ class FollowedPrediction:
     num_seen: int | None = None
     """The number of the row's tokens that `place` accounts for; None before the first draft."""
     place: int = 0
-    """Where the prediction goes on; while the output differs from it, `place` moves on token by token."""
+    """The place at which the prediction continues; while the output differs from it, it moves on token by token."""
     left_at: int | None = None
-    """Where the output left the prediction, until it is found there again."""
+    """The place where the output left the prediction, until it follows the prediction again."""
     run: int = _FRESH_RUN
     """The number of tokens that followed the prediction since; a new row begins with some trust."""
     original: PredictedTokens | None = None

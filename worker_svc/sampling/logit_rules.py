@@ -1,7 +1,7 @@
 """Changes of logits that requests ask for, before a token is drawn: bans, biases and penalties.
 
-Only rows that ask for them cost anything. Rules read the tokens so far from the rows' token buffer at the time of the
-step, so that a forked, replayed or recomputed row gets what an undisturbed one gets.
+Rows without rules cost nothing. Rules read the tokens so far from the rows' token buffer at the time of the step, so
+that a forked, replayed or recomputed row gets the same changes as an undisturbed one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, LogitRules
 from worker_svc.streams import to_device
 
-# Tokens are looked up in tables of rows x length. Rows of similar length share one, of at most so many entries.
+# Maximum entries of a table of rows x length, in which tokens are looked up. Rows of similar length share a table.
 _MAX_ENTRIES = 2**19
 
 
@@ -42,7 +42,7 @@ class RuledRow:
 
 
 def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History, masks: Masks | None = None) -> None:
-    """Changes the logits of the rows that ask for it, in place.
+    """Changes the logits of rows with rules, in place.
 
     In this order: tokens that a constraint excludes or the caller does not allow get -infinity; biases are added,
     and stop tokens before min_tokens, last tokens of bad words and of repeated sequences get -infinity; then
@@ -55,7 +55,7 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
         logits: [n, vocab] float32.
         columns: Parameters of the n rows.
         history: Tokens of the n rows.
-        masks: Those of the constrained rows.
+        masks: Masks of the constrained rows.
     """
     places = np.flatnonzero(columns.has_rules)
     if masks is None and not len(places):
@@ -112,8 +112,8 @@ def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
 
 
 def _add_sequence_biases(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
-    """Adds to the last token of a sequence after its other tokens; -infinity for a bad word, for which only the output
-    is searched."""
+    """Adds the bias to the last token of a sequence after its other tokens; -infinity for a bad word, which is only
+    searched in the output."""
     sequences: list[tuple[int, Int32Array]] = []
     biases: list[float] = []
     for place, rules in ((each.place, each.rules) for each in ruled):
@@ -172,8 +172,8 @@ def _pieces(rows: Sequence[RuledRow], history: History) -> Iterator[list[RuledRo
 
 
 def _table(piece: list[RuledRow], history: History, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Places, prompt ends and ends of the rows, [m, 1] each, and their tokens, [m, longest]: a row's first token stands
-    for what is beyond its end."""
+    """Places, prompt ends and ends of the rows, [m, 1] each, and their tokens, [m, longest], padded with each row's
+    first token."""
     places = np.array([row.place for row in piece])
     columns = (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
     numbers = np.stack(columns).astype(np.int64)
@@ -184,10 +184,10 @@ def _table(piece: list[RuledRow], history: History, device: torch.device) -> tup
 
 
 def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
-    """Changes the logits of these rows in place: those of the tokens that a row has, and no others.
+    """Changes the logits of these rows in place, only for tokens that occur in the row.
 
-    The penalties are those of vLLM: repetition divides positive logits and multiplies the others, of each token in
-    prompt or output; frequency and presence count the output alone.
+    The penalties equal vLLM's: repetition divides positive logits and multiplies the others, of each token in prompt or
+    output; frequency and presence count only the output.
 
     Occurrences are counted in the logits themselves: the entries of the tokens that occur are read, set to zero,
     counted up, and overwritten with their new values, so that nothing of the size of the vocabulary is allocated.

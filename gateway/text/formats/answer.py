@@ -43,20 +43,20 @@ THINKING_MARKS: Mapping[str, ThinkingMarks] = {
 REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
 """Formats of reasoning, by vLLM's names."""
 
-# Texts by which a template tells the model a format, where it renders no calls.
+# Texts by which a template describes a format to the model, for templates that render no calls.
 _DESCRIPTIONS = (
     ("granite", "<|tool_call|>"),
     ("phi4_mini_json", "functools["),
     ("hermes", "<tool_call>\n{"),
     ("minimax", "<tool_calls>\n{"),
-    # No more than how these models are told their tools; how they write calls is in their documents.
+    # This text only introduces the tools; the models' documents say how they write calls.
     ("lfm2", "List of tools: "),
     ("kimi_k2", "<|im_system|>tool_declare<|im_middle|>"),
     ("llama3_json", '"parameters": dictionary of argument'),
     ("pythonic", "```tool_code"),
     ("pythonic", "[func_name1("),
 )
-# Texts by which a template is recognised where the opening mark could be another one's.
+# Texts by which a template is recognised if several formats have the same opening mark.
 _REASONING_SIGNS = {
     "solar_open": "assistant<|think|>",
     "hyperclovax": "assistant/think",
@@ -76,8 +76,8 @@ def thinking_marks_of(reasoning_format: str | None) -> ThinkingMarks | None:
 def tool_format_of(calls: RenderedCalls | None, told: str = "") -> str | None:
     """The format in which a model writes calls; None if it is unknown.
 
-    It is the first format of the table whose parser reads all that the model's template renders for calls. Where the
-    template renders none, it is the one that the template describes in `told`, the text that it writes only for tools.
+    It is the first format of the table whose parser reads all calls that the model's template renders. If the template
+    renders none, it is the format that `told` describes: the text that the template writes only for tools.
     """
     if calls is not None:
         return next((name for name in (*CALL_PARSERS, HARMONY) if name != JSON_LIST and _reads(name, calls)), None)
@@ -141,7 +141,7 @@ class AnswerFormat:
         return unique[:9] if self.tool_format == "mistral" else f"call_{unique}"
 
     def parser(self, call_ids: CallIds) -> OutputParser | None:
-        """A new parser for one sequence; None where all text is content."""
+        """A new parser for one sequence; None if all text is content."""
         tools = {tool.name: tool for tool in self.tools}
         if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
             in_analysis = self.thinking is Thinking.BEGUN

@@ -30,8 +30,8 @@ class CallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What a grammar must know of the model: how its template writes calls, None for the usual shape of its format, and
-    its special tokens by their text."""
+    """A model's texts that a grammar needs: the shape in which its template writes calls, None for the usual shape of
+    its format, and its special tokens by their text."""
 
     shape: CallShape | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -41,7 +41,7 @@ def constrained_calls(
     tool_format: str | None, calls: Sequence[CallGrammar], model: ModelText, *, is_forced: bool, is_single: bool
 ) -> Constraint | None:
     """The constraint of an answer that consists of calls, or that may contain calls; None if the format is unknown, or
-    if nothing tells the beginning of its calls from other text.
+    if its calls do not begin differently from other text.
 
     Raises:
         ConstraintError: the schema of a tool cannot be enforced in this format. See `check_arguments`.
@@ -73,7 +73,7 @@ def constrained_calls(
 
 
 def format_of_forced_calls(tool_format: str | None) -> str:
-    """The format of forced calls: the model's own, or a plain list if not all schemas can be enforced in that."""
+    """The format of forced calls: the model's own, or a plain list if that cannot enforce all schemas."""
     shape = SHAPES.get(tool_format or "")
     return JSON_LIST if tool_format is None or shape is None or shape.layout in _NOTATIONS else tool_format
 
@@ -109,7 +109,7 @@ class _CallRules:
     """The rules of the calls of some tools in Lark, as a template writes them.
 
     Attributes:
-        marker: The text by which an answer shows that calls begin; None if it is none in particular.
+        marker: The text by which an answer shows that calls begin; None if there is no distinctive one.
     """
 
     def __init__(self, shape: CallShape, calls: Sequence[CallGrammar], special_tokens: Mapping[str, int]) -> None:
@@ -141,7 +141,7 @@ class _CallRules:
         return " ".join(filter(None, (first, "core", close, more, end)))
 
     def unmarked(self, *, is_single: bool) -> list[StructuralTag]:
-        """Tags that each begin with a tool's name: first calls, and further ones. What is between them is free."""
+        """Tags for first and further calls, each beginning with a tool's name. Text between the tags is free."""
         shape, made = self._shape, list[StructuralTag]()
         end = shape.call_close + (shape.section_close if is_single else "")
         befores = dict.fromkeys(
@@ -167,7 +167,7 @@ class _CallRules:
 
 
 def _core(shape: CallShape, call: CallGrammar, rules: Rules) -> str:
-    """The expression of what varies in a call."""
+    """The expression of the variable part of a call."""
     if shape.layout is Layout.ENVELOPE:
         return json_rule(_call_schema(call, shape.fields, "#"))
     name = _places(call.name + shape.name_close, rules.special_tokens)
@@ -184,14 +184,14 @@ def _arguments(shape: CallShape, call: CallGrammar, rules: Rules) -> str:
 
 
 def _places(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A text of a shape in Lark."""
+    """A text of a shape in Lark, with patterns in the places of ids and positions."""
     parts = re.split(f"([{ID}{INDEX}])", text)
     written = (_PLACES.get(part) or literals(part, special_tokens) for part in parts)
     return " ".join(filter(None, written))
 
 
 def _harmony(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
-    """The recipient stands after the channel, or before it as templates write past calls."""
+    """Tags for Harmony. The recipient stands after the channel, or before it as templates write past calls."""
     constrain, message = (literals(f"<|{name}|>", model.special_tokens) for name in ("constrain", "message"))
     kind = f'(" "? {constrain} "json"? | " json")? {message}'
     named = [f"{quoted(call.name)} {kind} {json_rule(json.loads(call.schema))}" for call in calls]
@@ -254,7 +254,7 @@ def _moved(schema: Any, path: str) -> Any:
         if name == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[name] = path + value[1:]
         elif name in BY_NAME and isinstance(value, dict):
-            # The names in it are the caller's, and not keywords.
+            # Its names are chosen by the caller and are not keywords.
             moved[name] = {key: _moved(each, path) for key, each in cast(dict[str, Any], value).items()}
         elif name not in ("const", "enum", "default", "examples"):
             moved[name] = _moved(value, path)

@@ -98,7 +98,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _read_json(self, scanner: JsonScanner, depth: int, use: Callable[[str], None]) -> Reading[bool]:
-        """Passes text to `use` until only `depth` brackets are open; returns whether the text has that point."""
+        """Passes text to `use` until only `depth` brackets are open; returns whether the text reaches that point."""
         while True:
             end = scanner.end(self._rest, 0, depth)
             use(self._consume(len(self._rest) if end is None else end))
@@ -133,5 +133,5 @@ def _call_in(text: str) -> tuple[str, str] | None:
     try:
         return name, write_json(arguments)
     except (ValueError, RecursionError):
-        # A number beyond all that Python has.
+        # A number beyond Python's range.
         return None

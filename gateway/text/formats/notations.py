@@ -26,10 +26,10 @@ _PYTHON_TYPES: Mapping[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "array": list,
     "object": dict,
 }  # fmt: skip
-# Which say nothing of a value by themselves.
+# Keywords that do not restrict a value by themselves.
 _NEUTRAL = frozenset(("type", "$defs", "definitions", "$id", "$anchor", "$schema"))
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# One that is not escaped, nor a negation in brackets.
+# An anchor of a regex that is neither escaped nor a negation in brackets.
 _ANCHOR = re.compile(r"(?<![\\\[])[\^$]")
 _SHORT_CLASS = re.compile(r"\\.", re.DOTALL)
 _ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
@@ -37,7 +37,7 @@ _BARE_KEY = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def json_rule(schema: Any, *, no_white_space: bool = False) -> str:
-    """JSON of a schema in Lark, with as little white space as anywhere else, or none."""
+    """JSON of a schema in Lark, with the usual bounded white space, or none."""
     written = json.dumps(enforced_schema("", json.dumps(schema), no_white_space=no_white_space))
     # A slash would begin a regular expression.
     return "%json " + written.replace("/", "\\u002f")
@@ -68,7 +68,7 @@ def _is_text(root: Any, schema: Any) -> bool:
 
 
 def _followed(root: Any, schema: Any) -> Any:
-    """The schema that is meant, where it is a reference. Raises ConstraintError for one that leads nowhere."""
+    """The schema, or the referenced schema if it is a reference. Raises ConstraintError for a dangling reference."""
     for _ in range(64):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -85,8 +85,8 @@ def _followed(root: Any, schema: Any) -> Any:
 
 
 class Rules:
-    """Rules of a grammar in the making, whose names begin with `prefix`. They are no larger than a constraint may be: a
-    schema may be short, and what each of its parameters repeats of it long."""
+    """Builds the rules of a grammar, whose names begin with `prefix`. Their size is limited as a constraint's size is,
+    since each parameter of a short schema may repeat a long part of it."""
 
     def __init__(self, prefix: str, special_tokens: Mapping[str, int]) -> None:
         self.lines: list[str] = []
@@ -107,7 +107,7 @@ class Rules:
         return name
 
     def define(self, name: str, expression: str, attributes: str = "") -> None:
-        """Raises ConstraintError where all rules together are too long."""
+        """Defines a reserved rule. Raises ConstraintError if all rules together are too long."""
         self._num_characters += len(expression)
         if self._num_characters > MAX_CONSTRAINT_BYTES:
             raise ConstraintError("", f"takes more than {MAX_CONSTRAINT_BYTES:,} characters as a grammar")
@@ -119,7 +119,7 @@ class Rules:
         return name
 
     def text_before(self, end: str, schema: Mapping[str, Any]) -> str:
-        """A text of a schema up to and with the first `end`. Raises ConstraintError for what cannot be enforced."""
+        """A text of a schema up to and with the first `end`. Raises ConstraintError if it cannot be enforced."""
         inside = f"/(.|\\n){_bounds(schema)}/"
         if "pattern" in schema:
             inside += f" & /{_whole_pattern(schema['pattern'])}/"
@@ -127,7 +127,7 @@ class Rules:
         escaped = re.escape(mark).replace("/", "\\/")
         without = f" & ~/(.|\\n)*{escaped}(.|\\n)*/"
         if all(token not in end for token in self.special_tokens):
-            # The mark ends the text, also where no line break is before it.
+            # The mark ends the text, also without a line break before it.
             return self.add(inside + (without if mark != end else ""), f"[suffix={quoted(end)}]")
         text = self.terminal(inside + without)
         if mark != end:
@@ -200,7 +200,7 @@ class Notation:
     separator = '","'
 
     def __init__(self, schema: str, rules: Rules, tags: TagShape) -> None:
-        """Raises ConstraintError: the schema is none that can be enforced in JSON."""
+        """Raises ConstraintError if the schema cannot be enforced in JSON."""
         self._root = read_schema("", schema)
         self._rules = rules
         self._quote = tags.quote
@@ -208,11 +208,11 @@ class Notation:
         self._constants = {
             name: f"({' | '.join(map(quoted, sorted({name, own})))})" for name, own in tags.spelled.items()
         }
-        # Rules of schemas that have been referred to, by their place, and that of any value.
+        # Rules of referenced schemas by their place, and the rule of any value.
         self._known: dict[str, str] = {}
 
     def arguments(self) -> str:
-        """The expression of the arguments. Raises ConstraintError for what cannot be enforced."""
+        """The expression of the arguments. Raises ConstraintError if they cannot be enforced."""
         root = _followed(self._root, self._root)
         _refuse(root.keys() - _KEYWORDS["object"] - _NEUTRAL)
         return self._members(root, is_top=True)
@@ -224,7 +224,7 @@ class Notation:
         raise NotImplementedError
 
     def _key(self, name: str | None, *, is_top: bool) -> str:
-        """The expression of a key up to its value; of any key for None."""
+        """The expression of a key up to its value; None stands for any key."""
         raise NotImplementedError
 
     def _value(self, schema: Any) -> str:
@@ -280,9 +280,9 @@ class Notation:
         if "properties" not in schema:
             return self._any_members(schema.get("additionalProperties", True), is_top=is_top)
         if schema.get("additionalProperties", False) not in (False, True):
-            raise ConstraintError("", "has additionalProperties with a schema beside properties")
+            raise ConstraintError("", "has both properties and additionalProperties with a schema")
         required = schema.get("required", ())
-        # From the last to the first: what follows where pairs were written before, and where none was.
+        # From the last to the first: the rule for the rest after at least one pair, and the rule before any pair.
         after, first = "", '""'
         for name, value in reversed(schema["properties"].items()):
             pair = self._rules.add(f"{self._key(name, is_top=is_top)} {self._value(value)}")
@@ -333,7 +333,7 @@ def _refuse(keywords: Sequence[str] | set[str]) -> None:
 
 
 def _check_names(schema: Mapping[str, Any]) -> None:
-    """Raises ConstraintError for required properties of an object that its schema does not describe."""
+    """Raises ConstraintError if a schema requires properties that it does not describe."""
     if set(schema.get("required", ())) - set(schema.get("properties", ())):
         raise ConstraintError("", "has required properties that it does not name")
 
@@ -371,7 +371,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 
 def _whole_pattern(pattern: str) -> str:
-    """A regular expression of a schema, which may match anywhere, as one of the whole text."""
+    """Converts a regular expression of a schema, which may match anywhere, to one that matches the whole text."""
     begin = "" if pattern.startswith("^") else "(.|\\n)*"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
     # In JSON schema, digits and words are ASCII.
@@ -384,7 +384,7 @@ def _whole_pattern(pattern: str) -> str:
 
 
 class BracedNotation(Notation):
-    """Keys stand bare, texts between quotes of their own, all else is JSON."""
+    """Writes bare keys, texts between quotes of the format, and JSON for all else."""
 
     def _text(self, schema: Mapping[str, Any]) -> str:
         return f"{literals(self._quote, self._rules.special_tokens)} {self._rules.text_before(self._quote, schema)}"
@@ -402,7 +402,7 @@ class BracedNotation(Notation):
 
 
 class PythonNotation(Notation):
-    """Keyword arguments, whose values are literals."""
+    """Writes keyword arguments of Python, whose values are literals."""
 
     separator = '"," " "?'
 

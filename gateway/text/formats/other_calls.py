@@ -23,7 +23,7 @@ from gateway.text.formats.scanning import (
 
 MAX_WHOLE_CALL = 1 << 16
 """The maximum length of calls that are parsed only when they are complete; longer ones are content."""
-# What is raised for a text that is no call.
+# Errors of parsing a text that is no call.
 _PROBLEMS = SyntaxError, TypeError, ValueError, LookupError, RecursionError, MemoryError
 
 
@@ -77,8 +77,8 @@ class TagCallParser(CallParser):
                 self._consume(len(self._rest) if Unmatched.MORE in (found, end) else 0)
                 return
             else:
-                # The next mark shows that a call is over whose end is missing. Before any other text the call stays
-                # open, as one that was cut: it must not run with only the arguments that were understood.
+                # The next mark ends a call whose end is missing. Before any other text the call stays open, as if it
+                # was cut off: it must not run with only the arguments that were understood.
                 marks, rest = (*self.trailer.texts, *self.begins), self._rest.lstrip(SPACE)
                 if not any(mark.startswith(rest) for mark in marks):
                     self._add_arguments("}" if rest.startswith(marks) else "")
@@ -111,7 +111,7 @@ class WholeCallParser(CallParser):
     """Calls that are delivered when they are complete. A subclass parses them.
 
     Attributes:
-        header: What a call begins with.
+        header: The pattern with which a call begins.
         call_end: The text after the calls.
     """
 
@@ -119,8 +119,8 @@ class WholeCallParser(CallParser):
     call_end: str
 
     def _find_end(self, marker: str) -> Callable[[str, int], int | None]:
-        """Finds the position after the calls in a text of which a number of characters was searched before; None if
-        more text is needed."""
+        """Finds the position after the calls in a text whose first characters were searched before; None if more text
+        is needed."""
         end = self.call_end
 
         def find(text: str, num_seen: int) -> int | None:
@@ -224,7 +224,7 @@ _TAG = re.compile(r"<([^<>/][^<>]*)>")
 
 def _element(pieces: list[str]) -> tuple[str, Any]:
     """The key and the value of the next element: a text, or pairs of keys and values. Raises ValueError and IndexError
-    where the tags do not fit."""
+    if the tags do not match."""
     opened = pieces.pop()
     tag = _TAG.match(opened)
     if tag is None:
@@ -297,7 +297,7 @@ class _PythonNames(ast.NodeTransformer):
 
 
 _VALUES = {"true": True, "false": False, "null": None}
-# As many templates write past values, in formats that are not Python.
+# Python's constants, which many templates write in past values, in formats that are not Python.
 _LITERALS = {"True": True, "False": False, "None": None}
 
 

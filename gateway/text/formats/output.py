@@ -9,7 +9,7 @@ from typing import NamedTuple
 class ToolCallDelta:
     """A part of one tool call. The first part of a call has its id and its name; `arguments` are appended.
 
-    `index` is the position of the call among those of its sequence.
+    `index` is the position of the call among the calls of its sequence.
     """
 
     index: int
@@ -73,5 +73,5 @@ def joined(pieces: Sequence[Output]) -> Output:
 
 
 def _cut(text: str, num_characters: int) -> tuple[str, int]:
-    """The text without its first characters, and how many of them are not in it."""
+    """The text without its first characters, and the number of characters that are still to be cut."""
     return text[num_characters:], max(num_characters - len(text), 0)

@@ -10,7 +10,7 @@ from gateway.text.formats.scanning import Match, Pattern, Unmatched, first_marke
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """What a parser needs to know of a tool: its name, and which of its parameters are strings."""
+    """The parts of a tool that a parser needs: its name, and the names of its string parameters."""
 
     name: str
     text_parameters: frozenset[str] = field(default_factory=frozenset[str])
@@ -74,7 +74,7 @@ class OutputParser:
             self._consume(found.end if isinstance(found, Match) else len(self._rest))
 
     def _position(self, find: Callable[[str, int], int | None]) -> Reading[int | None]:
-        """What `find` returns for `_rest`, of which it saw a number of characters before; None if the text ends."""
+        """The position that `find` returns for `_rest` and the length searched before; None if the text ends."""
         num_seen = 0
         while (position := find(self._rest, num_seen)) is None and not self._is_last:
             num_seen = len(self._rest)
@@ -134,7 +134,7 @@ class CallParser(OutputParser):
         self._num_calls = 0
         self._marks = (*self.begins, *self.dropped)
         self._written_ids: set[str] = set()
-        # The consumed text of a call of which nothing was delivered yet.
+        # The consumed text of a call before any of it is delivered.
         self._opening = ""
 
     def _read(self) -> Reading[None]:
@@ -171,8 +171,8 @@ class CallParser(OutputParser):
         self._add(text=content)
 
     def _end_unread(self, is_cut: bool) -> None:
-        """Ends a call of which nothing was delivered. If the text ends within its beginning, that is dropped; otherwise
-        it is not a call after all: what was consumed becomes content, and the rest is searched again."""
+        """Ends a call before any of it was delivered. If the text ends within the call's beginning, the text is
+        dropped. Otherwise it is not a call: the consumed text becomes content, and the rest is searched again."""
         if is_cut:
             self._consume(len(self._rest))
         else:

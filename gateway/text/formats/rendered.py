@@ -1,4 +1,4 @@
-"""How a chat template writes tool calls: derived from what it renders for two calls of known names and arguments.
+"""Derives how a chat template writes tool calls, by rendering two calls of known names and arguments.
 
 The text of the calls is cut into parts that repeat:
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 from gateway.text.formats.scanning import MARK, SPACE
 
 ID, INDEX = "\ue000", "\ue001"
-"""In a text of a shape: the place of a call's id, and of its position among the calls."""
+"""Characters in a text of a shape that mark the place of a call's id, and of its position among the calls."""
 _CONTENT = "Quire answers 7"
 _FIRST, _LAST = "Aq1 b", "Cq2\nDq3"
 _KEY: dict[str, Any] = {"quire_key": {"type": "boolean", "description": "d"}}
@@ -40,12 +40,12 @@ _ATOM = re.compile(f"{MARK.pattern}|.", re.DOTALL)
 _NO_REASONING = re.compile(r"(\s*<[^<>\s]*think[^<>\s]*>){1,2}", re.IGNORECASE)
 _MARK = re.compile(r"<[^<>\s]{1,64}>")
 _BEGIN_OF_MARK = re.compile(r"<[^<>\s]{0,64}\Z")
-# Mistral's templates accept only ids of nine letters and digits; that of Kimi K2 writes an id in the place of a name.
+# Mistral's templates accept only ids of nine letters and digits; Kimi K2's template writes an id in place of a name.
 _PLAIN_ID, _ID_WITH_NAME = "quireId0{1}", "functions.{0}:{1}"
 
 
 class Layout(Enum):
-    """How a call has its name and its arguments."""
+    """The arrangement of a call's name and arguments."""
 
     ENVELOPE = "one JSON object with both"
     NAMED = "the name, a text, and the arguments as JSON"
@@ -55,7 +55,7 @@ class Layout(Enum):
 
 
 class Slot(Enum):
-    """What a field of an envelope is."""
+    """The kinds of fields of an envelope."""
 
     NAME = "the name of the tool"
     ARGUMENTS = "the arguments"
@@ -80,7 +80,7 @@ PROBE_SCHEMA: dict[str, Any] = {
     "required": [],
 }
 """The schema of both tools."""
-# Some templates refuse or spoil arguments that are no strings.
+# Some templates refuse or damage arguments that are not strings.
 _PROBE_ARGUMENTS = (_VALUES, {name: _VALUES[name] for name in sorted(PROBE_TEXTS)})
 
 
@@ -143,7 +143,7 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class RenderedCalls:
-    """What a template renders for calls.
+    """The text that a template renders for calls.
 
     Attributes:
         text: From the beginning of the answer to its end, where both can be seen.
@@ -156,8 +156,8 @@ class RenderedCalls:
 
 
 def written_calls(shape: CallShape, calls: Sequence[tuple[str, str, str]]) -> str:
-    """The text of calls, each of a name, of arguments as JSON and of an id. Arguments that are no object are written as
-    they are."""
+    """The text of calls, each given by a name, arguments as JSON and an id. Arguments that are not an object are
+    written unchanged."""
     texts = [
         f"{shape.call_open}{_written(shape, name, arguments, index)}{shape.call_close}".replace(ID, call_id).replace(
             INDEX, str(index)
@@ -195,7 +195,7 @@ def _written(shape: CallShape, name: str, arguments: str, index: int) -> str:
 
 
 def rendered_calls(render: Render) -> RenderedCalls | None:
-    """What a template renders for calls; None if it leaves them out."""
+    """Renders calls by a template; None if it leaves them out."""
     plain = render(_CONTENT, ())
     without_names = None
     for arguments in _PROBE_ARGUMENTS:
@@ -215,7 +215,7 @@ def rendered_calls(render: Render) -> RenderedCalls | None:
 
 
 def _cut(whole: str, plain: str | None) -> str:
-    """The calls in a rendering, by comparison with that of a message without any."""
+    """The calls in a rendering, by comparison with the rendering of a message without calls."""
     atoms = _ATOM.findall(whole)
     if plain is None:
         return whole
@@ -237,7 +237,7 @@ def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _Core(NamedTuple):
-    """The variable part of one call: where it is, and its part of the shape."""
+    """The variable part of one call: its position, and its part of the shape."""
 
     begin: int
     end: int
@@ -245,7 +245,7 @@ class _Core(NamedTuple):
 
 
 def _shape(rendered: str, calls: Sequence[ProbeCall]) -> tuple[CallShape | None, int]:
-    """The shape of the calls, and where they end: marks that end the turn may follow."""
+    """The shape of the calls, and the position of their end: marks that end the turn may follow."""
     text = rendered
     for index, call in enumerate(calls):
         if call.id != _ID_WITH_NAME.format(call.name, index):
@@ -281,7 +281,7 @@ def _shape(rendered: str, calls: Sequence[ProbeCall]) -> tuple[CallShape | None,
 
 
 def _as_many_marks(close: str, opening: str) -> str:
-    """A closing text without the marks behind it that end the turn: it has no more marks than the opening one."""
+    """A closing text without the following marks that end the turn: it has no more marks than the opening text."""
     count = len(_MARK.findall(opening))
     further = [found.start() for found in _MARK.finditer(close)][count:]
     return (close[: further[0]] if further else close).rstrip(SPACE)
@@ -341,7 +341,7 @@ def _tagged(text: str, after: int, before: int, call: ProbeCall) -> _Core | None
     """A call with marks around each argument, in a text up to `before`."""
     begin = text.find(call.name, after)
     before_first, *parts = re.split(f"({'|'.join(call.arguments)})", text[begin + len(call.name) : before])
-    # What follows each key up to the next one. Some templates leave out nulls.
+    # The text after each key up to the next one. Some templates leave out nulls.
     values = dict(zip(parts[::2], parts[1::2], strict=True))
     if (
         list(values) != parts[::2]

@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 
 SPACE = " \t\r\n"
 MAX_SPACE = 256
-"""Longer runs of spaces are text; this bounds the cost of a search."""
+"""Maximum length of a run of spaces. Longer ones count as text, which bounds the cost of a search."""
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
-"""A mark of a format, as most are spelled."""
+"""A mark of a format in the usual spellings."""
 _STRING_ENDS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """The position and the text of the first marker in `text`; of two at one place, the longer."""
+    """The position and the text of the first marker in `text`; the longer one if two begin at one position."""
     found = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
     if not found:
         return None
@@ -48,7 +48,7 @@ def trailing_space(text: str) -> int:
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON. Raises ValueError, also for NaN and infinities, which Python reads otherwise, and
+    """The value of JSON. Raises ValueError, also for NaN and infinities, which Python's parser would accept, and
     RecursionError."""
     return json.loads(text, parse_constant=_refuse_constant)
 
@@ -119,7 +119,7 @@ class JsonScanner:
 
 
 class PythonScanner(JsonScanner):
-    """The same for calls in Python."""
+    """Tracks the brackets and strings of calls in Python."""
 
     structure = re.compile(r"[^\s\w,:.+=-]")
     opening = "{[("
@@ -128,7 +128,7 @@ class PythonScanner(JsonScanner):
 
 
 class Part(Enum):
-    """The items of a pattern besides fixed texts."""
+    """The items of a pattern that are not fixed texts."""
 
     SPACES = "any number of spaces"
     NAME = "the name of a tool"
@@ -139,14 +139,14 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`end` is the position after what was matched. `detail` is the further word."""
+    """A match of a pattern. `end` is the position after the matched text; `detail` is its `Part.DETAIL` word."""
 
     end: int
     name: str = ""
     detail: str = ""
 
 
-# The characters of a word, and their maximum number. One more is looked at.
+# The characters of a word, and their maximum number. The regex accepts one more to detect longer words.
 _WORDS = {
     Part.NAME: (re.compile(r"[A-Za-z0-9_.-]{1,65}"), 64),
     Part.KEY: (re.compile(r"[^<>\n]{1,129}"), 128),
@@ -166,12 +166,11 @@ class Unmatched(Enum):
 
 
 class Pattern:
-    """A sequence of fixed texts, spaces and names. The first name is that of the match."""
+    """A sequence of fixed texts, spaces and names. The first name is the name of the match."""
 
     def __init__(self, text: str, *words: Part, before: Sequence[str] = ()) -> None:
         """In `text` a line break stands for any number of spaces, each {} for the next of `words`, and (a or b) for
-        alternatives, the first of which that matches counts. One of the texts `before` must follow the match and is not
-        part of it."""
+        alternatives: the first match counts. One of the texts `before` must follow the match and is not part of it."""
         places, self._before = iter(words), tuple(before)
         self._parts: list[tuple[str, ...] | Part] = []
         for piece in filter(None, _SHORT.split(text)):

@@ -1,4 +1,4 @@
-"""How calls are usually written in each format, and the parser of each."""
+"""The usual shape of calls in each format, and the parser of each."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ def _list(opened: str, closed: str, fields: tuple[tuple[str, Slot], ...] = _NAME
 def _name(
     opened: str, name_close: str, closed: str, section: tuple[str, str] = ("", ""), between: str = ""
 ) -> CallShape:
-    """The name and JSON."""
+    """The name, then the arguments as JSON."""
     return CallShape(Layout.NAMED, section[0], opened, closed, between, section[1], name_close=name_close)
 
 
@@ -156,7 +156,7 @@ SHAPES: Mapping[str, CallShape] = {
     ),
     JSON_LIST: _list("[", "]"),
 }
-"""How calls of each format are usually written: where a template renders none, or writes another format."""
+"""The usual shape of calls in each format, for templates that render no calls or calls of another format."""
 
 _COHERE_MARKS = tuple(f"<|{edge}_{part}|>" for part in ("RESPONSE", "TEXT") for edge in ("START", "END"))
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {

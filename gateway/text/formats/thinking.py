@@ -16,8 +16,8 @@ class ThinkingMarks:
     """The marks around the reasoning.
 
     Attributes:
-        label: It may follow the opening mark and is dropped with it.
-        answer: It may stand between the closing mark and the answer and is dropped.
+        label: A text that may follow the opening mark and is dropped with it.
+        answer: A mark that may stand between the closing mark and the answer and is dropped.
         dropped: Marks in the answer that carry no information.
     """
 
@@ -39,7 +39,7 @@ class ThinkingMarks:
 
 
 class Thinking(Enum):
-    """Whether an answer begins before, in or after the reasoning."""
+    """The place where an answer begins: before, in or after the reasoning."""
 
     MAY_BEGIN = "may_begin"
     """The answer may begin with the opening mark."""
@@ -50,7 +50,7 @@ class Thinking(Enum):
 
 
 class ThinkingParser(OutputParser):
-    """Reasoning up to its closing mark; another parser reads the rest. Spaces next to the marks are dropped."""
+    """Parses reasoning up to its closing mark; another parser reads the rest. Drops the spaces next to the marks."""
 
     def __init__(self, marks: ThinkingMarks, begins: Thinking, content: OutputParser) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A plugin of pytest for the process that runs a peer's tests: where their fixtures start the peer's server, the tests
-get a running Quire.
+"""A pytest plugin for the process that runs a peer's tests: it gives the tests a running Quire in place of the server
+that the peer's fixtures start.
 
 $QUIRE_PEER is the name of the peer, $QUIRE_URL the server's address and $QUIRE_MODEL the directory of its model. No
-test of a peer is changed; $QUIRE_REPORT is where the outcome of each is written, as lines of JSON.
+test of a peer is changed; the outcome of each is written to the file $QUIRE_REPORT, as lines of JSON.
 """
 
 import importlib
@@ -25,7 +25,7 @@ PEER, URL, MODEL = (os.environ[name] for name in ("QUIRE_PEER", "QUIRE_URL", "QU
 
 
 class RunningServer:
-    """In place of vLLM's class of the same interface, which starts `vllm serve` with a model and its flags."""
+    """Replaces vLLM's class of the same interface, which starts `vllm serve` with a model and its flags."""
 
     DUMMY_API_KEY = "token-abc123"
 
@@ -62,7 +62,7 @@ def get_tokenizer(*ignored: Any, **named: Any) -> Any:
 
 
 class _Stub(ModuleType):
-    """A module of a peer that its tests import and that is not here, with whatever they look for in it."""
+    """Stands for a missing module of a peer that its tests import, with any name that they read from it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -98,7 +98,7 @@ if PEER == "vllm":
 
 
 def _serve_llama_cpp() -> None:
-    """Their class asks a server that runs already, if $DEBUG_EXTERNAL is set. It has paths without /v1, too."""
+    """Makes llama.cpp's class use a running server ($DEBUG_EXTERNAL), also for paths without /v1."""
     utils: Any = importlib.import_module("utils")
 
     def make_url(self: Any, path: str, host: str | None = None) -> str:
@@ -125,7 +125,7 @@ if PEER == "llama_cpp":
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """vLLM's files have tests of its own code, too, which ask no server."""
+    """Deselects tests in vLLM's files that test its own code and call no server."""
     if PEER != "vllm":
         return
     items[:] = [item for item in items if any(name.startswith("server") for name in getattr(item, "fixturenames", ()))]

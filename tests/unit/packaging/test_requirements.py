@@ -1,4 +1,4 @@
-"""Packages of an install: no torch where none is needed, one exact version of everything for development."""
+"""Packages of an install: torch only if it is needed, one exact version of everything for development."""
 
 import re
 import tomllib

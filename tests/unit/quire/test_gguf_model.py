@@ -219,7 +219,7 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
     [
         (
             {"general.architecture": "mamba"},
-            "architecture 'mamba' of GGUF files is not read; read are llama, mistral, qwen2",
+            "architecture 'mamba' of GGUF files is not read; Quire reads llama, mistral, qwen2",
         ),
         ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
         ({"general.type": "mmproj"}, " is the part of a model that reads images or sound, which Quire does not"),
@@ -234,11 +234,11 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
         ({"llama.block_count": True}, "llama.block_count is True, not a whole number"),
         ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv is [1, 2], which differs by layer; such models are"),
         ({"llama.feed_forward_length": [0.5, 0.5]}, "feed_forward_length is [0.5, 0.5], not a whole number"),
-        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; read are gpt-2, phi-2"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; Quire reads gpt-2, phi-2"),
         ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; read are gpt2 (byte-level BPE) and llama"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; Quire reads gpt2 (byte-level BPE), llama"),
         ({"split.count": 3}, "is the first of 3 parts of a model; give them the names that they had, which end in"),
-        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; read are none, linear and yarn"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; Quire reads none, linear and yarn"),
         ({"tokenizer.ggml.eos_token_id": 5000}, "eos_token_id is 5000, which is no token of the vocabulary"),
     ],
 )

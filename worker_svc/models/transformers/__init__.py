@@ -1,1 +1,1 @@
-"""Models that run by the code of transformers, whose attention layers call paged attention."""
+"""Models that run through transformers' code, with attention layers that call paged attention."""

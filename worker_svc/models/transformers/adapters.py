@@ -1,7 +1,7 @@
 """Models whose attention in transformers does not go through its attention interface.
 
-An adapter replaces the one method of the attention modules that attends by a function that calls the hook; all around
-it stays the model's own code. Some adapters only remove what depends on a token's place in the batch.
+An adapter replaces the attending method of the attention modules with a function that calls the hook; all other code
+stays the model's own. Some adapters only remove computations that depend on a token's place in the batch.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def adapt(model: PreTrainedModel, architecture: str) -> None:
 
 
 def served_attention(architecture: str) -> str:
-    """The name of its attention function, see `choose_attention`."""
+    """The name of the attention function of an architecture, see `choose_attention`."""
     return PAGED_WITH_MASKS if architecture in _SPARSE else PAGED
 
 
@@ -44,8 +44,8 @@ def _replacing(class_name: str, method_name: str, method: Callable[..., Any]) ->
 
 
 def _attending(divisor: str | None, window: Callable[[Any], int | None] | None = None) -> Callable[..., Attended]:
-    """The method that attends of GPT-J and its like. `divisor`: the attribute of the module that divides the scores.
-    `window`: for modules that name their window themselves, whose masks are causal."""
+    """The attending method of GPT-J and similar models. `divisor`: the module's attribute that divides the scores.
+    `window`: the window of modules that name it themselves, whose masks are causal."""
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
@@ -86,7 +86,7 @@ def _xglm(
 
 
 def _keep_temperature(model: PreTrainedModel) -> None:
-    """Llama 4, whose attention temperature goes by the place of a token in the batch instead of its position.
+    """Llama 4, whose attention temperature depends on the place of a token in the batch instead of its position.
 
     The temperature is 1 up to the length that it is served with.
     """
@@ -102,14 +102,14 @@ def _no_indices(_indexer: Any, hidden_states: torch.Tensor, *_inputs: Any, **_op
 
 
 def _without_indexers(model: PreTrainedModel) -> None:
-    """Attention to the `index_topk` best tokens: to all of them, within the length that the model is served with."""
+    """Replaces attention to the `index_topk` best tokens: these are all tokens within the served length."""
     for name, module in model.named_modules():
         if name.endswith(".indexer"):
             module.forward = MethodType(_no_indices, module)
 
 
 def adapt_bloom(model: PreTrainedModel) -> None:
-    """Bloom. Its positions are ALiBi alone: a bias on the scores, by head and distance, which paged attention adds."""
+    """Bloom. It has only ALiBi positions: a bias on the scores, by head and distance, which paged attention adds."""
     base: Any = model.base_model
     # The bias of the key at position 1.
     slopes = base.build_alibi_tensor(torch.ones(1, 2), base.num_heads, torch.float32)[:, 0, 1].tolist()
@@ -118,7 +118,7 @@ def adapt_bloom(model: PreTrainedModel) -> None:
 
 
 def adapt_mpt(model: PreTrainedModel) -> None:
-    """MPT, which uses ALiBi whatever its configuration says."""
+    """MPT, which always uses ALiBi, even if its configuration says otherwise."""
     base: Any = model.base_model
     # The bias of the second but last key.
     slopes = (-base.build_mpt_alibi_tensor(base.num_heads, 2)[:, 0, 0]).tolist()

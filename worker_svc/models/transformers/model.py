@@ -1,6 +1,6 @@
-"""Models without a family of Quire's own: transformers' code, with paged attention instead of theirs.
+"""Models that Quire does not implement itself: transformers' code, with paged attention in place of its attention.
 
-Configuration and weights are read as transformers reads them, but from local files alone: no code, no pickles.
+Configuration and weights are read as transformers reads them, but only from local files: no code, no pickles.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class TransformersCausalLM(CausalLM):
     def __init__(
         self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: int
     ) -> None:
-        """`sizes` are those of `CausalLM`."""
+        """`sizes` are the sizes that `CausalLM` takes."""
         super().__init__(placement, **sizes)
         self.architecture = architecture
         self._model = model
@@ -118,10 +118,10 @@ class TransformersCausalLM(CausalLM):
 
 
 class SplitModel(nn.Module):
-    """The base model and the rest: the head, and what some models do to logits.
+    """The base model and the rest: the head, and changes of logits in some models.
 
-    They run separately, since only tokens that are sampled from need logits. In the whole model the base model is
-    replaced by a module that returns its input, so that all that follows is the model's own code.
+    They run separately, since only sampled positions need logits. In the whole model the base model is replaced by a
+    module that returns its input, so that all code after it is the model's own.
 
     Raises:
         UnsupportedModelError: a model that does not consist of these two.
@@ -140,7 +140,7 @@ class SplitModel(nn.Module):
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """token_ids and positions [T], or None if the model makes them -> hidden states after the base model,
         [T, hidden]."""
-        # Models without positions, or with ALiBi, take none. Probing refuses others that go by a token's index.
+        # Models without positions, or with ALiBi, take none. Probing refuses others that depend on a token's index.
         given = {"position_ids": positions[None]} if self.takes_positions and positions is not None else {}
         output = self.base(input_ids=token_ids[None], use_cache=False, **given)
         self._given.output_class = type(output)
@@ -161,7 +161,7 @@ class _GivenStates(nn.Module):
 
 
 def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
-    """The base model; `get_decoder` does not find that of every model."""
+    """The base model; `get_decoder` does not find it in every model."""
     found = whole.get_decoder()
     if isinstance(found, PreTrainedModel) and found is not whole:
         return found
@@ -172,7 +172,7 @@ def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
-    """Raises UnsupportedModelError for what the calls of attention show before any weight is read."""
+    """Raises UnsupportedModelError if calls of attention show, before weights are read, that it cannot be served."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     device = torch.device("meta")
     try:
@@ -185,7 +185,7 @@ def _check_without_weights(config: PreTrainedConfig, architecture: str) -> None:
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # Some models compute with values, which these tensors do not have. The run with weights says what is wrong.
+        # Some models compute with values, which these tensors lack. The later run with weights reports the fault.
         _logger.debug("%s does not run without weights: %s", architecture, one_line(error))
 
 
@@ -231,7 +231,7 @@ def _empty_mask(*, device: torch.device, **_: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def refusals(described: ModelDirectory) -> Iterator[None]:
-    """Converts what transformers' code raises to a ConfigurationError of one line that names the model."""
+    """Converts errors of transformers' code to a ConfigurationError of one line that names the model."""
     try:
         yield
     except (ConfigurationError, torch.OutOfMemoryError):
@@ -245,12 +245,12 @@ def refusals(described: ModelDirectory) -> Iterator[None]:
 
 
 def remembered_by_generate(config: PreTrainedConfig, windows: Sequence[int | None]) -> int | None:
-    """The length up to which transformers' `generate` sees all that the model's masks show; None for any.
+    """The length up to which transformers' `generate` sees all tokens that the model's masks show; None if unlimited.
 
-    Its cache keeps a window wherever the configuration names one, even if the masks ignore it.
+    Its cache keeps only a window if the configuration names one, even if the masks ignore it.
 
     Args:
-        windows: those of the masks, one for each attention call in the order of the layers.
+        windows: the masks' windows, one for each attention call in the order of the layers.
     """
     caches = DynamicCache(config=config).layers
     per_layer = max(len(windows) // max(len(caches), 1), 1)
@@ -266,7 +266,7 @@ def read_config(described: ModelDirectory) -> PreTrainedConfig:
     """config.json as transformers understands it.
 
     Raises:
-        ConfigurationError: it is not a decoder alone, or needs code from the directory, which is never run.
+        ConfigurationError: it is not a decoder-only model, or needs code from the directory, which is never run.
     """
     with refusals(described):
         if described.path.is_file() or described.whole is not None:
@@ -296,7 +296,7 @@ def load_pretrained(
             ignored in a GGUF file.
     """
     checkpoint = with_quantized_weights(Checkpoint.of_model(described), described)
-    # Its tensors are read as floating-point numbers, so that transformers has nothing to do with it.
+    # Quantized tensors are read as floating-point numbers, so transformers must not quantize.
     vars(config).pop("quantization_config", None)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with refusals(described), _quiet():
@@ -327,7 +327,7 @@ def load_pretrained(
 
 
 def _lazy_tensors(tensors: Mapping[str, StoredTensor], progress: Progress) -> dict[str, "_LazyTensor"]:
-    """The tensors of a checkpoint, each of which is read, in several threads, and counted when it is wanted."""
+    """The tensors of a checkpoint. Each is read, in several threads, and counted when it is needed."""
     done, total = 0, sum(tensor.num_bytes for tensor in tensors.values())
     counting = threading.Lock()
     progress(done, total)
@@ -363,8 +363,8 @@ def _place(model: PreTrainedModel, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses what transformers prints about the weights, which is raised as an error or does not matter, and its
-    advice to install packages, which Quire would not use."""
+    """Suppresses transformers' messages about the weights, which are raised as errors or do not matter, and its advice
+    to install packages that Quire would not use."""
     verbosity = transformers_logging.get_verbosity()
     has_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

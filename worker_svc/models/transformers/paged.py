@@ -20,7 +20,7 @@ from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
 
 # Names of attention functions in transformers' registry. The first has no mask function, so that models make no masks;
-# the second is for models that do something with their masks, which are empty.
+# the second is for models that compute with their masks, which are empty.
 PAGED = "quire_paged"
 PAGED_WITH_MASKS = "quire_paged_with_masks"
 
@@ -87,7 +87,7 @@ class LayerShape:
         soft_cap: bound of the scores, see `ops.paged_attention`.
         alibi_slopes: one for each head, see `ops.paged_attention`; None for no ALiBi.
         sinks: one for each head, see `ops.paged_attention`; None for no sinks.
-        needs_exact_keys: its keys hold numbers of such different sizes that an int8 pool would lose the small ones.
+        needs_exact_keys: an int8 pool would lose the small numbers in its keys, since their sizes differ too much.
     """
 
     num_heads: int
@@ -114,7 +114,7 @@ class PoolShape:
         """The smallest shape that all layers fit in: narrower heads are padded with zeros, fewer heads are repeated.
 
         Raises:
-            UnsupportedModelError: the heads of one layer cannot be repeated to those of another.
+            UnsupportedModelError: the heads of one layer cannot be repeated to the number of another layer's heads.
         """
         num_kv_heads = max(layer.num_kv_heads for layer in layers)
         for layer in layers:

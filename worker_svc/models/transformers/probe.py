@@ -1,8 +1,8 @@
-"""Finds out what a transformers model needs of paged attention, by running it on a few tokens before it serves.
+"""Finds out how a transformers model calls attention, by running it on a few tokens before it serves.
 
-In these runs attention returns each token's own value, so that nothing may reach a token from the others. A model in
-which something does (a recurrent state, a convolution, attention of its own) would mix the sequences of a flat batch.
-Nothing may depend on the place of a token in the batch either.
+In these runs attention returns each token's own value, so each token's results must be independent of other tokens. A
+model that lets tokens influence each other (a recurrent state, a convolution, attention of its own) would mix the
+sequences of a flat batch. Results must not depend on the place of a token in the batch either.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ _HARMLESS = {
     "use_cache",
 }
 
-# Kinds of layers in `layer_types` of transformers' configurations that keep something else than the keys and values of
-# all tokens.
+# Kinds of layers in `layer_types` of transformers' configurations that keep other state than the keys and values of all
+# tokens.
 _KINDS_WITH_STATE = {
     "compressed_sparse_attention",
     "conv",
@@ -105,7 +105,7 @@ def check_calls(forward: Forward, recorder: Recorder, num_layers: int, device: t
 
 
 class _WithoutValues(TorchDispatchMode):
-    """Tensors of the device "meta" give 1, or true, for a number; some times only: a loop may wait for another one."""
+    """Makes "meta" tensors give 1, or true, as a number; not endlessly, since a loop may wait for another value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
     """Runs the model three times.
 
     Args:
-        forward: of its base model, all of whose modules have `recorder` as their hook.
-        num_layers: each layer must attend, all equally often.
+        forward: runs the base model, whose modules all have `recorder` as their hook.
+        num_layers: the number of layers; each must attend, all equally often.
 
     Raises:
         UnsupportedModelError: it cannot be served.
@@ -182,7 +182,7 @@ class _Run:
 
     Attributes:
         hidden: [T, hidden].
-        sinks: copies of those of each call, whose tensors may change.
+        sinks: copies of each call's sinks, since its tensors may change.
     """
 
     hidden: torch.Tensor
@@ -191,12 +191,12 @@ class _Run:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that was computed of each token, [T, ...] each: the arguments of attention, and the hidden states."""
+        """Results for each token, [T, ...] each: the arguments of attention, and the hidden states."""
         arguments = (tensor for call in self.calls for tensor in (call.query, call.key, call.value))
         return [self.hidden, *(tensor[0].transpose(0, 1) for tensor in arguments)]
 
     def of_tokens(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """The same of these tokens."""
+        """The `tensors` of some tokens."""
         return [tensor[indices] for tensor in self.tensors]
 
 
@@ -255,7 +255,7 @@ def _sinks_of(call: AttentionCall) -> tuple[float, ...] | None:
 
 
 def _window_of(call: AttentionCall) -> int | None:
-    """The window of the mask, which transformers' plain attention obeys; that of the options if there is no mask."""
+    """The window of the mask, which transformers' plain attention obeys; the options' window if there is no mask."""
     if call.mask is None:
         return call.options.get("sliding_window")
     if not isinstance(call.mask, ProbedMask) or not hasattr(call.mask, "window"):
@@ -300,10 +300,10 @@ def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | No
 
     Args:
         mask_function: (batch index, head index, query positions, key positions) -> what is seen, by broadcasting.
-        num_positions: of the model.
+        num_positions: the number of the model's positions.
 
     Returns:
-        None when a token sees all before it.
+        None if a token sees all tokens before it.
 
     Raises:
         UnsupportedModelError: any other pattern: both directions, chunks, masks that depend on the tokens.
@@ -313,7 +313,7 @@ def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | No
     def row(position: int) -> torch.Tensor:
         return torch.as_tensor(mask_function(0, 0, torch.tensor(position), keys)).expand(num_positions)
 
-    # At least 1: then a mask that hides everything differs from what is expected in the first row below.
+    # At least 1, so that a mask that hides everything differs from the expected first row below.
     width = max(int(row(num_positions - 1).sum()), 1)
     middle = num_positions // 2
     for position in {0, 1, width - 1, width, width + 1, middle, middle + 1, num_positions - 2, num_positions - 1}:
@@ -328,7 +328,7 @@ def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | No
 # In order of precedence: some files name lengths of their training too.
 _LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
 
-# Lengths of the training of model types with ALiBi alone, whose configuration need not name one.
+# Training lengths of model types with only ALiBi positions, whose configuration need not name one.
 _TRAINED_LENGTHS = {"bloom": 2048}
 
 

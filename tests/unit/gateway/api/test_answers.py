@@ -52,7 +52,7 @@ def test_the_entries_of_lazy_lists_are_made_as_they_are_written():
 
 
 async def sent(make):
-    """The messages of the response that `make` makes the body of, the first of which starts it."""
+    """The messages of the response whose body `make` makes; the first message starts the response."""
     return await messages_of(WholeResponse(make, {}))
 
 
@@ -138,7 +138,7 @@ class CountedDict(dict[str, Any]):
 
 @pytest.mark.parametrize("bottom", [list(range(65)), [[list(range(65))]], 1])
 def test_deep_objects_are_looked_at_once(bottom):
-    """At each level as a whole, those of one request took seconds."""
+    """Looking at the whole object again at each level took seconds for one request."""
     dicts: list[CountedDict] = []
     value: Any = bottom
     for level in range(50):

@@ -1,4 +1,4 @@
-"""What is in the directory of batches when something fails, and how much of it stays."""
+"""The directory of batches after failures: its contents, and the size that it keeps."""
 
 import asyncio
 import errno
@@ -35,7 +35,7 @@ def names(directory: Path) -> set[str]:
 
 
 def begun_batch(store: BatchStore) -> tuple[str, str]:
-    """The id of a batch that is answered, and that of its input."""
+    """The id of an answered batch, and the id of its input."""
     file_id, path = store.new_path()
     path.write_bytes(b"{}\n")
     store.add_file(TENANT, file_id, "in", "batch")

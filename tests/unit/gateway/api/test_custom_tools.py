@@ -1,4 +1,4 @@
-"""Custom tools: what they are for the model, and their inputs as they come."""
+"""Custom tools: their form for the model, and their inputs as they arrive."""
 
 import json
 

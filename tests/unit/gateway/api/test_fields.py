@@ -27,7 +27,7 @@ REFUSED = {"n": "is not supported by this version", "never": "is not supported b
 
 
 def checked(fields, *, is_strict: bool = False) -> tuple[dict[str, str], str, list[tuple[str, int]]]:
-    """What is refused, what the answer names as ignored, and what is counted."""
+    """The refused fields, the fields that the answer names as ignored, and the counted fields."""
     violations, ignored, counted = Violations(), begin_call(), list[tuple[str, int]]()
     FieldRule(is_strict, lambda *each: counted.append(each)).check(violations, Outer.model_validate(fields), "chat")
     return {each.field: each.description for each in violations.found}, ignored.names, counted

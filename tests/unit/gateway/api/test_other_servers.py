@@ -23,8 +23,8 @@ BODIES: list[tuple[Any, Any, dict[str, Any]]] = [
     (parse_response, ResponseBody, {"input": "a"}),
     (parse_message, MessageBody, {"messages": HELLO, "max_tokens": 1}),
 ]
-# What completions and chats read and what changes no text of another API that ignores it: the request itself, how it is
-# served, and what the answer shows of it.
+# Fields that completions and chats read and that change no text of another API that ignores them: the request itself,
+# how it is served, and what the answer shows of it.
 NO_TEXT = {
     *("prompt", "messages", "model", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_k"),
     *("stream", "stream_options", "durable", "priority", "request_id", "nvext", "cache_salt", "prediction", "suffix"),

@@ -106,7 +106,7 @@ def test_replicas_that_are_not_known_compete_by_affinity():
     assert chosen == Router(RoutingPolicy.AFFINITY).choose(STORY, "", unknown).replica
     known = next(name for name in unknown if name != chosen)
     assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, make_cached(STORY[:4]))})) == known
-    # A replica that is known to have nothing is as good as an unknown one.
+    # A replica that is known to have nothing ranks like an unknown one.
     assert choose(STORY, **(unknown | {known: Candidate(0, SIZE, CachedBlocks())})) == chosen
 
 

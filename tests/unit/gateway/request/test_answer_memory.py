@@ -1,4 +1,4 @@
-"""What answers hold in memory: as little as can be, and never more than a bound."""
+"""Answers hold little memory, and never more than a bound."""
 
 import gc
 import tracemalloc
@@ -33,7 +33,7 @@ def open_live(ledger, memory, **fields):
 
 
 def step_message(live, offset, *, is_last=False):
-    """One token of each sequence, as a scheduler sends them, with log probabilities where they are asked."""
+    """One token of each sequence, as a scheduler sends them, with log probabilities if requested."""
     count, num_top = len(live.sequences), live.request.logprobs
     events = scheduler_pb2.TokenEvents(
         handles=encode_int32([live.handle] * count),
@@ -81,7 +81,7 @@ async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(
             generate(ledger, live, 49, completes=True)
             gc.collect()
             held, _ = tracemalloc.get_traced_memory()
-            # What is counted is about what is held.
+            # The counted memory is close to the memory that is held.
             assert held / 2 < call.num_bytes < 2 * held
             assert held / num_positions < 400
             body = CompletionBody(prompt="x", logprobs=NUM_TOP)

@@ -70,7 +70,7 @@ async def shared_checker(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
 
 @pytest.fixture
 async def checker(tmp_path: Path) -> AsyncIterator[ConstraintChecker]:
-    """For tests that look at what it keeps, or end its process."""
+    """A checker for tests that look at its cached verdicts, or end its process."""
     async for checker in checkers(tmp_path):
         yield checker
 
@@ -104,7 +104,7 @@ async def test_a_hostile_constraint_is_refused_and_harms_no_other(shared_checker
 
 
 async def test_what_takes_too_long_is_ended(checker, monkeypatch) -> None:
-    """By its processor time: on a busy machine, where it has little, the wall clock would end it before."""
+    """The CPU time ends it: on a busy machine it gets little, and the wall clock would end it before."""
     patient = "from quire.constraints import check_process as each; each.WALL_SECONDS = 3600; each.main()"
     popen = subprocess.Popen
 
@@ -323,5 +323,5 @@ async def test_a_verdict_is_kept_by_content(checker, monkeypatch) -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="unclosed group"):
             await checker.check(constraint, "a")
-        # What is known needs no process.
+        # A known verdict needs no process.
         monkeypatch.setattr(checker, "_trial", None)

@@ -1,4 +1,4 @@
-"""What a message has is counted, in its bytes as protobuf would parse them, before anything walks it."""
+"""The entries of a message are counted in its bytes, as protobuf would parse them, before anything walks it."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Durable requests whose clients have left: how long they are read on, what they use, and who goes on with them."""
+"""Durable requests whose clients have left: how long they are read, what they use, and which call resumes them."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ TOKENIZER = wrapped(byte_level())
 
 
 class FakeReplicas:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.durable_grace_s = 60.0

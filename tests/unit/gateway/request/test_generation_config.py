@@ -1,4 +1,4 @@
-"""What becomes of each key of generation_config.json."""
+"""How the gateway uses each key of generation_config.json."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""How many prompts may be prepared at once, and what those that are refused get back."""
+"""How many prompts may be prepared at once, and what refused prompts get back."""
 
 from types import SimpleNamespace
 from typing import Any, cast

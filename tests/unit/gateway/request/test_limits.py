@@ -1,4 +1,4 @@
-"""What a request may have here is what schedulers take, to the token."""
+"""The gateway's limits equal the limits of schedulers, to the token."""
 
 import pytest
 from hypothesis import given

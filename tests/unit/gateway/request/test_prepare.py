@@ -1,4 +1,4 @@
-"""Defaults, seeds and bad words: from options that passed the validator to what is submitted."""
+"""Defaults, seeds and bad words: from validated options to the submitted request."""
 
 from contextlib import nullcontext
 

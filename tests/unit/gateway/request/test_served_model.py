@@ -1,4 +1,4 @@
-"""What the gateway reads from a model directory and from its flags."""
+"""Settings that the gateway takes from a model directory and from its flags."""
 
 import re
 

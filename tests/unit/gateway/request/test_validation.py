@@ -43,7 +43,7 @@ def check(prompt: Prompt = PLAIN_PROMPT, **fields):
 
 
 def refused(call, *args, **fields):
-    """The violations, each of which is in the message word for word."""
+    """The violations. The message has each of them word for word."""
     with pytest.raises(InvalidArgument) as caught:
         call(*args, **fields)
     assert all(f"{each.field} {each.description}" in caught.value.message for each in caught.value.violations)
@@ -75,7 +75,7 @@ def beams(
     return sampling | {"beam_search": {name: value for name, value in beam.items() if value is not None}}
 
 
-# The group of parameters, what is asked of it, the parameter at fault, and what the message must say.
+# The group of parameters, its values, the faulty parameter, and a text of the message.
 BAD_PARAMETERS = [
     ("sampling", beams(2, early_stopping=9), "beam_search.early_stopping", "is 9"),
     ("sampling", {"temperature": 100.5}, "temperature", "100.5"),
@@ -207,7 +207,7 @@ def test_max_tokens_is_what_the_pool_has_for_each_of_several_sequences():
     # 5 blocks are shared; of the other 11 each of 4 sequences can have 2, and a last token that needs no block.
     assert resolve_max_tokens("text", [1] * 20, None, 4, LIMITS) == 2 * 4 + 1
     assert resolve_max_tokens("text", [1] * 21, None, 4, LIMITS) == 2 * 4
-    # Whoever asks for more is told by the scheduler what there is.
+    # The scheduler refuses larger values and names the maximum.
     assert resolve_max_tokens("text", [1] * 20, 30, 4, LIMITS) == 30
     assert resolve_max_tokens("text", [1] * 21, None, 100, LIMITS) == 1
 

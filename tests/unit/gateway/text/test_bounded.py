@@ -1,4 +1,4 @@
-"""A chat template of a model's files is a program: whatever it does, its gateway goes on."""
+"""A chat template of a model's files is a program that may do anything; its gateway continues."""
 
 import resource
 import subprocess

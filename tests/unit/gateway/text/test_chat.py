@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, in a sandbox; prefixes are those of all later turns."""
+"""Chat templates render as transformers renders them, in a sandbox; prefixes are shared by all later turns."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def test_renders_as_transformers_does(source):
     assert render(source) == render_by_transformers(source, conversation, add_generation_prompt=True)
 
 
-# As that of LLaVA, and as that of Gemma 3.
+# Templates like LLaVA's, and like Gemma 3's.
 PARTS = (
     "{% for m in messages %}{{ m['role'] | upper }}: "
     "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}{% endfor %}"
@@ -275,7 +275,7 @@ def test_calls_that_a_template_shows_only_without_content_are_shown():
     source = _LINES.replace("CALLS", f"{{% if m.tool_calls and m.content is none %}}{_CALLS}{{% endif %}}")
     without_text = replace(TWO_CALLED[1], content="")
     assert lines_of(source, [TWO_CALLED[0], without_text])[-1] == 'assistant:|f({"b": 1})|g({"b": 1})'
-    # The text of the message has them where there is one.
+    # The text of the message has them if there is a text.
     rendered = ChatTemplate(source, {}).render(ChatPrompt(TWO_CALLED))
     assert 'assistant:Hm\n|f({"b": 1})|g({"b": 1})\n' in rendered
 

@@ -1,4 +1,4 @@
-"""The pieces of a detokenizer add up to the decoding of all tokens, those of the prompt included, cleaned up if so
+"""The pieces of a detokenizer add up to the decoding of all tokens, with the prompt's tokens, cleaned up if so
 configured; no half characters."""
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every format of calls and reasoning: what is read depends on the text alone, and no text is lost."""
+"""Every format of calls and reasoning: the result depends only on the text, and no text is lost."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def call(name, arguments, key="arguments"):
     return f'{{"name": "{name}", "{key}": {json.dumps(arguments)}}}'
 
 
-# What a model of the format writes that says "Wait." and calls both tools, as its chat template writes past calls.
+# The text of a model of the format that says "Wait." and calls both tools, as its chat template writes past calls.
 TWO_CALLS = {
     "hermes": f"Wait.\n<tool_call>\n{call(*WEATHER)}\n</tool_call>\n<tool_call>\n{call(*NOW)}\n</tool_call>",
     "llama3_json": f"{call(*WEATHER, key='parameters')}; {call(*NOW, key='parameters')}",
@@ -166,7 +166,7 @@ VARIANTS = [
     # Half of a character, which UTF-8 does not have.
     ("hermes", '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "now"}</tool_call>', [("now", {"a": "\ud83d"})]),
     ("pythonic", r"[now(a='\ud83d')]", [("now", {"a": "\ud83d"})]),
-    # What Python takes for numbers, and JSON does not.
+    # Texts that Python reads as numbers and JSON does not.
     ("glm45", "<tool_call>now<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call>", [("now", {"a": "NaN"})]),
     ("gemma4", "<|tool_call>call:now{a:Infinity}<tool_call|>", [("now", {"a": "Infinity"})]),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', [("now", {})]),
@@ -180,7 +180,7 @@ VARIANTS = [
         "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<tool_call>now\n</tool_call>",
         [("now", {"a": 1}), NOW],
     ),
-    # The tag says whether a value is a string, whatever the schema says.
+    # The tag says whether a value is a string, even if the schema differs.
     (
         "deepseek_v4",
         '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="false">7</｜DSML｜parameter>'
@@ -219,7 +219,7 @@ VARIANTS = [
     ),
     (HARMONY, ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}', [("now", {"a": 1})]),
 ]
-# What begins like a call and is none: all of it is content.
+# Texts that begin like a call but are not calls: all of each is content.
 NO_CALLS = [
     ("hermes", "<tool_call> no JSON </tool_call>"),
     ("hermes", 'a <tool_call>{"name": "unknown", "arguments": {}}</tool_call> b'),
@@ -237,7 +237,7 @@ NO_CALLS = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>now{}"),
     ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
     ("glm45", "<tool_call>unknown\n</tool_call>"),
-    # Formats with the same mark, of which each reads only its own.
+    # Formats with the same mark; each reads only its own.
     ("glm45", TWO_CALLS["hy_v3"]),
     ("glm45", "<tool_call>now\n```json\n{}\n```</tool_call>"),
     ("hermes", TWO_CALLS["falcon3"]),

@@ -1,4 +1,4 @@
-"""What a model of random weights writes under the constraints of calls is read as calls that fit their schemas."""
+"""Text of a model of random weights under the constraints of calls is read as calls that fit their schemas."""
 
 import contextlib
 import json
@@ -90,7 +90,7 @@ each_vocabulary = parametrize_once(
 
 
 def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
-    """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
+    """A text that begins with `begin` and continues at random, and whether it ended by itself."""
     assert constraint is not None
     given = spelled(begin, held)
     choices = random.Random(seed)
@@ -190,7 +190,7 @@ def test_constants_are_accepted_as_the_template_writes_them():
             assert json.loads(call.arguments) == {"a": True}
 
 
-# How the header of a call of the tool begins, as far as it is free.
+# The free beginning of a call of the tool, before the constraint holds.
 BEGINNINGS = {
     "hermes": "I look. <tool_call>\n",
     "llama3_json": '{"name": "now", "parameters": ',
@@ -242,7 +242,7 @@ def test_calls_of_the_usual_shape_of_a_format_are_accepted_and_read(name):
     assert not output.text.strip()
 
 
-# What schemas may have in other notations than JSON.
+# Keywords that schemas may have in notations other than JSON.
 VALUES = {
     "type": "object",
     "properties": {

@@ -1,4 +1,4 @@
-"""Which format a chat template writes, and how, is derived from what it renders for calls."""
+"""The format of a chat template's calls, and their shape, are derived from the calls that it renders."""
 
 import pytest
 
@@ -126,7 +126,7 @@ def test_an_id_that_every_call_has_before_its_arguments_is_a_place():
     assert tool_format_of(calls) == "mistral"
 
 
-# Calls that resemble those of another format, whose parser would lose or cut them.
+# Calls that resemble calls of another format, whose parser would lose or cut them.
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -1,4 +1,4 @@
-"""Templates of requests are programs: whatever they do, the gateway stays, and the error says what is wrong."""
+"""Templates of requests are programs that may do anything; the gateway survives, and the error names the fault."""
 
 from collections.abc import Iterator
 

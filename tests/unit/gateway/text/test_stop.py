@@ -24,7 +24,7 @@ def run(stop_strings, pieces):
 
 
 def naive(stop_strings, text, start=0):
-    """Of a text whose first characters stop nothing."""
+    """The expected result for a text whose first `start` characters stop nothing."""
     for end in range(start + 1, len(text) + 1):
         found = [stop_string for stop_string in stop_strings if text[:end].endswith(stop_string)]
         if found:

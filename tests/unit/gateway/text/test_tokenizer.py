@@ -30,7 +30,7 @@ TEXTS = [
 
 
 def word_piece() -> tokenizers.Tokenizer:
-    """BERT's kind, which writes a space before each word whatever the text had."""
+    """BERT's kind, which writes a space before each word even if the text had none."""
     words = ["[UNK]", BOS, EOS, "the", "cat", "sat", "on", "mat", "it", "is", "hello", "world", "we", "they", "quoted"]
     words += [*".?!,'ntsvemr", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
     vocabulary = {word: place for place, word in enumerate(words)}

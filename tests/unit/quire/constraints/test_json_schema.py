@@ -108,7 +108,7 @@ OPEN = {"type": "object", "properties": {'a"b': {"type": "integer"}}, "additiona
 IDS = (1234567890123456789, 987654321098765432, -(2**63))
 # Schemas with what the engine by itself would weaken: texts that are valid, and texts that are not.
 EXACT: list[tuple[Any, list[str], list[str]]] = [
-    # Sets of characters, some of which have all control characters and not the two that JSON escapes.
+    # Sets of characters; some have all control characters and not the two that JSON escapes.
     ({"type": "string", "pattern": r"^[^\\]{3}$"}, ['"abc"', r'"a\"\n"'], [r'"\\\\\\"', r'"ab\\"']),
     ({"type": "string", "pattern": '^[^"]$'}, ['"a"', r'"\\"', r'"\u001f"'], [r'"\""', r'"\u0022"']),
     ({"type": "string", "pattern": r'^[^"\\]+$'}, ['"ab"', r'"\n"'], [r'"\\"', r'"a\""']),
@@ -186,7 +186,7 @@ def test_what_the_engine_would_weaken_is_enforced(schema, valid, invalid) -> Non
         ('{"pattern": "[a"}', "a class does not end"),
         (r'{"pattern": "\\x00|\\x01"}', "both U+0000 and U+0001"),
         ('{"prefixItems": [{}], "additionalItems": false}', "prefixItems with the keywords of earlier drafts"),
-        ('{"properties": {"a": {}}, "$ref": "#/properties"}', '$ref "#/properties", where no schema is'),
+        ('{"properties": {"a": {}}, "$ref": "#/properties"}', '$ref "#/properties", which leads to no schema'),
         (r'{"required": ["a"], "properties": {"a": {"const": "\u001b[0m"}}, "additionalProperties": true}', "control"),
         (r'{"properties": {"a": {"pattern": "\\x1b"}}, "additionalProperties": true}', "control characters"),
     ],

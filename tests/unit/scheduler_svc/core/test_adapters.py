@@ -22,7 +22,7 @@ def loaded(driver: Driver) -> set[bytes]:
 
 
 def told(driver: Driver) -> list[tuple[bytes, int | None]]:
-    """The adapters that the workers are now told to load, and their slots."""
+    """The adapters that the workers must load now, and their slots."""
     return [(each.need.digest, each.slot) for each in driver.tell() if isinstance(each.need, Adapter)]
 
 

@@ -155,7 +155,7 @@ def test_beams_wait_for_their_result_and_others_do_not():
     assert first is not None
     assert second is not None
     assert first.samples[:, 0].tolist() == [0, 1, 2]
-    # The search has no tokens yet; the other request goes on.
+    # The search has no tokens yet; the other request continues.
     assert second.rows.tolist() == [2]
     driver.deliver()
     third = driver.plan()

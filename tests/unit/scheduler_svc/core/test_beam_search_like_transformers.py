@@ -122,7 +122,7 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
             do_sample=False,
             return_dict_in_generate=True,
             output_scores=True,
-            # The default of `generate`, except for one beam, where it would be greedy.
+            # The default of `generate`, except for one beam, which would be greedy.
             custom_generate=type(model.gpt2)._beam_search,  # pyright: ignore[reportAttributeAccessIssue]
         )
     rows = [unpadded(row, case.stop_token_ids) for row in generated.sequences[:, batch.shape[1] :].tolist()]

@@ -1,4 +1,4 @@
-"""If the worker refuses or dies of a request's steps, only that request fails, whatever other requests run."""
+"""If the worker refuses or dies of a request's steps, only that request fails, among any other requests."""
 
 import itertools
 from collections.abc import Mapping

@@ -51,7 +51,7 @@ def test_figure_7_two_requests_interleave_in_one_pool():
     assert StepWork.of(run_step(driver)) == StepWork(2, 2, 0, 0, context_tokens=8 + 7, attended_pairs=8 + 7)
     assert run_step(driver).block_table_deltas.tolist() == [[0, 2, 4]]
     assert tables(driver) == [[0, 1, 4], [2, 3]]
-    # Then B goes on in a block behind A's: neighbours in a sequence need not be neighbours in memory.
+    # Then B continues in a block behind A's: neighbours in a sequence need not be neighbours in memory.
     assert run_step(driver).block_table_deltas.tolist() == [[1, 2, 5]]
     assert tables(driver) == [[0, 1, 4], [2, 3, 5]]
     assert set(ref_counts(driver).values()) == {1}

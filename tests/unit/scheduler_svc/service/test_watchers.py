@@ -105,7 +105,7 @@ async def test_everything_in_a_large_pool_is_several_frames(watched, monkeypatch
         watched.step()
     async with aclosing(watched.watchers.frames(wants_memory=True)) as frames:
         parts = [await next_frame(frames)]
-        # The core goes on while frames are read.
+        # The core continues while frames are read.
         watched.step()
         while parts[-1].more_follows:
             parts.append(await next_frame(frames))

@@ -1,4 +1,4 @@
-"""Bodies of messages: what they become, and what is refused."""
+"""Conversion of message bodies to requests, and refused fields."""
 
 import json
 

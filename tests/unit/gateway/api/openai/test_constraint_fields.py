@@ -1,4 +1,4 @@
-"""What an answer must match: which fields become which constraint, and what is refused."""
+"""Fields that constrain an answer: the constraint that each becomes, and the refused ones."""
 
 import json
 from typing import Any
@@ -107,7 +107,7 @@ def test_every_field_becomes_a_constraint_and_is_named_in_errors(fields, constra
     chat = parse(ChatBody, {"messages": HELLO} | fields)
     options = chat_options(chat, "id")
     assert isinstance(options.prompt, ChatPrompt)
-    # What comes before the content of a chat is free, so it is no parameter of sampling.
+    # The text before a chat's content is free, so the constraint is no parameter of sampling.
     assert options.prompt.response_format == constraint
     assert not options.sampling.HasField("constraint")
     assert names_of(chat)("response_format.regex") == path

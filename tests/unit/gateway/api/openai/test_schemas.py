@@ -1,4 +1,4 @@
-"""What comes in a body: JSON, how much of it, types, and fields that are not done here."""
+"""Checks of request bodies: JSON, its size, types, and unsupported fields."""
 
 import json
 from typing import Any

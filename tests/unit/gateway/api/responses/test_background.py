@@ -65,7 +65,7 @@ async def test_a_change_during_a_look_wakes_its_reader_whoever_looks_then(monkey
 
     readers = [asyncio.create_task(read())]
     first = await store.looks.get()
-    # It tells all readers of a change.
+    # It notifies all readers of a change.
     removing = asyncio.create_task(responses.remove("tenant", "resp_1"))
     (await store.looks.get()).set_result(True)
     await removing

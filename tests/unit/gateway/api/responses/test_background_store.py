@@ -69,7 +69,7 @@ def test_responses_that_run_leave_room_for_those_that_ended_and_for_other_tenant
     with pytest.raises(ResourceExhausted, match="exceed half of --max-stored-response-bytes") as refused:
         run(TENANT, "second")
     assert refused.value.reason == "BACKGROUND_LIMIT"
-    # Its first one, whatever others take.
+    # Its first one, even if others take much.
     run("b", "other")
     with pytest.raises(ResourceExhausted):
         run("b", "another")

@@ -1,4 +1,4 @@
-"""Bodies of responses: what they become, and what is refused."""
+"""Conversion of response bodies to requests, and refused fields."""
 
 import json
 

@@ -22,7 +22,7 @@ SIZE_IN_FILE = 1000 + len(RESPONSE.body) + len(json.dumps([MESSAGE]))
 
 @pytest.fixture(params=["memory", "file"])
 def store_of(request, tmp_path) -> Callable[[int], ResponseStore]:
-    """Makes a store of so many responses."""
+    """Makes a store for a number of responses."""
     if request.param == "memory":
         return lambda number: MemoryStore(number * SIZE)
     return lambda number: SqliteStore(tmp_path / "kept.db", number * SIZE_IN_FILE)

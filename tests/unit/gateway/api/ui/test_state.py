@@ -1,4 +1,4 @@
-"""The page's own state, in JavaScript: what it makes of the frames is what the scheduler's core held.
+"""The page's own state, in JavaScript: the state that it derives from the frames equals the scheduler core's.
 
 Node comes with pyright's extra, so nothing is skipped; what takes a browser is in tests/browser.
 """
