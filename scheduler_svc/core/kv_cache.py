@@ -325,9 +325,12 @@ class BlockManager:
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL. The call at its
-        arrival hashes these, so that the step that admits it need not."""
+        """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL."""
         return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
+
+    def warm_hashes(self, sequence: Sequence) -> None:
+        """Hashes a sequence that arrives as far as `num_cached` looks, so that the step that admits it need not."""
+        self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL)
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after

@@ -105,8 +105,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._cache_log: CacheLog | None = None
         self._make_pools()
-        # Counter of the step that is being planned.
+        # The step that is being planned: a counter, and the group that `advance_queue` found.
         self._num_blocks_looked_up = 0
+        self._front: SequenceGroup | None = None
 
     def _make_pools(self) -> None:
         """Makes the pools of a worker that has computed nothing."""
@@ -209,7 +210,7 @@ class Scheduler:
         check_request(request, self.config)
         check_queue(request, self.waiting, self.config)
         group = self._arrive(request, now)
-        self.batch.blocks.num_cached(group.computing[0])
+        self.batch.blocks.warm_hashes(group.computing[0])
         if not self.trials.are_on:
             self.preparations.arrived(request, len(self.waiting))
 
@@ -509,6 +510,7 @@ class Scheduler:
         self._num_blocks_looked_up = 0
         self.preparations.planning()
         self._pace.planning(now)
+        self.advance_queue()
         if self.in_flight and self._pace.joins_beams(batch.rows) and not self._can_admit():
             return None
         self._displace(now)
@@ -538,7 +540,7 @@ class Scheduler:
 
     def _displace(self, now: float) -> None:
         """Preempts groups for the next one, if the policy allows it and if that makes enough room."""
-        if self.trials.are_on or not len(self.running) or (group := self._next()) is None or group.request.is_offer:
+        if self.trials.are_on or not len(self.running) or (group := self.peek()) is None or group.request.is_offer:
             return
         lacks_rows = self._room.lacks_rows(group)
         candidates = self.policy.displaced_by(group, self.running, self.batch, lacks_rows=lacks_rows)
@@ -569,7 +571,7 @@ class Scheduler:
     def _swap_in(self, now: float) -> None:
         """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
         while self.swapped.has_next:
-            group = self._next()
+            group = self.advance_queue()
             if group is None or group.request.key not in self.swapped:
                 return
             if not self._room.make_way(group, self._room.to_grow()):
@@ -583,7 +585,7 @@ class Scheduler:
         for _ in range(_MAX_ADMISSIONS):
             if self.batch.draft.budget <= 0:
                 return Stop(Obstacle.TOKENS)
-            group = self._next()
+            group = self.advance_queue()
             if group is None:
                 return self._stop_without_next()
             key = group.request.key
@@ -616,7 +618,7 @@ class Scheduler:
 
     def _can_admit(self) -> bool:
         """Whether there is a group that would enter the batch now."""
-        group = self._next()
+        group = self.peek()
         return group is not None and self._room.fits(group, self._room.to_grow())
 
     def _stop_without_next(self) -> Stop | None:
@@ -624,9 +626,18 @@ class Scheduler:
             return Stop(Obstacle.SUSPECTS)
         return Stop(Obstacle.NEXT_STEP) if self.waiting.has_next else None
 
-    def _next(self) -> SequenceGroup | None:
-        """The group that enters the batch next; None if none may. A group that does not fit blocks all groups behind
-        it, so that it does not starve under a stream of smaller ones."""
+    def peek(self) -> SequenceGroup | None:
+        """The group that the last `advance_queue` found. Changes nothing."""
+        return self._front
+
+    def advance_queue(self) -> SequenceGroup | None:
+        """Releases groups whose wait is over, holds groups that have to wait and begins to fetch their blocks, until
+        one is next that may enter the batch. Returns it; None if none may. A group that does not fit blocks all groups
+        behind it, so that it does not starve under a stream of smaller ones."""
+        self._front = self._find_next()
+        return self._front
+
+    def _find_next(self) -> SequenceGroup | None:
         for key in self.batch.underway.take_released():
             self.waiting.release(key)
         if self.trials.are_on:

@@ -163,6 +163,23 @@ def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() 
     assert driver.outputs[1] == expected_output(request)
 
 
+def test_only_a_plan_fetches_blocks_and_holds_requests() -> None:
+    """To ask whether the next request could enter changes nothing."""
+    driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
+    running(driver, other, num_steps=1)
+    driver.submit(request)
+    driver.scheduler.abort(other.key)
+    assert not driver.scheduler._can_admit()
+    assert (used(driver), told(driver)) == (0, [])
+    assert not driver.scheduler.waiting.is_held(request.key)
+    driver.plan()
+    assert driver.scheduler.waiting.is_held(request.key)
+    (preparation,) = told(driver)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.run_what_can()
+    assert driver.outputs[1] == expected_output(request)
+
+
 def of_prefix(handle: int) -> Request:
     return make_request(handle, prompt=[*range(17)])
 

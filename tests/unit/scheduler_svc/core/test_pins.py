@@ -123,6 +123,7 @@ def test_only_a_request_that_enters_takes_the_blocks_of_a_pin():
     held = pinned(driver, token_ids=[7] * 48)
     request = make_request(1, prompt=[9] * 18, max_tokens=3)
     driver.submit(request)
+    driver.scheduler.advance_queue()
     assert driver.scheduler._can_admit()
     assert held.is_held
     driver.scheduler.abort(request.key)
