@@ -199,11 +199,11 @@ def refuse_message(detail: str) -> Operation:
     return Operation(refuse_in_flight=recording_pb2.RecordedLoss(detail=detail))
 
 
-def lose_message(detail: str | None) -> Operation:
+def lose_message(detail: str | None = None) -> Operation:
     return Operation(lose_in_flight=recording_pb2.RecordedLoss(detail=detail))
 
 
-def judge_message(was_alive: bool) -> Operation:
+def judge_message(*, was_alive: bool) -> Operation:
     return Operation(judge_loss=recording_pb2.RecordedLoss(was_alive=was_alive))
 
 
@@ -215,7 +215,7 @@ def take_over_message(now: float) -> Operation:
     return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
 
 
-def prepared_message(number: int, failure: str | None, failed: frozenset[int]) -> Operation:
+def prepared_message(number: int, failure: str | None = None, failed: frozenset[int] = frozenset()) -> Operation:
     prepared = recording_pb2.RecordedPrepared(
         number=number, failure=failure, failed_blocks=encode_int32(sorted(failed)) if failed else b""
     )
@@ -235,7 +235,8 @@ def renew_lease_message(lease: Lease, now: float, lease_s: float) -> Operation:
     return Operation(now=now, renew_lease=recording_pb2.RecordedLease(lease=lease, lease_seconds=lease_s))
 
 
-def give_up_preparation_message(number: int) -> Operation:
+def give_up_preparation_message(number: int, seconds: float) -> Operation:
+    """`seconds` decide nothing, and are not recorded."""
     return Operation(give_up_preparation=recording_pb2.RecordedPrepared(number=number))
 
 

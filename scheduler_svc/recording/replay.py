@@ -16,13 +16,17 @@ from google.protobuf.message import DecodeError
 
 from quire.prefix_hashes import hashes_of
 from scheduler_svc.core import invariants
+from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import Fetches
 from scheduler_svc.recording.files import (
     DamagedError,
     RecordingError,
@@ -404,8 +408,11 @@ class _CoreUnpickler(pickle.Unpickler):
 
 
 def _method(owner: object, name: str) -> object:
-    """A method that a core refers to: one of its policy, the one that makes its pools, or one that makes room."""
-    is_own = isinstance(owner, Scheduler) and name in ("_make_room", "_give_way")
-    if is_own or (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
+    """A method that a core refers to: a call of one of its parts, one of its policy, or the one that makes its pools or
+    makes room for fetches."""
+    is_call = isinstance(owner, Arrivals | Planner | Losses) and name in vars(type(owner)) and not name.startswith("_")
+    hooks = ((Fetches, "make_room"), (Policy, "new_first"))
+    is_hook = any(isinstance(owner, kind) and name == hook for kind, hook in hooks)
+    if is_call or is_hook or (owner is BlockManager and name == "of"):
         return getattr(owner, name)
     raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")
