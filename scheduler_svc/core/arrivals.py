@@ -62,16 +62,15 @@ class Arrivals:
 
         If sequences are selected at the end, no reader knows a sequence earlier, and nothing happens.
         """
-        state = self._state
-        group = state.group(key)
+        group = self._state.group(key)
         if group is None:
             return False
         ending = [sequence for sequence in group.unfinished if sequence.index == index and not group.request.selects]
         if len(ending) == len(group.unfinished):
             return self.abort(key)
-        if any(sequence.row is not None and state.batch.rows.is_prefilling(sequence.row) for sequence in ending):
+        if any(sequence.row is not None and self._state.batch.rows.is_prefilling(sequence.row) for sequence in ending):
             # The others may depend on blocks that it has yet to compute: a common start, or all of a prompt.
-            state.placement.requeue(group)
+            self._state.placement.requeue(group)
         self._end(ending)
         return True
 
@@ -97,15 +96,14 @@ class Arrivals:
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences, and frees everything that they hold."""
-        state = self._state
         others: list[Sequence] = []
         for sequence in sequences:
             if sequence.status is SequenceStatus.SWAPPED:
-                state.swap_space.free(sequence)
+                self._state.swap_space.free(sequence)
                 sequence.status = SequenceStatus.FINISHED
             else:
                 others.append(sequence)
-        state.batch.end(others)
+        self._state.batch.end(others)
 
     def _end_group(self, key: RequestKey) -> SequenceGroup | None:
         """Ends all sequences of a live request and forgets it; None if there is none."""
@@ -163,21 +161,19 @@ class Arrivals:
     def expire_pins(self, now: float) -> None:
         """Removes expired pins, and parts of decaying ones, the oldest first: at least one pin, and no more than a
         short call can."""
-        state = self._state
         num_pins = num_blocks = 0
         while num_pins < _MAX_EXPIRED and num_blocks < _MAX_EXPIRED_BLOCKS:
-            pin = state.pins.next_due(now)
+            pin = self._state.pins.next_due(now)
             if pin is None:
                 return
             num_pins, num_blocks = num_pins + 1, num_blocks + len(pin.blocks)
             if pin.expires_at <= now:
                 self._unpin(pin)
             else:
-                state.pins.decay(pin, now, state.batch.blocks.pool)
+                self._state.pins.decay(pin, now, self._state.batch.blocks.pool)
 
     def _unpin(self, pin: Pin) -> None:
-        state = self._state
-        state.pins.remove(pin, state.batch.blocks.pool)
+        self._state.pins.remove(pin, self._state.batch.blocks.pool)
         self.abort(pin.key)
 
     def complete_pin(self, group: SequenceGroup) -> None:
@@ -224,8 +220,7 @@ class Arrivals:
     def take_preparations(self) -> list[Preparation]:
         """The constraints that the workers are to compile now, and the adapters that they are to load. The caller must
         send all of them."""
-        state = self._state
-        return list(state.preparations.take(is_idle=not state.in_flight))
+        return list(self._state.preparations.take(is_idle=not self._state.in_flight))
 
     def prepared(
         self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
@@ -247,7 +242,7 @@ class Arrivals:
         keys = state.preparations.done(number, failure)
         if failure is not None and arriving is None:
             detail = f"the adapter of this request cannot be loaded: {failure}"
-            return self.fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
+            return self.fail(keys, detail, reason="ADAPTER_NOT_LOADED")
         state.queues.release(keys)
         return {}
 
@@ -264,23 +259,19 @@ class Arrivals:
             return {}
         if isinstance(need, Constraint):
             detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
-            return self.fail_all(keys, detail, reason="CONSTRAINT_TIMEOUT")
+            return self.fail(keys, detail, reason="CONSTRAINT_TIMEOUT")
         detail = f"the workers have not loaded the adapter of this request for {seconds:.1f} s"
-        return self.fail_all(keys, detail, reason="ADAPTER_NOT_LOADED")
+        return self.fail(keys, detail, reason="ADAPTER_NOT_LOADED")
 
-    def fail_all(self, keys: Iterable[RequestKey], message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
+    def fail(self, keys: Iterable[RequestKey], message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
+        """Ends live requests that are at fault. Returns their failures."""
         events: dict[ClientId, ClientEvents] = {}
         for group in filter(None, map(self._state.group, keys)):
-            for client, failure in self.fail(group, message, reason=reason).items():
-                events.setdefault(client, ClientEvents()).failed += failure.failed
+            key = group.request.key
+            self.abort(key)
+            self.complete_pin(group)
+            events.setdefault(key.client, ClientEvents()).failed.append(RequestFailure(key, reason, message))
         return events
-
-    def fail(self, group: SequenceGroup, message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
-        """Ends a live request that is at fault."""
-        self.abort(group.request.key)
-        self.complete_pin(group)
-        key = group.request.key
-        return {key.client: ClientEvents(failed=[RequestFailure(key, reason, message)])}
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         """Workers were attached that have another pool or other limits. Called while nothing is in flight and no block

@@ -19,13 +19,11 @@ class Losses:
 
         Returns the failure of the request at fault, once that is known (see `fault_isolation`).
         """
-        state = self._state
-        group = state.trials.refused(state.running)
+        group = self._state.trials.refused(self._state.running)
         if group is None:
             return {}
-        return self._arrivals.fail(
-            group, f"the worker refused a step of only this request: {detail}", reason="STEP_REFUSED"
-        )
+        message = f"the worker refused a step of only this request: {detail}"
+        return self._arrivals.fail([group.request.key], message, reason="STEP_REFUSED")
 
     def lose_in_flight(self, detail: str | None = None) -> None:
         """The worker was lost for an unknown reason, or was dropped for the reason `detail`. `void_in_flight` must
@@ -42,8 +40,7 @@ class Losses:
         Returns the failures of the request that causes the losses, or of the requests whose common need causes them,
         once that is known.
         """
-        state = self._state
-        fault = state.trials.attached(state.queues.is_live, was_alive=was_alive)
+        fault = self._state.trials.attached(self._state.queues.is_live, was_alive=was_alive)
         if fault is None:
             return {}
         at_fault, losses = fault.suspect, fault.losses
@@ -61,10 +58,10 @@ class Losses:
             message += f": {fault.detail}"
         assert not isinstance(at_fault, MovedBlocks), "they are fetched once, whatever is lost meanwhile"
         if isinstance(at_fault, Constraint | Adapter):
-            keys = [group.request.key for group in state.queues.groups() if at_fault in group.request.needs]
+            keys = [group.request.key for group in self._state.groups() if at_fault in group.request.needs]
         else:
             keys = [at_fault]
-        return self._arrivals.fail_all(keys, message, reason="WORKER_LOST")
+        return self._arrivals.fail(keys, message, reason="WORKER_LOST")
 
     def void_in_flight(self, now: float) -> None:
         """The worker was lost: forgets all steps in flight, all computed tokens and all blocks.

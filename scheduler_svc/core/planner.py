@@ -150,8 +150,10 @@ class Planner:
             if state.batch.draft.budget <= 0:
                 return Stop(Obstacle.TOKENS)
             group = self.advance_queue()
+            if group is None and state.trials.are_on:
+                return Stop(Obstacle.SUSPECTS)
             if group is None:
-                return self._stop_without_next()
+                return Stop(Obstacle.NEXT_STEP) if state.waiting.has_next else None
             key = group.request.key
             if key not in state.waiting:
                 return Stop(Obstacle.SWAPPED_FIRST, key)
@@ -183,15 +185,8 @@ class Planner:
 
     def _can_admit(self) -> bool:
         """Whether there is a group that would enter the batch now."""
-        state = self._state
         group = self.peek()
-        return group is not None and state.room.fits(group, state.room.to_grow())
-
-    def _stop_without_next(self) -> Stop | None:
-        state = self._state
-        if state.trials.are_on:
-            return Stop(Obstacle.SUSPECTS)
-        return Stop(Obstacle.NEXT_STEP) if state.waiting.has_next else None
+        return group is not None and self._state.room.fits(group, self._state.room.to_grow())
 
     def peek(self) -> SequenceGroup | None:
         """The group that the last `advance_queue` found. Changes nothing."""
@@ -230,8 +225,7 @@ class Planner:
     def _hold(self, group: SequenceGroup) -> bool:
         """Holds a waiting group if rows are computing enough of its next blocks. Returns whether it did. Groups behind
         it pass meanwhile. It never waits for a group behind it."""
-        state = self._state
-        batch = state.batch
+        batch = self._state.batch
         if not batch.underway.has_any:
             return False
         batch.name_underway()
@@ -245,7 +239,7 @@ class Planner:
         num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
         self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
         batch.underway.hold(group.request.key, row, num_blocks)
-        state.waiting.hold(group.request.key)
+        self._state.waiting.hold(group.request.key)
         return True
 
     def _commit(self, now: float) -> StepPlan:
@@ -274,9 +268,8 @@ class Planner:
         return plan
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
-        state = self._state
-        state.num_swap_outs += state.placement.preempt(group, now)
-        state.num_preemptions += 1
+        self._state.num_swap_outs += self._state.placement.preempt(group, now)
+        self._state.num_preemptions += 1
 
     def _requeue_passed(self, now: float) -> None:
         state = self._state

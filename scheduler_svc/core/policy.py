@@ -228,18 +228,9 @@ class Queues(NamedTuple):
     swapped: GroupQueue
     running: GroupQueue
 
-    def groups(self) -> Iterator[SequenceGroup]:
-        """All groups: running ones, then swapped ones, then waiting ones."""
-        return itertools.chain(self.running, self.swapped, self.waiting)
-
     def queue_of(self, key: RequestKey) -> GroupQueue | None:
         """The queue that a group is in; None if it is not live."""
         return next((queue for queue in (self.running, self.waiting, self.swapped) if key in queue), None)
-
-    def group(self, key: RequestKey) -> SequenceGroup | None:
-        """A live group; None if it is not known (any more)."""
-        queue = self.queue_of(key)
-        return None if queue is None else queue.get(key)
 
     def is_live(self, key: RequestKey) -> bool:
         return self.queue_of(key) is not None

@@ -1,5 +1,6 @@
 """The state that the parts of the scheduler share: requests in their queues, memory, and counts."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
@@ -74,7 +75,7 @@ class State:
         )
         if self._cache_log is not None:
             self._cache_log.cleared()
-            self._set_cache_log(self._cache_log)
+            self.set_cache_log(self._cache_log)
         self.swap_space = SwapSpace(self.batch.blocks)
         self.room = Room(
             self.batch,
@@ -93,11 +94,12 @@ class State:
 
     def groups(self) -> Iterator[SequenceGroup]:
         """All live requests: running ones, then swapped ones, then waiting ones."""
-        return self.queues.groups()
+        return itertools.chain(self.running, self.swapped, self.waiting)
 
     def group(self, key: RequestKey) -> SequenceGroup | None:
         """A live request; None if it is not known (any more)."""
-        return self.queues.group(key)
+        queue = self.queues.queue_of(key)
+        return None if queue is None else queue.get(key)
 
     @property
     def num_live(self) -> int:
@@ -124,14 +126,11 @@ class State:
     def log_cache(self) -> CacheLog:
         """Starts to record changes of the prefix cache."""
         log = CacheLog()
-        self._set_cache_log(log)
+        self.set_cache_log(log)
         return log
 
-    def stop_cache_log(self) -> None:
-        """Stops recording changes of the prefix cache."""
-        self._set_cache_log(None)
-
-    def _set_cache_log(self, log: CacheLog | None) -> None:
+    def set_cache_log(self, log: CacheLog | None) -> None:
+        """Records changes of the prefix cache in `log` from now on, if it is not None."""
         blocks = self.batch.blocks
         self._cache_log = blocks.pool.log = blocks.host.log = self.tier.log = log
         if log is not None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, Self, TypeVar, cast
+from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import numpy as np
 
@@ -23,14 +23,13 @@ from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import Adapter, ClientId, Request, cache_root
+from scheduler_svc.core.request import Adapter, ClientId, cache_root
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
 from scheduler_svc.recording import files, messages
 from scheduler_svc.recording.messages import Header, Operation, TokenHider
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
@@ -195,29 +194,18 @@ class RecordedScheduler:
         if hider is not None:
             self._restored = _Restored(put, hider)
             core.arrivals.observe = self._observe
-        # Calls whose arguments say all.
-        self.abort = self._recorded(core.abort, messages.abort_message)
-        self.abort_sequence = self._recorded(core.abort_sequence, messages.abort_sequence_message)
-        self.expire_pins = self._recorded(core.expire_pins, messages.expire_pins_message)
-        self.forget_cached = self._recorded(core.forget_cached, messages.forget_cached_message)
-        self.hand_over = self._recorded(core.hand_over, messages.hand_over_message)
-        self.hold_new = self._recorded(core.hold_new, messages.hold_new_message)
-        self.renew_lease = self._recorded(core.renew_lease, messages.renew_lease_message)
-        self.prepared = self._recorded(core.prepared, messages.prepared_message)
-        self.give_up_preparation = self._recorded(core.give_up_preparation, messages.give_up_preparation_message)
-        self.refuse_in_flight = self._recorded(core.refuse_in_flight, messages.refuse_message)
-        self.lose_in_flight = self._recorded(core.lose_in_flight, messages.lose_message)
-        self.judge_loss = self._recorded(core.judge_loss, messages.judge_message)
-        self.void_in_flight = self._recorded(core.void_in_flight, messages.void_message)
+        self.submit = self._recorded(core.submit, partial(messages.submit_message, hider=hider))
+        for name, message in messages.CALLS.items():
+            setattr(self, name, self._recorded(getattr(core, name), message))
         put(partial(messages.start_message, core.config))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def _recorded(self, call: Callable[P, T], message: Callable[P, Operation]) -> Callable[P, T]:
+    def _recorded(self, call: Callable[..., T], message: Callable[..., Operation]) -> Callable[..., T]:
         """A call that is recorded as the message of its arguments."""
 
-        def recorded(*args: P.args, **kwargs: P.kwargs) -> T:
+        def recorded(*args: Any, **kwargs: Any) -> T:
             return self._tell(partial(call, *args, **kwargs), lambda _: message(*args, **kwargs))
 
         return recorded
@@ -233,14 +221,6 @@ class RecordedScheduler:
             raise
         finally:
             self._put(partial(_describe, describe, outcome, raised))
-
-    def submit(self, request: Request, now: float) -> None:
-        self._stops.add(request.stop_token_ids)
-        hider = self._hider
-        self._tell(
-            lambda: self._core.submit(request, now),
-            lambda _: messages.submit_message(request, now, hider),
-        )
 
     def pin(
         self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
@@ -258,10 +238,7 @@ class RecordedScheduler:
         pin = self._core.pins.of_tenant(tenant, pin_id)
         if pin is None:
             return False
-        return self._tell(
-            lambda: self._core.unpin(tenant, pin_id),
-            lambda _: messages.unpin_message(pin.key.handle),
-        )
+        return self._tell(lambda: self._core.unpin(tenant, pin_id), lambda _: messages.unpin_message(pin.key.handle))
 
     def schedule(self, now: float) -> StepPlan | None:
         return self._tell(lambda: self._core.schedule(now), partial(messages.plan_message, now=now))
@@ -283,10 +260,7 @@ class RecordedScheduler:
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         blocks, hider = list(sealed), self._hider
-        self._tell(
-            lambda: self._core.restore_sealed(blocks),
-            lambda _: messages.sealed_message(blocks, hider),
-        )
+        self._tell(lambda: self._core.restore_sealed(blocks), lambda _: messages.sealed_message(blocks, hider))
         if self._restored is not None:
             self._restored.hashes.clear()
             self._expect(content for _, content in blocks)
@@ -294,8 +268,7 @@ class RecordedScheduler:
     def tier_changed(self, slots: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         hider = self._hider
         self._tell(
-            lambda: self._core.tier_changed(slots, hashes),
-            lambda _: messages.tier_message(slots, hashes, hider),
+            lambda: self._core.tier_changed(slots, hashes), lambda _: messages.tier_message(slots, hashes, hider)
         )
         self._expect(hashes)
 
@@ -324,7 +297,9 @@ class RecordedScheduler:
         return failures
 
     def _observe(self, group: SequenceGroup) -> None:
+        """Follows a new group. Its stop tokens and hashes matter only where token ids are hidden."""
         if self._restored is not None:
+            self._stops.add(group.request.stop_token_ids)
             block_size = self._core.config.block_size
             for sequence in group.sequences:
                 sequence.prefix_hashes = _ObservedHashes(group.request.cache_root, block_size, self._restored)

@@ -201,9 +201,6 @@ class ContiguousBlocks(BlockManager):
     def num_cached(self, sequence: Sequence) -> int:
         return 0
 
-    def warm_hashes(self, sequence: Sequence) -> None:
-        pass
-
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         return 0, []
 
