@@ -329,7 +329,8 @@ class BlockManager:
         return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
 
     def warm_hashes(self, sequence: Sequence) -> None:
-        """Hashes a sequence that arrives as far as `num_cached` looks, so that the step that admits it need not."""
+        """Hashes the blocks of an arriving sequence that `num_cached` looks at, so that the step that admits it need
+        not."""
         self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL)
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
