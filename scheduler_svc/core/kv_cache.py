@@ -292,11 +292,6 @@ class BlockManager:
         """Finished sequences whose blocks will be free soon."""
         return tuple(self._retired)
 
-    @property
-    def retired_tables(self) -> list[list[BlockId]]:
-        """The blocks of retired sequences."""
-        return [sequence.block_table for sequence in self._retired]
-
     def cached_start(self, sequence: Sequence, max_blocks: int = sys.maxsize) -> CachedStart:
         """The cached blocks at the start of a waiting or swapped sequence, looked up to `max_blocks` or further. Hashes
         only few blocks beyond the cached ones. Earlier results are looked up again only if they changed."""

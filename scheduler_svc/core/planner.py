@@ -113,6 +113,7 @@ class Planner:
         if not state.room.fits(group, to_grow):
             for victim in state.room.victims(group, candidates, to_grow)[:_MAX_DISPLACED]:
                 self.preempt(victim, now)
+            self.advance_queue()
 
     def _preempt_for_decodes(self, now: float) -> bool:
         """Preempts until every decoding row can have a slot for its next token. Returns whether it preempted."""
@@ -128,28 +129,31 @@ class Planner:
                 continue
             self.preempt(next(victims), now)
             has_preempted = True
+        if not has_preempted:
+            # An offer may wait again, and there may be room for blocks to fetch.
+            self.advance_queue()
         return has_preempted
 
     def _swap_in(self, now: float) -> None:
         """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
         state = self._state
-        while state.swapped.has_next:
-            group = self.advance_queue()
-            if group is None or group.request.key not in state.swapped:
-                return
+        while (group := self.peek()) is not None and group.request.key in state.swapped:
             if not state.room.make_way(group, state.room.to_grow()):
                 return
             state.placement.swap_in(group, now)
+            self.advance_queue()
 
     def _admit(self, now: float) -> Stop | None:
         """Admits waiting groups while rows, blocks and the token budget last, and until a swapped group is next, which
         comes back before the next step. Returns what stopped it."""
         state = self._state
         to_grow: int | None = None
-        for _ in range(_MAX_ADMISSIONS):
+        for num_admitted in range(_MAX_ADMISSIONS):
             if state.batch.draft.budget <= 0:
                 return Stop(Obstacle.TOKENS)
-            group = self.advance_queue()
+            if num_admitted:
+                self.advance_queue()
+            group = self.peek()
             if group is None and state.trials.are_on:
                 return Stop(Obstacle.SUSPECTS)
             if group is None:
@@ -189,15 +193,14 @@ class Planner:
         return group is not None and self._state.room.fits(group, self._state.room.to_grow())
 
     def peek(self) -> SequenceGroup | None:
-        """The group that the last `advance_queue` found. Changes nothing."""
+        """The group that enters the batch next, as `advance_queue` found it; None if none may. Changes nothing. A group
+        that does not fit blocks all groups behind it, so that it does not starve under a stream of smaller ones."""
         return self._front
 
-    def advance_queue(self) -> SequenceGroup | None:
+    def advance_queue(self) -> None:
         """Releases groups whose wait is over, holds groups that have to wait and begins to fetch their blocks, until
-        one is next that may enter the batch. Returns it; None if none may. A group that does not fit blocks all groups
-        behind it, so that it does not starve under a stream of smaller ones."""
+        one is next that may enter the batch. Called when a plan begins, and again when it has moved groups."""
         self._front = self._find_next()
-        return self._front
 
     def _find_next(self) -> SequenceGroup | None:
         state = self._state
@@ -268,6 +271,7 @@ class Planner:
         return plan
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
+        """Takes a running group out of the batch."""
         self._state.num_swap_outs += self._state.placement.preempt(group, now)
         self._state.num_preemptions += 1
 

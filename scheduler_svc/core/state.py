@@ -98,8 +98,7 @@ class State:
 
     def group(self, key: RequestKey) -> SequenceGroup | None:
         """A live request; None if it is not known (any more)."""
-        queue = self.queues.queue_of(key)
-        return None if queue is None else queue.get(key)
+        return next((queue.get(key) for queue in self.queues if key in queue), None)
 
     @property
     def num_live(self) -> int:

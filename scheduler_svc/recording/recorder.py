@@ -247,10 +247,9 @@ class RecordedScheduler:
         step = self._core.in_flight[0] if self._core.in_flight else None
         stops = {} if step is None or self._hider is None else self._stops_of(step, result)
         known = np.zeros(0, np.int64) if step is None else self._core.batch.rows.num_known[step.rows]
-        hider = self._hider
         return self._tell(
             lambda: self._core.apply(result, now),
-            lambda _: messages.apply_message(step, known, result, now, hider, stops),
+            lambda _: messages.apply_message(step, known, result, now, self._hider, stops),
         )
 
     def take_preparations(self) -> list[Preparation]:
@@ -266,9 +265,8 @@ class RecordedScheduler:
             self._expect(content for _, content in blocks)
 
     def tier_changed(self, slots: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        hider = self._hider
         self._tell(
-            lambda: self._core.tier_changed(slots, hashes), lambda _: messages.tier_message(slots, hashes, hider)
+            lambda: self._core.tier_changed(slots, hashes), lambda _: messages.tier_message(slots, hashes, self._hider)
         )
         self._expect(hashes)
 

@@ -187,11 +187,6 @@ class Replayer:
         return f"operation {self.report.num_operations}{seconds}, step {step_id}"
 
 
-def _pin(core: Scheduler, pin: Any, now: float) -> None:
-    adapter = adapter_of(pin.adapter_digest)
-    core.pin(pin.tenant, tokens_of(pin.token_ids), now, pin.time_to_live_seconds, adapter)
-
-
 def _rename(core: Scheduler, rename: Any, now: float) -> None:
     for named in (core.batch.blocks.pool, core.swap_space.pool, core.tier):
         named.rename(BlockHash(rename.name), BlockHash(rename.hash))
@@ -205,7 +200,9 @@ def _prepared(core: Scheduler, prepared: Any, now: float) -> None:
 _CALLS: Mapping[str, Callable[[Scheduler, Any, float], object]] = {
     "abort": lambda core, each, now: core.abort(_key(each.client, each.handle)),
     "abort_sequence": lambda core, each, now: core.abort_sequence(_key(each.client, each.handle), each.sequence_index),
-    "pin": _pin,
+    "pin": lambda core, each, now: core.pin(
+        each.tenant, tokens_of(each.token_ids), now, each.time_to_live_seconds, adapter_of(each.adapter_digest)
+    ),
     "forget_cached": lambda core, each, now: core.forget_cached(),
     "expire_pins": lambda core, each, now: core.expire_pins(now),
     "apply": lambda core, each, now: core.apply(result_of(each), now),
