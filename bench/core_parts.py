@@ -5,18 +5,22 @@ from scheduler_svc.core.admission import TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.results import Results
+from scheduler_svc.core.scheduler import Scheduler
 
-CORE_PARTS = (
-    Part("make room", Planner, "_displace"),
-    Part("make room", Planner, "_preempt_for_decodes"),
-    Part("decodes", Batch, "add_decodes"),
-    Part("prefills and admission", Planner, "_swap_in"),
-    Part("prefills and admission", TokenShares, "add_prefills"),
-    Part("prefills and admission", Planner, "_admit"),
-    Part("commit", Planner, "_commit"),
-    Part("rest of schedule", Planner, "schedule"),
-    Part("seal", Results, "_seal"),
-    Part("ends", Results, "_end"),
-    Part("ends", Batch, "end"),
-    Part("tokens", Planner, "apply"),
-)
+
+def core_parts(scheduler: Scheduler) -> tuple[Part, ...]:
+    """The parts of each step of this core."""
+    return (
+        Part("make room", Planner, "_displace"),
+        Part("make room", Planner, "_preempt_for_decodes"),
+        Part("decodes", Batch, "add_decodes"),
+        Part("prefills and admission", Planner, "_swap_in"),
+        Part("prefills and admission", TokenShares, "add_prefills"),
+        Part("prefills and admission", Planner, "_admit"),
+        Part("commit", Planner, "_commit"),
+        Part("rest of schedule", scheduler, "schedule"),
+        Part("seal", Results, "_seal"),
+        Part("ends", Results, "_end"),
+        Part("ends", Batch, "end"),
+        Part("tokens", scheduler, "apply"),
+    )
