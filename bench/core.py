@@ -18,7 +18,7 @@ import numpy as np
 from bench.core_calls import BOUND_MS, CallTimes, measure_calls
 from bench.core_load import Load, constant_tokens, steady_load, turning_load
 from bench.core_logprobs import NUMBERS_OF_TOP, time_logprob_steps
-from bench.core_parts import CORE_PARTS
+from bench.core_parts import core_parts
 from bench.parts import PartTimes
 from bench.report import Series, write_results
 from bench.waiting_memory import WaitingMemory, measure_waiting
@@ -115,7 +115,7 @@ def time_steps(
         raise ValueError(f"warm_up is {warm_up}, must be at least 2: two steps are in flight")
     results: deque[StepResult] = deque()
     times = np.zeros((2, num_steps))
-    with part_times.measure(CORE_PARTS) if part_times is not None else nullcontext():
+    with part_times.measure(core_parts(load.scheduler)) if part_times is not None else nullcontext():
         for step in range(-warm_up, num_steps):
             if step == 0 and part_times is not None:
                 part_times.seconds.clear()

@@ -130,7 +130,7 @@ class SoakRun:
         if self._happens(_ABORT_SEQUENCE):
             self.scheduler.abort_sequence(request.key, self._rng.randrange(request.num_sequences))
         if self._happens(_PREEMPT) and request.key in self.scheduler.running:
-            self.scheduler._preempt(self.scheduler.running.get(request.key), self._now())
+            self.scheduler.planner.preempt(self.scheduler.running.get(request.key), self._now())
         if self._happens(_PIN):
             self._pin()
         if self._pins and self._happens(_UNPIN):

@@ -38,7 +38,7 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
     active = rows.active
     num_slots, num_computed = rows.num_slots[active], rows.num_computed[active]
     held = int(num_slots.sum())
-    physical = (pool.num_used - sum(map(len, scheduler.batch.blocks.retired_tables))) * size
+    physical = (pool.num_used - sum(len(each.block_table) for each in scheduler.batch.blocks.retired)) * size
     empty = num_slots - num_computed
     # The last token of a sequence is never computed and takes no slot.
     reserved = int(np.minimum(np.maximum(rows.max_len[active] - 1 - num_computed, 0), empty).sum())

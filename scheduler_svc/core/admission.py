@@ -5,7 +5,7 @@ import enum
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -13,8 +13,9 @@ import numpy as np
 
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
-from scheduler_svc.core.moves import Leases
-from scheduler_svc.core.policy import GroupQueue
+from scheduler_svc.core.moves import Lease, Leases
+from scheduler_svc.core.pins import Pins
+from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
@@ -76,25 +77,23 @@ class Room:
         self,
         batch: Batch,
         swap_space: SwapSpace,
-        running: GroupQueue,
-        swapped: GroupQueue,
-        waiting: GroupQueue,
+        queues: Queues,
         promises: Leases[RequestKey],
         coming: Collection[RequestKey],
-        give_way: Callable[[], bool],
+        leases: Leases[Lease],
+        pins: Pins,
         preparations: Preparations,
     ) -> None:
         """`promises` holds blocks for groups that wait. Rows are kept for these groups, and for `coming` groups while
-        they are held. `give_way` frees blocks that are kept for other purposes than running groups, and returns False
-        if there are none. Blocks of `preparations`, which are on their way, do not give way."""
+        they are held. Blocks of `leases`, `promises` and `pins` give way to groups that run, and blocks of
+        `preparations`, which are on their way, do not."""
         self._batch = batch
         self._swap_space = swap_space
-        self._running = running
-        self._swapped = swapped
-        self._waiting = waiting
+        self._waiting, self._swapped, self._running = queues
         self._promises = promises
         self._coming = coming
-        self._give_way = give_way
+        self._leases = leases
+        self._pins = pins
         self._preparations = preparations
         # The attempt for which all candidates made too little room, and the number of blocks that it wanted.
         self._futile: tuple[_Attempt, int] | None = None
@@ -171,8 +170,23 @@ class Room:
         if not self.fits(group, to_grow):
             return False
         while not self.has_room(group, to_grow):
-            if not (self._batch.blocks.reclaim() or self._give_way()):
+            if not (self._batch.blocks.reclaim() or self.give_way(may_end_pins=True)):
                 return False
+        return True
+
+    def give_way(self, *, may_end_pins: bool) -> bool:
+        """Frees blocks that are kept for other purposes than running groups, the least important first. Returns whether
+        there were any."""
+        pool = self._batch.blocks.pool
+        return self._leases.give_way(pool) or self.break_promise() or (may_end_pins and self._pins.give_way(pool))
+
+    def break_promise(self) -> bool:
+        """Takes back the newest promise: that group, which would come from another replica, waits again. Returns
+        whether there was one."""
+        if (key := self._promises.newest) is None:
+            return False
+        self._promises.end(key, self._batch.blocks.pool)
+        self._waiting.release(key)
         return True
 
     def victims(self, group: SequenceGroup, candidates: SequenceOf[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
@@ -238,10 +252,9 @@ class TokenShares:
     """Splits a step's token budget so that a long prompt does not delay shorter ones: while a prompt with fewer tokens
     to compute is behind it or waits, the long one gets at most `max_share` of the rest of the budget (ADR 0023)."""
 
-    def __init__(self, batch: Batch, running: GroupQueue, waiting: GroupQueue, max_share: float) -> None:
+    def __init__(self, batch: Batch, queues: Queues, max_share: float) -> None:
         self._batch = batch
-        self._running = running
-        self._waiting = waiting
+        self._waiting, _, self._running = queues
         self._max_share = max_share
         # Tokens that waiting groups have to compute, for the groups that this step looked at.
         self._num_uncached: dict[RequestKey, int] = {}

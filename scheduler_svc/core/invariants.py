@@ -30,7 +30,7 @@ def check(scheduler: Scheduler) -> None:
     tables = [each.block_table for each in running]
     keepers = (scheduler.pins, scheduler.leases, scheduler.promises, scheduler.preparations)
     kept = [table for keeper in keepers for table in keeper.held_tables()]
-    _check_pool(blocks.pool, [*tables, *kept, *blocks.retired_tables])
+    _check_pool(blocks.pool, [*tables, *kept, *(each.block_table for each in blocks.retired)])
     if blocks.host.loading or blocks.sealed_by_step:
         raise InvariantViolationError("copies to the pool are left behind")
     _check_pool(blocks.host.pool, [each.block_table for each in swapped])

@@ -292,11 +292,6 @@ class BlockManager:
         """Finished sequences whose blocks will be free soon."""
         return tuple(self._retired)
 
-    @property
-    def retired_tables(self) -> list[list[BlockId]]:
-        """The blocks of retired sequences."""
-        return [sequence.block_table for sequence in self._retired]
-
     def cached_start(self, sequence: Sequence, max_blocks: int = sys.maxsize) -> CachedStart:
         """The cached blocks at the start of a waiting or swapped sequence, looked up to `max_blocks` or further. Hashes
         only few blocks beyond the cached ones. Earlier results are looked up again only if they changed."""
@@ -325,9 +320,13 @@ class BlockManager:
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL. The call at its
-        arrival hashes these, so that the step that admits it need not."""
+        """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL."""
         return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
+
+    def warm_hashes(self, sequence: Sequence) -> None:
+        """Hashes the blocks of an arriving sequence that `num_cached` looks at, so that the step that admits it need
+        not."""
+        self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL)
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after

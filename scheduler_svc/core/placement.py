@@ -5,7 +5,7 @@ from scheduler_svc.core.admission import TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.kv_cache import SwapSpace
-from scheduler_svc.core.policy import GroupQueue
+from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.sequence import Milestone, SequenceGroup, SequenceStatus
 
 
@@ -17,17 +17,13 @@ class Placement:
         batch: Batch,
         swap_space: SwapSpace,
         shares: TokenShares,
-        waiting: GroupQueue,
-        running: GroupQueue,
-        swapped: GroupQueue,
+        queues: Queues,
         config: SchedulerConfig,
     ) -> None:
         self._batch = batch
         self._swap_space = swap_space
         self._shares = shares
-        self._waiting = waiting
-        self._running = running
-        self._swapped = swapped
+        self._waiting, self._swapped, self._running = queues
         self._block_size, self._mode = config.block_size, config.preemption_mode
 
     def start(self, group: SequenceGroup, now: float) -> int:

@@ -8,8 +8,9 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
@@ -217,6 +218,27 @@ class GroupQueue:
                 self._of_tenant[tenant] = own
             else:
                 del self._of_tenant[tenant]
+
+
+class Queues(NamedTuple):
+    """Live groups are in exactly one of three queues: `running` groups have rows and GPU blocks, `swapped` groups have
+    host blocks, `waiting` groups have neither."""
+
+    waiting: GroupQueue
+    swapped: GroupQueue
+    running: GroupQueue
+
+    def queue_of(self, key: RequestKey) -> GroupQueue | None:
+        """The queue that a group is in; None if it is not live."""
+        return next((queue for queue in (self.running, self.waiting, self.swapped) if key in queue), None)
+
+    def is_live(self, key: RequestKey) -> bool:
+        return self.queue_of(key) is not None
+
+    def release(self, keys: Iterable[RequestKey]) -> None:
+        """Ends the waiting of these groups."""
+        for key, queue in itertools.product(keys, (self.waiting, self.swapped)):
+            queue.release(key)
 
 
 def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) -> None:

@@ -189,14 +189,13 @@ class Preparations:
         """Whether a suspect waits only for the end of the steps in flight. The caller calls `begin_suspect` then."""
         return self._suspect_waits and not self._underway
 
-    def begin_suspect(self) -> bool:
-        """Begins a suspect that waits for an idle worker; no step is in flight now. Returns whether one could begin."""
+    def begin_suspect(self) -> None:
+        """Begins a suspect that waits for an idle worker, if one can begin; no step is in flight now."""
         self._suspect_waits = False
         for need in [need for wanted in self._wanted.values() for need in wanted]:
             if need in self._held and self.trials.is_suspect(need) and (begun := self._start(need, set())):
                 self._begun_alone.append(begun)
-                return True
-        return False
+                return
 
     @property
     def has_wanted(self) -> bool:

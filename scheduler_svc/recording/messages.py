@@ -5,7 +5,7 @@ that share a prefix still do, and the core plans as it did. A hidden id is at le
 token that ends a sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from hashlib import blake2b
@@ -19,7 +19,7 @@ from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
-from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
 
@@ -157,13 +157,38 @@ def tokens_of(packed: bytes) -> list[int]:
     return np.frombuffer(packed, "<i4").tolist()
 
 
-def abort_message(key: RequestKey) -> Operation:
-    return Operation(abort=recording_pb2.RecordedAbort(client=key.client, handle=key.handle))
-
-
-def abort_sequence_message(key: RequestKey, index: int) -> Operation:
-    abort = recording_pb2.RecordedAbort(client=key.client, handle=key.handle, sequence_index=index)
-    return Operation(abort_sequence=abort)
+CALLS: Mapping[str, Callable[..., Operation]] = {
+    "abort": lambda key: Operation(abort=recording_pb2.RecordedAbort(client=key.client, handle=key.handle)),
+    "abort_sequence": lambda key, index: Operation(
+        abort_sequence=recording_pb2.RecordedAbort(client=key.client, handle=key.handle, sequence_index=index)
+    ),
+    "expire_pins": lambda now: Operation(now=now, expire_pins=recording_pb2.RecordedExpirePins()),
+    "forget_cached": lambda: Operation(forget_cached=recording_pb2.RecordedForgetCached()),
+    "hand_over": lambda key, lease, now, lease_s: Operation(
+        now=now,
+        hand_over=recording_pb2.RecordedHandOver(
+            client=key.client, handle=key.handle, lease=lease, lease_seconds=lease_s
+        ),
+    ),
+    "hold_new": lambda now, seconds: Operation(now=now, hold_new=recording_pb2.RecordedHold(seconds=seconds)),
+    "renew_lease": lambda lease, now, lease_s: Operation(
+        now=now, renew_lease=recording_pb2.RecordedLease(lease=lease, lease_seconds=lease_s)
+    ),
+    "prepared": lambda number, failure=None, failed=frozenset(): Operation(
+        prepared=recording_pb2.RecordedPrepared(
+            number=number, failure=failure, failed_blocks=encode_int32(sorted(failed)) if failed else b""
+        )
+    ),
+    # The seconds decide nothing.
+    "give_up_preparation": lambda number, seconds: Operation(
+        give_up_preparation=recording_pb2.RecordedPrepared(number=number)
+    ),
+    "refuse_in_flight": lambda detail: Operation(refuse_in_flight=recording_pb2.RecordedLoss(detail=detail)),
+    "lose_in_flight": lambda detail=None: Operation(lose_in_flight=recording_pb2.RecordedLoss(detail=detail)),
+    "judge_loss": lambda *, was_alive: Operation(judge_loss=recording_pb2.RecordedLoss(was_alive=was_alive)),
+    "void_in_flight": lambda now: Operation(now=now, void_in_flight=recording_pb2.RecordedLoss()),
+}
+"""Calls of a core whose arguments are recorded as they are, with the message of these arguments."""
 
 
 def pin_message(
@@ -183,60 +208,12 @@ def pin_message(
     return Operation(now=now, pin=pin)
 
 
-def forget_cached_message() -> Operation:
-    return Operation(forget_cached=recording_pb2.RecordedForgetCached())
-
-
 def unpin_message(handle: Handle) -> Operation:
     return Operation(unpin=recording_pb2.RecordedUnpin(handle=handle))
 
 
-def expire_pins_message(now: float) -> Operation:
-    return Operation(now=now, expire_pins=recording_pb2.RecordedExpirePins())
-
-
-def refuse_message(detail: str) -> Operation:
-    return Operation(refuse_in_flight=recording_pb2.RecordedLoss(detail=detail))
-
-
-def lose_message(detail: str | None) -> Operation:
-    return Operation(lose_in_flight=recording_pb2.RecordedLoss(detail=detail))
-
-
-def judge_message(was_alive: bool) -> Operation:
-    return Operation(judge_loss=recording_pb2.RecordedLoss(was_alive=was_alive))
-
-
-def void_message(now: float) -> Operation:
-    return Operation(now=now, void_in_flight=recording_pb2.RecordedLoss())
-
-
 def take_over_message(now: float) -> Operation:
     return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
-
-
-def prepared_message(number: int, failure: str | None, failed: frozenset[int]) -> Operation:
-    prepared = recording_pb2.RecordedPrepared(
-        number=number, failure=failure, failed_blocks=encode_int32(sorted(failed)) if failed else b""
-    )
-    return Operation(prepared=prepared)
-
-
-def hand_over_message(key: RequestKey, lease: Lease, now: float, lease_s: float) -> Operation:
-    hand_over = recording_pb2.RecordedHandOver(client=key.client, handle=key.handle, lease=lease, lease_seconds=lease_s)
-    return Operation(now=now, hand_over=hand_over)
-
-
-def hold_new_message(now: float, seconds: float) -> Operation:
-    return Operation(now=now, hold_new=recording_pb2.RecordedHold(seconds=seconds))
-
-
-def renew_lease_message(lease: Lease, now: float, lease_s: float) -> Operation:
-    return Operation(now=now, renew_lease=recording_pb2.RecordedLease(lease=lease, lease_seconds=lease_s))
-
-
-def give_up_preparation_message(number: int) -> Operation:
-    return Operation(give_up_preparation=recording_pb2.RecordedPrepared(number=number))
 
 
 def take_preparations_message() -> Operation:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import numpy as np
 
@@ -21,10 +21,9 @@ from quire.rpc.process import command_of, environ_of
 from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.request import Adapter, ClientId, Request, RequestKey, cache_root
+from scheduler_svc.core.request import Adapter, ClientId, cache_root
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
@@ -74,7 +73,7 @@ class Recorder:
             return None
 
     def make_scheduler(self, config: SchedulerConfig) -> Scheduler:
-        return _RecordedScheduler(config, self.put, self._hider)
+        return cast(Scheduler, RecordedScheduler(Scheduler(config), self.put, self._hider))
 
     def put(self, make: Callable[[], Operation]) -> None:
         """Writes the operation that `make` returns. `make` must not read data that may change."""
@@ -181,25 +180,38 @@ class _Writer:
             )
 
 
-class _RecordedScheduler(Scheduler):
-    """A core that reports calls from outside; its own calls of itself follow from them."""
+class RecordedScheduler:
+    """Records the calls of a core from outside. All else is read from the core itself."""
 
     def __init__(
-        self, config: SchedulerConfig, put: Callable[[Callable[[], Operation]], None], hider: TokenHider | None
+        self, core: Scheduler, put: Callable[[Callable[[], Operation]], None], hider: TokenHider | None
     ) -> None:
-        super().__init__(config)
+        self._core = core
         self._put = put
         self._hider = hider
-        self._is_told = False
         self._stops = _StopTable()
-        self._restored = None if hider is None else _Restored(put, hider)
-        put(partial(messages.start_message, config))
+        self._restored: _Restored | None = None
+        if hider is not None:
+            self._restored = _Restored(put, hider)
+            core.arrivals.observe = self._observe
+        self.submit = self._recorded(core.submit, partial(messages.submit_message, hider=hider))
+        for name, message in messages.CALLS.items():
+            setattr(self, name, self._recorded(getattr(core, name), message))
+        put(partial(messages.start_message, core.config))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def _recorded(self, call: Callable[..., T], message: Callable[..., Operation]) -> Callable[..., T]:
+        """A call that is recorded as the message of its arguments."""
+
+        def recorded(*args: Any, **kwargs: Any) -> T:
+            return self._tell(partial(call, *args, **kwargs), lambda _: message(*args, **kwargs))
+
+        return recorded
 
     def _tell(self, call: Callable[[], T], describe: Callable[[T | None], Operation]) -> T:
         """Calls, and reports. `describe` gets the call's result, None if it raised, and runs later."""
-        if self._is_told:
-            return call()
-        self._is_told = True
         outcome, raised = None, ""
         try:
             outcome = call()
@@ -208,193 +220,87 @@ class _RecordedScheduler(Scheduler):
             raised = type(error).__name__
             raise
         finally:
-            self._is_told = False
             self._put(partial(_describe, describe, outcome, raised))
 
-    def submit(self, request: Request, now: float) -> None:
-        self._stops.add(request.stop_token_ids)
-        hider = self._hider
-        self._tell(
-            lambda: super(_RecordedScheduler, self).submit(request, now),
-            lambda _: messages.submit_message(request, now, hider),
-        )
-
-    def abort(self, key: RequestKey) -> bool:
-        return self._tell(lambda: super(_RecordedScheduler, self).abort(key), lambda _: messages.abort_message(key))
-
-    def abort_sequence(self, key: RequestKey, index: int) -> bool:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).abort_sequence(key, index),
-            lambda _: messages.abort_sequence_message(key, index),
-        )
-
     def pin(
-        self,
-        tenant: str,
-        token_ids: list[int],
-        now: float,
-        time_to_live: float,
-        adapter: Adapter | None = None,
-        *,
-        accepted_before: bool = False,
+        self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
     ) -> Pin:
-        hider = self._hider
-        if self._restored is not None and self._restored.hashes and not self._is_told:
-            num_blocks = len(token_ids) // self.config.block_size
-            _ObservedHashes(cache_root(tenant, adapter), self.config.block_size, self._restored).first(
-                num_blocks, token_ids
-            )
-        pin = partial(super().pin, tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
+        hider, block_size = self._hider, self._core.config.block_size
+        if self._restored is not None and self._restored.hashes:
+            hashes = _ObservedHashes(cache_root(tenant, adapter), block_size, self._restored)
+            hashes.first(len(token_ids) // block_size, token_ids)
         return self._tell(
-            pin,
+            lambda: self._core.pin(tenant, token_ids, now, time_to_live, adapter),
             lambda _: messages.pin_message(tenant, token_ids, now, time_to_live, adapter, hider),
         )
 
     def unpin(self, tenant: str, pin_id: str) -> bool:
-        pin = self.pins.of_tenant(tenant, pin_id)
+        pin = self._core.pins.of_tenant(tenant, pin_id)
         if pin is None:
             return False
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).unpin(tenant, pin_id),
-            lambda _: messages.unpin_message(pin.key.handle),
-        )
-
-    def forget_cached(self) -> int:
-        return self._tell(super().forget_cached, lambda _: messages.forget_cached_message())
-
-    def expire_pins(self, now: float) -> None:
-        self._tell(
-            lambda: super(_RecordedScheduler, self).expire_pins(now), lambda _: messages.expire_pins_message(now)
-        )
+        return self._tell(lambda: self._core.unpin(tenant, pin_id), lambda _: messages.unpin_message(pin.key.handle))
 
     def schedule(self, now: float) -> StepPlan | None:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).schedule(now), partial(messages.plan_message, now=now)
-        )
+        return self._tell(lambda: self._core.schedule(now), partial(messages.plan_message, now=now))
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        step = self.in_flight[0] if self.in_flight else None
+        step = self._core.in_flight[0] if self._core.in_flight else None
         stops = {} if step is None or self._hider is None else self._stops_of(step, result)
-        known = np.zeros(0, np.int64) if step is None else self.batch.rows.num_known[step.rows]
-        hider = self._hider
+        known = np.zeros(0, np.int64) if step is None else self._core.batch.rows.num_known[step.rows]
         return self._tell(
-            lambda: super(_RecordedScheduler, self).apply(result, now),
-            lambda _: messages.apply_message(step, known, result, now, hider, stops),
-        )
-
-    def prepared(
-        self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
-    ) -> dict[ClientId, ClientEvents]:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).prepared(number, failure, failed),
-            lambda _: messages.prepared_message(number, failure, failed),
-        )
-
-    def hand_over(
-        self, key: RequestKey, lease: Lease, now: float, lease_s: float
-    ) -> list[tuple[BlockId, BlockHash]] | None:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).hand_over(key, lease, now, lease_s),
-            lambda _: messages.hand_over_message(key, lease, now, lease_s),
-        )
-
-    def hold_new(self, now: float, seconds: float) -> None:
-        self._tell(
-            lambda: super(_RecordedScheduler, self).hold_new(now, seconds),
-            lambda _: messages.hold_new_message(now, seconds),
-        )
-
-    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
-        self._tell(
-            lambda: super(_RecordedScheduler, self).renew_lease(lease, now, lease_s),
-            lambda _: messages.renew_lease_message(lease, now, lease_s),
-        )
-
-    def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).give_up_preparation(number, seconds),
-            lambda _: messages.give_up_preparation_message(number),
+            lambda: self._core.apply(result, now),
+            lambda _: messages.apply_message(step, known, result, now, self._hider, stops),
         )
 
     def take_preparations(self) -> list[Preparation]:
-        if not self.preparations.has_wanted:
+        if not self._core.preparations.has_wanted:
             return []
-        return self._tell(super().take_preparations, lambda _: messages.take_preparations_message())
-
-    def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).refuse_in_flight(detail),
-            lambda _: messages.refuse_message(detail),
-        )
-
-    def lose_in_flight(self, detail: str | None = None) -> None:
-        self._tell(
-            lambda: super(_RecordedScheduler, self).lose_in_flight(detail), lambda _: messages.lose_message(detail)
-        )
-
-    def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
-        return self._tell(
-            lambda: super(_RecordedScheduler, self).judge_loss(was_alive=was_alive),
-            lambda _: messages.judge_message(was_alive),
-        )
-
-    def void_in_flight(self, now: float) -> None:
-        self._tell(lambda: super(_RecordedScheduler, self).void_in_flight(now), lambda _: messages.void_message(now))
+        return self._tell(self._core.take_preparations, lambda _: messages.take_preparations_message())
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         blocks, hider = list(sealed), self._hider
-        self._tell(
-            lambda: super(_RecordedScheduler, self).restore_sealed(blocks),
-            lambda _: messages.sealed_message(blocks, hider),
-        )
+        self._tell(lambda: self._core.restore_sealed(blocks), lambda _: messages.sealed_message(blocks, hider))
         if self._restored is not None:
             self._restored.hashes.clear()
             self._expect(content for _, content in blocks)
 
     def tier_changed(self, slots: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        hider = self._hider
         self._tell(
-            lambda: super(_RecordedScheduler, self).tier_changed(slots, hashes),
-            lambda _: messages.tier_message(slots, hashes, hider),
+            lambda: self._core.tier_changed(slots, hashes), lambda _: messages.tier_message(slots, hashes, self._hider)
         )
         self._expect(hashes)
 
     def _expect(self, hashes: Iterable[BlockHash]) -> None:
         """Remembers names of blocks that came from outside."""
         if self._restored is not None:
+            core, config = self._core, self._core.config
             self._restored.hashes.update(hashes)
-            for group in self.groups():
+            for group in core.groups():
                 for sequence in group.unfinished:
                     assert isinstance(sequence.prefix_hashes, _ObservedHashes)
                     sequence.prefix_hashes.report(0, sequence.token_ids)
-            self._restored.keep_some(self._has, len(self.tier) + self.config.num_blocks + self.config.num_host_blocks)
+            self._restored.keep_some(self._has, len(core.tier) + config.num_blocks + config.num_host_blocks)
 
     def _has(self, content: BlockHash) -> bool:
         """Whether a block with this name is anywhere."""
-        pools = self.batch.blocks.pool, self.swap_space.pool
-        return content in self.tier or any(pool.hits([content]) for pool in pools)
+        pools = self._core.batch.blocks.pool, self._core.swap_space.pool
+        return content in self._core.tier or any(pool.hits([content]) for pool in pools)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         # Recordings show it as the start of another core, which takes over from this one.
         self._put(partial(messages.start_message, config))
-        failures = self._tell(
-            lambda: super(_RecordedScheduler, self).refit(config, now), lambda _: messages.take_over_message(now)
-        )
-        for group in self.groups():
+        failures = self._tell(lambda: self._core.refit(config, now), lambda _: messages.take_over_message(now))
+        for group in self._core.groups():
             self._observe(group)
         return failures
 
-    def _arrive(self, request: Request, now: float) -> SequenceGroup:
-        group = super()._arrive(request, now)
-        self._observe(group)
-        return group
-
     def _observe(self, group: SequenceGroup) -> None:
+        """Follows a new group. Its stop tokens and hashes matter only where token ids are hidden."""
         if self._restored is not None:
+            self._stops.add(group.request.stop_token_ids)
+            block_size = self._core.config.block_size
             for sequence in group.sequences:
-                sequence.prefix_hashes = _ObservedHashes(
-                    group.request.cache_root, self.config.block_size, self._restored
-                )
+                sequence.prefix_hashes = _ObservedHashes(group.request.cache_root, block_size, self._restored)
 
     def _stops_of(self, step: StepInFlight, result: StepResult) -> dict[int, frozenset[int]]:
         """The stop tokens of the rows whose result may hold one."""
@@ -402,7 +308,7 @@ class _RecordedScheduler(Scheduler):
         token_rows = messages.token_rows(step, result)
         if token_rows is not None:
             rows += token_rows[self._stops.holds(result.token_ids)].tolist()
-        sequences = self.batch.rows.sequences_in(np.array(rows, np.int64))
+        sequences = self._core.batch.rows.sequences_in(np.array(rows, np.int64))
         return {row: each.request.stop_token_ids for row, each in zip(rows, sequences, strict=True) if each is not None}
 
 

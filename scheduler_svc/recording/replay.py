@@ -6,7 +6,7 @@ changed version shows where its plans begin to differ.
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,17 @@ from google.protobuf.message import DecodeError
 
 from quire.prefix_hashes import hashes_of
 from scheduler_svc.core import invariants
+from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import Fetches
 from scheduler_svc.recording.files import (
     DamagedError,
     RecordingError,
@@ -149,69 +153,20 @@ class Replayer:
             case "submit":
                 self.report.num_requests += 1
                 scheduler.submit(request_of(operation.submit), now)
-            case "abort":
-                scheduler.abort(_key(operation.abort.client, operation.abort.handle))
-            case "abort_sequence":
-                abort = operation.abort_sequence
-                scheduler.abort_sequence(_key(abort.client, abort.handle), abort.sequence_index)
-            case "pin":
-                pin = operation.pin
-                adapter = adapter_of(pin.adapter_digest)
-                scheduler.pin(pin.tenant, tokens_of(pin.token_ids), now, pin.time_to_live_seconds, adapter)
             case "unpin":
                 pin = scheduler.pins.of_key(_key(PIN_CLIENT, operation.unpin.handle))
                 if pin is None:
                     raise _CannotGoOnError(f"there is no pin {operation.unpin.handle} to end")
                 scheduler.unpin(pin.tenant, pin.pin_id)
-            case "forget_cached":
-                scheduler.forget_cached()
-            case "expire_pins":
-                scheduler.expire_pins(now)
             case "schedule":
                 self._schedule(scheduler, operation)
-            case "apply":
-                scheduler.apply(result_of(operation.apply), now)
-            case "refuse_in_flight":
-                scheduler.refuse_in_flight(operation.refuse_in_flight.detail)
-            case "lose_in_flight":
-                loss = operation.lose_in_flight
-                scheduler.lose_in_flight(loss.detail if loss.HasField("detail") else None)
-            case "judge_loss":
-                scheduler.judge_loss(was_alive=operation.judge_loss.was_alive)
-            case "void_in_flight":
-                scheduler.void_in_flight(now)
-            case "restore_sealed":
-                scheduler.restore_sealed(sealed_of(operation.restore_sealed))
-            case "rename":
-                rename = operation.rename
-                for named in (scheduler.batch.blocks.pool, scheduler.swap_space.pool, scheduler.tier):
-                    named.rename(BlockHash(rename.name), BlockHash(rename.hash))
-            case "tier_changed":
-                tier = operation.tier_changed
-                scheduler.tier_changed(tokens_of(tier.slots), hashes_of(tier.hashes))
-            case "prepared":
-                prepared = operation.prepared
-                failed = frozenset(tokens_of(prepared.failed_blocks))
-                scheduler.prepared(prepared.number, prepared.failure if prepared.HasField("failure") else None, failed)
-            case "hand_over":
-                moved = operation.hand_over
-                scheduler.hand_over(_key(moved.client, moved.handle), Lease(moved.lease), now, moved.lease_seconds)
-            case "hold_new":
-                scheduler.hold_new(now, operation.hold_new.seconds)
-            case "renew_lease":
-                renewed = operation.renew_lease
-                scheduler.renew_lease(Lease(renewed.lease), now, renewed.lease_seconds)
-            case "give_up_preparation":
-                scheduler.give_up_preparation(operation.give_up_preparation.number, 0.0)
-            case "take_preparations":
-                scheduler.take_preparations()
             case "take_over":
                 if self.before is None:
                     raise _CannotGoOnError("there is no core to take requests over from")
                 self.before.refit(scheduler.config, now)
                 self.before, self.scheduler = None, self.before
             case _:
-                raise AssertionError(name)
+                _CALLS[name](scheduler, getattr(operation, name), now)
 
     def _schedule(self, scheduler: Scheduler, operation: Operation) -> None:
         planned = plan_message(scheduler.schedule(operation.now), operation.now)
@@ -230,6 +185,44 @@ class Replayer:
         seconds = f" at {operation.now - (self._start or 0):.3f} s" if operation.now else ""
         step_id = 0 if self.scheduler is None else self.scheduler.last_step_id
         return f"operation {self.report.num_operations}{seconds}, step {step_id}"
+
+
+def _rename(core: Scheduler, rename: Any, now: float) -> None:
+    for named in (core.batch.blocks.pool, core.swap_space.pool, core.tier):
+        named.rename(BlockHash(rename.name), BlockHash(rename.hash))
+
+
+def _prepared(core: Scheduler, prepared: Any, now: float) -> None:
+    failure = prepared.failure if prepared.HasField("failure") else None
+    core.prepared(prepared.number, failure, frozenset(tokens_of(prepared.failed_blocks)))
+
+
+_CALLS: Mapping[str, Callable[[Scheduler, Any, float], object]] = {
+    "abort": lambda core, each, now: core.abort(_key(each.client, each.handle)),
+    "abort_sequence": lambda core, each, now: core.abort_sequence(_key(each.client, each.handle), each.sequence_index),
+    "pin": lambda core, each, now: core.pin(
+        each.tenant, tokens_of(each.token_ids), now, each.time_to_live_seconds, adapter_of(each.adapter_digest)
+    ),
+    "forget_cached": lambda core, each, now: core.forget_cached(),
+    "expire_pins": lambda core, each, now: core.expire_pins(now),
+    "apply": lambda core, each, now: core.apply(result_of(each), now),
+    "refuse_in_flight": lambda core, each, now: core.refuse_in_flight(each.detail),
+    "lose_in_flight": lambda core, each, now: core.lose_in_flight(each.detail if each.HasField("detail") else None),
+    "judge_loss": lambda core, each, now: core.judge_loss(was_alive=each.was_alive),
+    "void_in_flight": lambda core, each, now: core.void_in_flight(now),
+    "restore_sealed": lambda core, each, now: core.restore_sealed(sealed_of(each)),
+    "rename": _rename,
+    "tier_changed": lambda core, each, now: core.tier_changed(tokens_of(each.slots), hashes_of(each.hashes)),
+    "prepared": _prepared,
+    "hand_over": lambda core, each, now: core.hand_over(
+        _key(each.client, each.handle), Lease(each.lease), now, each.lease_seconds
+    ),
+    "hold_new": lambda core, each, now: core.hold_new(now, each.seconds),
+    "renew_lease": lambda core, each, now: core.renew_lease(Lease(each.lease), now, each.lease_seconds),
+    "give_up_preparation": lambda core, each, now: core.give_up_preparation(each.number, 0.0),
+    "take_preparations": lambda core, each, now: core.take_preparations(),
+}
+"""Operations that are one call of the core, with their message and the time."""
 
 
 def _key(client: int, handle: int) -> RequestKey:
@@ -404,8 +397,8 @@ class _CoreUnpickler(pickle.Unpickler):
 
 
 def _method(owner: object, name: str) -> object:
-    """A method that a core refers to: one of its policy, the one that makes its pools, or one that makes room."""
-    is_own = isinstance(owner, Scheduler) and name in ("_make_room", "_give_way")
-    if is_own or (isinstance(owner, Policy) and name == "new_first") or (owner is BlockManager and name == "of"):
+    """A method that a core refers to: a public one of its parts, or the one that makes its pools."""
+    is_of_part = isinstance(owner, Arrivals | Planner | Losses | Fetches | Policy) and not name.startswith("_")
+    if is_of_part or (owner is BlockManager and name == "of"):
         return getattr(owner, name)
     raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")

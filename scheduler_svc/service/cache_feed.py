@@ -57,7 +57,7 @@ class CacheFeed:
         """Stops notifying `watcher`. After the last watcher the core records no changes any more."""
         self._watchers.remove(watcher)
         if not self._watchers and self._scheduler is not None:
-            self._scheduler.stop_cache_log()
+            self._scheduler.set_cache_log(None)
             self._log = None
 
     def tell(self) -> None:

@@ -188,7 +188,7 @@ class _State(Collector):
         of_host = {"free": host.num_free - host.num_cached, "cached": host.num_cached, "used": host.num_used}
         yield _gauges("host_blocks", "Blocks of the host pool.", "state", of_host)
         yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
-        yield _gauge("arriving_blocks", "Blocks that workers fetch now.", scheduler.num_arriving)
+        yield _gauge("arriving_blocks", "Blocks that workers fetch now.", scheduler.preparations.num_arriving)
         yield _gauge("offered_blocks", "Blocks kept for other replicas to fetch.", scheduler.leases.num_blocks)
         moves = scheduler.move_counts
         help_text = "Requests that moved to another replica, and requests that came with blocks to fetch."

@@ -184,7 +184,7 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.draft_tokens, message.accepted_draft_tokens = drafts.num_drafts, sum(drafts.right_at)
     message.prompt_tokens, message.cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens
     message.block_bytes, message.disk_blocks = replica.block_bytes, len(scheduler.tier)
-    message.arriving_blocks, message.offered_blocks = scheduler.num_arriving, scheduler.leases.num_blocks
+    message.arriving_blocks, message.offered_blocks = scheduler.preparations.num_arriving, scheduler.leases.num_blocks
     moves = scheduler.move_counts
     message.blocks_from_disk, message.blocks_from_replicas = moves.from_disk, moves.from_replicas
     message.blocks_from_host = moves.from_host

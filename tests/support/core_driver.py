@@ -639,7 +639,7 @@ class Driver:
 
     def preempt(self, request: Request | Pin) -> None:
         """Preempts a running request, as if blocks were short; it comes back by itself."""
-        self.scheduler._preempt(self.scheduler.running.get(request.key), self.clock)
+        self.scheduler.planner.preempt(self.scheduler.running.get(request.key), self.clock)
         self.check()
 
     def run_until_idle(self, max_steps: int = 10_000) -> None:

@@ -6,21 +6,24 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from quire.clock import monotonic
 from quire.prefix_hashes import BlockHash
-from scheduler_svc.core import admission, invariants, preparation
-from scheduler_svc.core import scheduler as scheduler_core
+from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
+from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.block_pool import BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
+from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease, Leases
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
+from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
@@ -37,8 +40,6 @@ from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
-from scheduler_svc.recording import recorder
-from scheduler_svc.recording.recorder import Recorder
 from tests.sim.world.durations import Times, misread_pin
 from tests.sim.world.fairness import Bills, Shares
 from tests.sim.world.http_calls import salt_of
@@ -70,6 +71,19 @@ _LOOKED_AT = 8
 """In which order blocks are free, and what queues count, is looked at after so many operations."""
 
 
+_CHECKED = {
+    "arrivals": (
+        *("submit", "abort", "abort_sequence", "pin", "expire_pins", "hand_over", "refit", "take_preparations"),
+        *("prepared", "_enqueue"),
+    ),
+    "planner": (
+        *("schedule", "apply", "preempt", "_start", "_requeue_passed", "_hold", "_preempt_for_decodes", "_displace"),
+    ),
+    "losses": ("lose_in_flight", "judge_loss", "refuse_in_flight", "void_in_flight"),
+}
+"""The calls of each part of the core that go through a check of the same name."""
+
+
 class CheckedScheduler(Scheduler):
     """The core, whose invariants hold after every operation that changes it from outside, and which is as fair as its
     policy promises."""
@@ -95,6 +109,11 @@ class CheckedScheduler(Scheduler):
         known = self._names if names is None else names
         self._names = known
         super().__init__(config, lambda config: NamingBlocks(config, known))
+        for part, calls in _CHECKED.items():
+            for call in calls:
+                # The parts call each other through the checks, too.
+                setattr(getattr(self, part), call, MethodType(getattr(type(self), call), self))
+                vars(self).pop(call, None)
         self._place_of: dict[RequestKey, tuple[int, int]] = {}
         self._compiled: list[Constraint] = []
         self._arrivals = itertools.count()
@@ -166,17 +185,17 @@ class CheckedScheduler(Scheduler):
 
         self.pins.give_way = give_way
 
-    def _make_pools(self) -> None:
-        super()._make_pools()
-        requeue, victims, take_slot = self._placement.requeue, self._room.victims, self.batch.adapters.take
-        fits = self._room.fits
+    def make_pools(self) -> None:
+        super().make_pools()
+        requeue, victims, take_slot = self.placement.requeue, self.room.victims, self.batch.adapters.take
+        fits = self.room.fits
         grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
         self._had_drafts: dict[tuple[int, int], bool] = {}
         self._decode_s, self._num_sealed = 0.0, np.zeros(self.config.max_num_seqs, np.int64)
         self._goes_on = np.full(self.config.max_num_seqs, -1)
         """The incarnation of each row whose sequence came back with all computed but its newest token."""
-        self._placement.start = self._with_room(self._placement.start, comes_back=False)
-        self._placement.swap_in = self._with_room(self._placement.swap_in, comes_back=True)
+        self.placement.start = self._with_room(self.placement.start, comes_back=False)
+        self.placement.swap_in = self._with_room(self.placement.swap_in, comes_back=True)
 
         def leave(group: SequenceGroup) -> None:
             if self._fairness is not None:
@@ -227,7 +246,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("drafts take blocks that are kept for next tokens"))
             return growth, num_passes
 
-        add_chunk = self._shares.add_chunk
+        add_chunk = self.shares.add_chunk
 
         def add(row: int, shortest_behind: int = sys.maxsize) -> None:
             add_chunk(row, shortest_behind)
@@ -236,26 +255,40 @@ class CheckedScheduler(Scheduler):
                 name = self.batch.sequence(row).request.request_id
                 self._report(AssertionError(f"{name} gets a share of a step, and no shorter prompt is behind it"))
 
-        promise = self._room.promise
+        promise = self.room.promise
 
         def keep(group: SequenceGroup) -> None:
             num_free = self.batch.blocks.pool.num_free
-            needed = self._room._blocks_taken(group) + self._room.growth_of(group)
+            needed = self.room._blocks_taken(group) + self.room.growth_of(group)
             promise(group)
             if num_free - self.batch.blocks.pool.num_free > needed:
                 self._report(AssertionError(f"more than {needed} blocks are kept for {group.request.request_id}"))
 
-        self._room.promise = keep
-        self._shares.add_chunk = add
-        self._placement.requeue, self._room.victims, self.batch.adapters.take = leave, note, take
-        self.batch._growth_of, self._room.fits = grow_beside, fits_beside
+        break_promise, forget_failed = self.room.break_promise, self.fetches.forget_failed
+
+        def break_newest() -> bool:
+            before = list(self.promises)
+            done = break_promise()
+            if list(self.promises) != before[:-1]:
+                self._report(AssertionError("an offer loses its room before one that came later"))
+            return done
+
+        def forget(arriving: Arriving, failed: Collection[int]) -> None:
+            self.forgotten.update(arriving.hashes)
+            forget_failed(arriving, failed)
+
+        self.room.break_promise, self.fetches.forget_failed = break_newest, forget
+        self.room.promise = keep
+        self.shares.add_chunk = add
+        self.placement.requeue, self.room.victims, self.batch.adapters.take = leave, note, take
+        self.batch._growth_of, self.room.fits = grow_beside, fits_beside
 
     def _with_room(self, enter: F, *, comes_back: bool) -> F:
         """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back in,
         and rows for those that are to come from elsewhere. Nobody enters with an adapter that is to leave its slot."""
 
         def call(group: SequenceGroup, now: float) -> Any:
-            batch, alone = self.batch, self._room.is_empty
+            batch, alone = self.batch, self.room.is_empty
             reserve = self._growth() + (-batch.blocks_for_decodes() if comes_back else self._first_growth(group))
             if self._has_preempted:
                 self._report(AssertionError(f"{group.request.request_id} enters in a step that preempts others"))
@@ -264,7 +297,7 @@ class CheckedScheduler(Scheduler):
                 adapter in self._adapter_use.drained() or adapter not in batch.adapters.num_rows()
             ):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
-            num_free, needed = batch.blocks.pool.num_free, self._room._blocks_taken(group)
+            num_free, needed = batch.blocks.pool.num_free, self.room._blocks_taken(group)
             self._entered[group.request.key] = {each.index: each.num_tokens for each in group.unfinished}
             done = enter(group, now)
             for each in group.computing if comes_back else ():
@@ -304,17 +337,17 @@ class CheckedScheduler(Scheduler):
 
         def held_by(tenant: str) -> int:
             own = [each for group in self.running if group.request.tenant == tenant for each in group.unfinished]
-            return len(own) if self._room.lacks_rows(entering) else sum(len(each.block_table) for each in own)
+            return len(own) if self.room.lacks_rows(entering) else sum(len(each.block_table) for each in own)
 
         wanted = held_by(entering.request.tenant) + (
             len(entering.unfinished)
-            if self._room.lacks_rows(entering)
+            if self.room.lacks_rows(entering)
             else sum(blocks.blocks_for(each.num_tokens) for each in entering.computing)
         )
         leaving = defaultdict[str, list[int]](list)
         for each in candidates:
             size = sum(blocks.blocks_for(one.num_tokens) for one in each.computing)
-            leaving[each.request.tenant].append(len(each.unfinished) if self._room.lacks_rows(entering) else size)
+            leaving[each.request.tenant].append(len(each.unfinished) if self.room.lacks_rows(entering) else size)
         held = {tenant: held_by(tenant) - sum(sizes[:-1]) for tenant, sizes in leaving.items()}
         return {tenant for tenant, count in held.items() if count < 2 * wanted}
 
@@ -324,7 +357,7 @@ class CheckedScheduler(Scheduler):
         behind = [each for each in table.prefilling().tolist() if table.order[each] >= table.order[row]]
         if any(table.num_uncomputed(each) < length for each in behind):
             return True
-        known = self._shares._num_uncached
+        known = self.shares._num_uncached
         for group in self.waiting.next_few(admission._NUM_LOOKED_AT):
             uncached = group.num_tokens_to_compute - blocks.num_cached(group.computing[0]) * blocks.block_size
             if min(uncached, known.get(group.request.key, uncached)) < length:
@@ -356,7 +389,7 @@ class CheckedScheduler(Scheduler):
         """Whether the group may enter beside others when these have left."""
         blocks, pool = self.batch.blocks, self.batch.blocks.pool
         sequences = [each for other in leaving for each in other.unfinished]
-        others = {*self.promises, *filter(self.waiting.is_held, self._room._coming)} - {group.request.key}
+        others = {*self.promises, *filter(self.waiting.is_held, self.room._coming)} - {group.request.key}
         kept = sum(len(self.waiting.get(key).unfinished) for key in others)
         if len(group.unfinished) + kept > self.batch.rows.num_free + len(sequences):
             return False
@@ -388,7 +421,7 @@ class CheckedScheduler(Scheduler):
         first = next(iter(self.waiting.next_few(1)), None) if len(self.waiting) <= admission._NUM_LOOKED_AT else None
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
-        plan = super().schedule(now)
+        plan = Planner.schedule(self.planner, now)
         self.tally.planned(plan)
         if plan is not None and self.preparations.suspect_is_next:
             self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
@@ -482,7 +515,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{group.request.request_id} goes before {first.request_id}"))
         num_cached = group.cached_tokens
         self._started_at.setdefault(group.request.key, now)
-        super()._start(group, now)
+        Planner._start(self.planner, group, now)
         self.tally.begun(group)
         self.bills.enters(group, self.batch.rows)
         source, own = group.request.source, MovedBlocks(group.request.key)
@@ -501,13 +534,6 @@ class CheckedScheduler(Scheduler):
         was."""
         return watched_log(super().log_cache(), self, self._names)
 
-    def _break_promise(self) -> bool:
-        before = list(self.promises)
-        done = super()._break_promise()
-        if list(self.promises) != before[:-1]:
-            self._report(AssertionError("an offer loses its room before one that came later"))
-        return done
-
     def submit(self, request: CoreRequest, now: float) -> None:
         if (asked := self.asked.get(request.request_id)) is not None:
             adapter = None if request.adapter is None else request.adapter.name
@@ -518,7 +544,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{request.request_id} comes with priority {request.priority}"))
         is_full = self._is_full(request)
         try:
-            super().submit(request, now)
+            Arrivals.submit(self.arrivals, request, now)
         except QueueFullError:
             if not is_full:
                 self._report(AssertionError(f"{request.request_id} is refused by a queue that has room"))
@@ -557,7 +583,7 @@ class CheckedScheduler(Scheduler):
         )
 
     def abort(self, key: RequestKey) -> bool:
-        done = super().abort(key)
+        done = Arrivals.abort(self.arrivals, key)
         self._check()
         return done
 
@@ -567,7 +593,7 @@ class CheckedScheduler(Scheduler):
         group = self.group(key)
         sequences = group.sequences if group is not None and group.request.selects else ()
         is_lost = any(each.num_output_tokens for each in sequences)
-        sealed = super().hand_over(key, lease, now, lease_s)
+        sealed = Arrivals.hand_over(self.arrivals, key, lease, now, lease_s)
         if sealed is not None and is_lost:
             self._report(AssertionError(f"{key} moves, and what it has generated is lost"))
         self.tally.count("out", sealed is not None)
@@ -581,7 +607,7 @@ class CheckedScheduler(Scheduler):
             self._report(AssertionError("a lease whose blocks are fetched ends as before"))
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
-        done = super().abort_sequence(key, index)
+        done = Arrivals.abort_sequence(self.arrivals, key, index)
         self._check()
         return done
 
@@ -598,7 +624,7 @@ class CheckedScheduler(Scheduler):
             self.tally.applying(self, result),
             {group.request.key: group.request for group in self.running},
         )
-        events = super().apply(result, now)
+        events = Planner.apply(self.planner, result, now)
         applied(events)
         self._has_answered = True
         for group in searching:
@@ -609,8 +635,8 @@ class CheckedScheduler(Scheduler):
             self._had_drafts.update(zip(places, (result.num_drafts > 0).tolist(), strict=True))
         if step is not None and not step.has_chunks:
             self._decode_s = now - max(step.planned, self._answered_at)
-        if self._pace._step_s != self._decode_s:
-            self._report(AssertionError(f"a step of decodes took {self._decode_s} s, {self._pace._step_s} are noted"))
+        if self.pace._step_s != self._decode_s:
+            self._report(AssertionError(f"a step of decodes took {self._decode_s} s, {self.pace._step_s} are noted"))
         for client, batch in events.items():
             for handle in batch.handles:
                 # When it came, and when its first token did.
@@ -669,7 +695,7 @@ class CheckedScheduler(Scheduler):
 
     def take_preparations(self) -> list[Preparation]:
         wanted = self._turns.wanted(self.preparations)
-        told = super().take_preparations()
+        told = Arrivals.take_preparations(self.arrivals)
         if (wrong := self._turns.wrong(wanted, [each.need for each in told])) is not None:
             self._report(AssertionError(wrong))
         self._fetched.update(each.need.key for each in told if isinstance(each.need, MovedBlocks))
@@ -690,7 +716,7 @@ class CheckedScheduler(Scheduler):
         need, arriving = known.need, known.arriving
         if isinstance(need, Constraint):
             self._compiled = [each for each in self._compiled if each != need] + [need]
-        events = super().prepared(number, failure, failed)
+        events = Arrivals.prepared(self.arrivals, number, failure, failed)
         if arriving is not None:
             self.tally.fetched(arriving, len(failed))
         if arriving is not None and any(arriving.hashes[index] in self.tier for index in failed):
@@ -699,7 +725,7 @@ class CheckedScheduler(Scheduler):
         return events
 
     def lose_in_flight(self, detail: str | None = None) -> None:
-        super().lose_in_flight(detail)
+        Losses.lose_in_flight(self.losses, detail)
         self._had_answered = self._has_answered
         if not self.in_flight and (loss := self.trials._loss) is not None and loss.progress:
             self._report(AssertionError("a loss without a step in flight counts for requests"))
@@ -709,7 +735,7 @@ class CheckedScheduler(Scheduler):
         nobody is at fault before it was tried alone."""
         loss, has_answered, before = self.trials._loss, self._had_answered, dict(self.trials._losses)
         self._num_answered.clear()
-        events = super().judge_loss(was_alive=was_alive)
+        events = Losses.judge_loss(self.losses, was_alive=was_alive)
         self._has_answered = False
         if loss is not None and not loss.needs and not (was_alive and has_answered):
             counted = self.trials._losses
@@ -734,11 +760,11 @@ class CheckedScheduler(Scheduler):
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
         # It would be planned again, and perhaps not refused then.
         self._report(AssertionError(f"a worker refuses a step: {detail}"))
-        return super().refuse_in_flight(detail)
+        return Losses.refuse_in_flight(self.losses, detail)
 
     def _requeue_passed(self, now: float) -> None:
         before, num_running = self.trials._suspects, len(self.running)
-        super()._requeue_passed(now)
+        Planner._requeue_passed(self.planner, now)
         if len(self.running) < num_running and not self.trials.are_on:
             self._report(AssertionError("requests make way for suspects, and there is none"))
         passed = [key for key in before if key not in self.trials._suspects and self.group(key) is not None]
@@ -746,7 +772,7 @@ class CheckedScheduler(Scheduler):
             self._report(AssertionError(f"suspects {early} pass after fewer than {_STEPS_TO_PASS} steps"))
 
     def _hold(self, group: SequenceGroup) -> bool:
-        held = super()._hold(group)
+        held = Planner._hold(self.planner, group)
         if held:
             num_cached = len(self.batch.blocks.cached_start(group.computing[0]).blocks)
             ends = [end for _, end, key in self.batch.underway.awaited() if key == group.request.key]
@@ -760,7 +786,7 @@ class CheckedScheduler(Scheduler):
         if self._fairness is not None:
             for group in (*self.running, *self.swapped):
                 self._fairness.leaves(group)
-        super().void_in_flight(now)
+        Losses.void_in_flight(self.losses, now)
         self._compiled.clear()
         self._check()
 
@@ -778,7 +804,7 @@ class CheckedScheduler(Scheduler):
             before = cast(FairPolicy, self.policy).counters.get(tenant, 0)
         floor, last = (self.policy._floor, self._last_turn) if isinstance(self.policy, FairPolicy) else (0, None)
         count = self._counter(tenant) if last is not None and not waiting else 0
-        super()._enqueue(group)
+        Arrivals._enqueue(self.arrivals, group)
         if last is not None and not waiting and self._counter(tenant) != max(count, floor, self._counter(last)):
             self._report(AssertionError(f"{tenant} comes alone, and starts from another count than {last} has"))
         if comes_back and self._counter(tenant) != max(before, min(map(self._counter, waiting))):
@@ -787,7 +813,7 @@ class CheckedScheduler(Scheduler):
     def _preempt_for_decodes(self, now: float) -> bool:
         self._makes_slots = True
         try:
-            self._has_preempted = super()._preempt_for_decodes(now)
+            self._has_preempted = Planner._preempt_for_decodes(self.planner, now)
             return self._has_preempted
         finally:
             self._makes_slots = False
@@ -802,7 +828,7 @@ class CheckedScheduler(Scheduler):
             writers.update(sequence.block_table[index : index + 1])
         return needed + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
 
-    def _preempt(self, group: SequenceGroup, now: float) -> None:
+    def preempt(self, group: SequenceGroup, now: float) -> None:
         if self._makes_slots and self.batch.blocks.has_retired:
             self._report(AssertionError(f"{group.request.request_id} makes room beside blocks of finished requests"))
         if self._makes_slots and self._needed_now() <= self.batch.blocks.pool.num_free:
@@ -815,7 +841,7 @@ class CheckedScheduler(Scheduler):
             most = max(map(self._counter, self.running.tenants()))
             if self._counter(tenant) < most or group is not self.running.last_of(tenant):
                 self._report(AssertionError(f"{group.request.request_id} makes room; {tenant} got less than others"))
-        super()._preempt(group, now)
+        Planner.preempt(self.planner, group, now)
         self._num_preempted[group.request.key] += 1
         self.tally.count("preemptions")
         self.tally.count("swap_outs", group.request.key in self.swapped)
@@ -838,7 +864,9 @@ class CheckedScheduler(Scheduler):
         if not accepted_before and (wrong := misread_pin(self.pinned, tenant, token_ids, time_to_live)) is not None:
             self._report(AssertionError(wrong))
         try:
-            made = super().pin(tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before)
+            made = Arrivals.pin(
+                self.arrivals, tenant, token_ids, now, time_to_live, adapter, accepted_before=accepted_before
+            )
         except PinQuotaError:
             if not self._exceeds_quota(tenant, token_ids, adapter):
                 self._report(AssertionError(f"{tenant} may not pin blocks that there is room for"))
@@ -871,10 +899,10 @@ class CheckedScheduler(Scheduler):
 
     def expire_pins(self, now: float) -> None:
         before = list(self.pins)
-        super().expire_pins(now)
+        Arrivals.expire_pins(self.arrivals, now)
         if early := [pin.pin_id for pin in before if self.pins.of_key(pin.key) is None and pin.expires_at > now]:
             self._report(AssertionError(f"pins {early} end before their time"))
-        if scheduler_core._MAX_EXPIRED > 1 and (wrong := [pin for pin in self.pins if self._holds_wrongly(pin, now)]):
+        if arrivals._MAX_EXPIRED > 1 and (wrong := [pin for pin in self.pins if self._holds_wrongly(pin, now)]):
             told = [(len(pin.blocks), len(pin.token_ids), self._pinned_until[pin.pin_id]) for pin in wrong]
             self._report(AssertionError(f"at {now} pins hold more or fewer blocks than they are to: {told}"))
 
@@ -893,7 +921,7 @@ class CheckedScheduler(Scheduler):
         before = [group.request.key for group in self.waiting if group.request.key.client != PIN_CLIENT]
         ends = {pin.pin_id: pin.expires_at for pin in self.pins}
         self._is_refitting = True
-        failures = super().refit(config, now)
+        failures = Arrivals.refit(self.arrivals, config, now)
         self._is_refitting = False
         self._watch_pins()
         # Blocks of another size give other ids.
@@ -903,10 +931,6 @@ class CheckedScheduler(Scheduler):
         if lost := [key for key in before if key not in failed and self.group(key) is None]:
             self._report(AssertionError(f"{lost} are dropped without a word"))
         return failures
-
-    def _forget_failed(self, arriving: Arriving, failed: Collection[int]) -> None:
-        self.forgotten.update(arriving.hashes)
-        super()._forget_failed(arriving, failed)
 
     def forget_cached(self) -> int:
         self.forgotten.update(self.tier._slots)
@@ -930,7 +954,7 @@ class CheckedScheduler(Scheduler):
                 first, had = group.computing[0], self._entered[group.request.key]
                 if first.row is not None and self.batch.rows.num_entered[first.row] != had[first.index]:
                     self._report(AssertionError(f"{group.request.request_id} counts other tokens than it entered with"))
-        super()._displace(now)
+        Planner._displace(self.planner, now)
         displaced = [group for group in before if group.request.key not in self.running]
         if not displaced:
             return
@@ -942,8 +966,8 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a request displaces one whose turn is not over"))
         elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
-        is_all = len(displaced) < scheduler_core._MAX_DISPLACED and (len(self.running) or len(self.promises))
-        if is_all and not self._room.fits(entering, self._room.to_grow()):
+        is_all = len(displaced) < planner._MAX_DISPLACED and (len(self.running) or len(self.promises))
+        if is_all and not self.room.fits(entering, self.room.to_grow()):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 
     def _check(self, *, is_changed: bool = True) -> None:
@@ -974,7 +998,7 @@ class CheckedScheduler(Scheduler):
 
     def _check_held_as_new(self) -> None:
         """What has run elsewhere is not held with what never ran."""
-        for group in self.waiting.held_few(len(self.waiting)) if self._new_wait_until is not None else ():
+        for group in self.waiting.held_few(len(self.waiting)) if self.new_wait_until is not None else ():
             key = group.request.key
             waits = self.batch.underway.is_known(key) or self.preparations.needed_by(key)
             if group.request.emitted and not (group.request.is_offer or waits):
@@ -1023,11 +1047,3 @@ def expire_checked(leases: Leases, now: float, pool: BlockPool) -> None:
 
 
 _expire = Leases.expire
-
-
-class RecordedScheduler(recorder._RecordedScheduler, CheckedScheduler):
-    """The same, recorded."""
-
-    def __init__(self, config: SchedulerConfig, names: Names, recording: Recorder) -> None:
-        self._names = names
-        super().__init__(config, recording.put, recording._hider)

@@ -25,7 +25,7 @@ from quire.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.moves import Leases
-from scheduler_svc.recording.recorder import Recorder
+from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.app import serve
@@ -36,7 +36,7 @@ from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
 from tests.sim.world.block_disk import BlockDisk, SimDiskTier, open_tier, simulated_block_disks
 from tests.sim.world.charges import Charges
-from tests.sim.world.checked_core import STEP_TIMEOUT_S, CheckedScheduler, RecordedScheduler, expire_checked
+from tests.sim.world.checked_core import STEP_TIMEOUT_S, CheckedScheduler, expire_checked
 from tests.sim.world.clients import Client, Story
 from tests.sim.world.device import Devices, HashRunner, HeldPool, SimAdapters, SimDeviceLoop, prepare
 from tests.sim.world.disk import Disk, Recording, simulated_disks
@@ -772,11 +772,14 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         assert isinstance(node, Node)
         return node.host
 
-    def make_core(config: SchedulerConfig, *recording: Recorder) -> CheckedScheduler:
-        cluster, make = clusters[-1], RecordedScheduler if recording else CheckedScheduler
-        core = cluster.cores[host()] = make(config, cluster.names, *recording)
+    def make_core(config: SchedulerConfig) -> CheckedScheduler:
+        cluster = clusters[-1]
+        core = cluster.cores[host()] = CheckedScheduler(config, cluster.names)
         core.asked, core.pinned, core.told_s = cluster.asked, cluster.pinned, cluster.told_s
         return core
+
+    def make_recorded(config: SchedulerConfig, recording: Recorder) -> RecordedScheduler:
+        return RecordedScheduler(make_core(config), recording.put, recording._hider)
 
     def make_requests(*arguments: Any) -> CheckedRequests:
         requests = clusters[-1].requests[host()] = CheckedRequests(*arguments)
@@ -793,7 +796,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         checked_routing(),
         counted_once(),
         simulated_block_disks(),
-        simulated_disks(lambda: clusters[-1].disks, make_core),
+        simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
         # Recordings have no class of tests.
         patch.object(Leases, "expire", expire_checked),

@@ -56,12 +56,7 @@ KEPT: dict[str, str] = {
         BlockFile._written BlockManager._names Scheduler._compiled Scheduler._entered Scheduler._fetched
         Scheduler._had_drafts Scheduler._names Scheduler.pinned Scheduler.told_s
         Scheduler._own_losses Scheduler._pinned_until Scheduler._place_of Scheduler._started_at Scheduler._times_of
-        _RecordedScheduler._entered _RecordedScheduler._fetched
-        Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names _ObservedHashes._hashes
-        _RecordedScheduler._compiled _RecordedScheduler._had_drafts _RecordedScheduler._names
-        _RecordedScheduler._own_losses _RecordedScheduler._pinned_until _RecordedScheduler._place_of
-        _RecordedScheduler._started_at _RecordedScheduler._times_of _RecordedScheduler.asked
-        _RecordedScheduler.forgotten _RecordedScheduler.pinned _RecordedScheduler.told_s""",
+        Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names _ObservedHashes._hashes""",
 }
 """Tables that may hold something when all is quiet, by the reason."""
 _KEPT = frozenset(name for names in KEPT.values() for name in names.split())

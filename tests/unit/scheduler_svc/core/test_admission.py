@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import block_pool, kv_cache
-from scheduler_svc.core import scheduler as scheduler_module
+from scheduler_svc.core import block_pool, kv_cache, planner
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import PolicyKind
@@ -220,7 +219,7 @@ def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody
 
 
 def test_groups_that_make_room_leave_some_at_a_time_and_nobody_takes_their_place(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_DISPLACED", 3)
+    monkeypatch.setattr(planner, "_MAX_DISPLACED", 3)
     driver = make_full_driver(*[0] * 20)
     driver.submit(make_request(98, max_tokens=8))
     driver.submit(make_request(99, prompt_len=24 * 16, max_tokens=8, priority=1))
@@ -235,7 +234,7 @@ def test_groups_that_make_room_leave_some_at_a_time_and_nobody_takes_their_place
 
 
 def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(counted, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_ADMISSIONS", 10)
+    monkeypatch.setattr(planner, "_MAX_ADMISSIONS", 10)
     driver = Driver(make_config(num_blocks=200, max_num_seqs=40, max_num_batched_tokens=400))
     for handle in range(25):
         driver.submit(make_request(handle, max_tokens=30))
@@ -248,7 +247,7 @@ def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(c
 
 
 def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_step(counted, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 24)
+    monkeypatch.setattr(planner, "_MAX_BLOCKS_LOOKED_UP", 24)
     driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
     for handle in range(10):
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=4))
@@ -262,7 +261,7 @@ def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_s
 
 
 def test_who_waits_for_a_long_prompt_is_looked_at_once_and_holds_up_nobody(counted, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 512)
+    monkeypatch.setattr(planner, "_MAX_BLOCKS_LOOKED_UP", 512)
     driver = make_driver(num_blocks=2000)
     long = [7 + index % 40 for index in range(1200)]
     driver.submit(make_request(0, prompt=long, max_tokens=2))
@@ -291,7 +290,7 @@ def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
     driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
     driver.submit(make_request(0, prompt=[5] * 128, max_tokens=2))
     driver.run_until_idle()
-    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 64)
+    monkeypatch.setattr(planner, "_MAX_BLOCKS_LOOKED_UP", 64)
     for handle in range(1, 8):
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=30))
     for num_running in (3, 6, 7):

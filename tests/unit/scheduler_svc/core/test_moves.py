@@ -118,7 +118,7 @@ def test_only_blocks_that_are_fetched_can_fail() -> None:
     with pytest.raises(ValueError, match="fetches 3 blocks, and number 3 failed"):
         driver.scheduler.prepared(preparation.number, failed=frozenset({0, 3}))
     driver.check()
-    assert driver.scheduler.num_arriving == 3
+    assert driver.scheduler.preparations.num_arriving == 3
 
 
 def test_ranks_that_sent_their_parts_are_counted_as_long_as_their_lease_lasts() -> None:
@@ -157,6 +157,23 @@ def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() 
     assert told(driver) == []
     driver.run_what_can()
     assert driver.finished == {2}
+    (preparation,) = told(driver)
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.run_what_can()
+    assert driver.outputs[1] == expected_output(request)
+
+
+def test_only_a_plan_fetches_blocks_and_holds_requests() -> None:
+    """To ask whether the next request could enter changes nothing."""
+    driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
+    running(driver, other, num_steps=1)
+    driver.submit(request)
+    driver.scheduler.abort(other.key)
+    assert not driver.scheduler.planner._can_admit()
+    assert (used(driver), told(driver)) == (0, [])
+    assert not driver.scheduler.waiting.is_held(request.key)
+    driver.plan()
+    assert driver.scheduler.waiting.is_held(request.key)
     (preparation,) = told(driver)
     driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
     driver.run_what_can()
@@ -289,7 +306,7 @@ def test_what_is_cached_of_a_request_is_kept_while_the_rest_is_fetched(failed: s
     driver.submit(again)
     (preparation,) = told(driver)
     assert preparation.arriving is not None
-    assert (len(preparation.arriving.blocks), driver.scheduler.num_arriving, used(driver)) == (2, 2, 4)
+    assert (len(preparation.arriving.blocks), driver.scheduler.preparations.num_arriving, used(driver)) == (2, 2, 4)
     pool = driver.scheduler.batch.blocks.pool
     pool.free(pool.allocate(pool.num_free))
     driver._answer(preparation)

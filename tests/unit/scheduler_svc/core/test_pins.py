@@ -3,7 +3,7 @@
 import pytest
 
 from quire.prefix_hashes import root_hash
-from scheduler_svc.core import scheduler as scheduler_module
+from scheduler_svc.core import arrivals
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError
@@ -123,7 +123,8 @@ def test_only_a_request_that_enters_takes_the_blocks_of_a_pin():
     held = pinned(driver, token_ids=[7] * 48)
     request = make_request(1, prompt=[9] * 18, max_tokens=3)
     driver.submit(request)
-    assert driver.scheduler._can_admit()
+    driver.scheduler.planner.advance_queue()
+    assert driver.scheduler.planner._can_admit()
     assert held.is_held
     driver.scheduler.abort(request.key)
     driver.run_until_idle()
@@ -165,7 +166,7 @@ def make_scheduler_with_pins(count: int) -> Scheduler:
 
 
 def test_pins_that_end_together_end_over_some_calls(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_EXPIRED", 3)
+    monkeypatch.setattr(arrivals, "_MAX_EXPIRED", 3)
     scheduler = make_scheduler_with_pins(7)
     for num_left, next_change in ((4, 4.0), (1, 7.0), (0, None)):
         assert scheduler.schedule(100.0) is None

@@ -19,10 +19,11 @@ from quire.settings import ConfigurationError
 from quire_cli.main import main
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files
 from scheduler_svc.recording.messages import TokenHider
-from scheduler_svc.recording.recorder import Recorder, _RecordedScheduler, _Writer
+from scheduler_svc.recording.recorder import RecordedScheduler, Recorder, _Writer
 from scheduler_svc.recording.replay import compact, replay
 from tests.support import core_driver
 from tests.support.core_driver import Driver, make_config, make_request
@@ -179,7 +180,7 @@ def test_a_core_that_plans_otherwise_is_told_where(
     path = tmp_path / "recording"
     record(path, monkeypatch)
     # A fault in the order of admission.
-    monkeypatch.setattr("scheduler_svc.core.scheduler._MAX_ADMISSIONS", 0)
+    monkeypatch.setattr("scheduler_svc.core.planner._MAX_ADMISSIONS", 0)
     assert main(["replay", str(path)]) == 1
     output = capsys.readouterr().out
     assert "step 0: the plan is nothing to compute; recorded was 1 rows, 5 tokens, 1 samples, 1 assigned" in output
@@ -275,7 +276,7 @@ def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapsh
 
 def test_a_snapshot_between_the_start_of_a_core_and_its_takeover_has_both_cores(tmp_path: Path) -> None:
     told: list[Callable[[], Any]] = []
-    core = _RecordedScheduler(make_config(), told.append, None)
+    core = RecordedScheduler(Scheduler(make_config()), told.append, None)
     core.submit(make_request(1), 0.0)
     core.refit(make_config(num_blocks=32), 1.0)
     assert core.schedule(1.0) is not None
@@ -291,7 +292,8 @@ def test_a_snapshot_between_the_start_of_a_core_and_its_takeover_has_both_cores(
 
 
 def test_names_of_blocks_that_are_nowhere_any_more_are_not_kept() -> None:
-    core = _RecordedScheduler(make_config(num_blocks=4), lambda make: None, TokenHider(bytes(TokenHider.KEY_BYTES)))
+    hider = TokenHider(bytes(TokenHider.KEY_BYTES))
+    core = RecordedScheduler(Scheduler(make_config(num_blocks=4)), lambda make: None, hider)
     assert core._restored is not None
     for number in range(1000):
         core.tier_changed([number % 8], [BlockHash(number.to_bytes(32, "big"))])
@@ -306,7 +308,7 @@ def test_a_snapshot_that_names_other_code_is_refused(
 ) -> None:
     path = large.copy(tmp_path)
     header = files.read_header(path.with_name("recording.snapshot"))
-    for code in (print, Scheduler.schedule, files.create):
+    for code in (print, Planner.schedule, files.create):
         with files.create(path.with_name("recording.snapshot"), header) as file:
             file.write(files.frame(pickle.dumps(code)))
         assert main(["replay", str(path)]) == 2

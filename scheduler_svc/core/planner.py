@@ -1,0 +1,323 @@
+"""Planning of steps, and their results: continuous batching (the paper's sections 4.3 to 4.5)."""
+
+import numpy as np
+
+from scheduler_svc.core.admission import Obstacle, Stop
+from scheduler_svc.core.arrivals import Arrivals
+from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.request import ClientId, MovedBlocks
+from scheduler_svc.core.results import Results, check_result
+from scheduler_svc.core.sequence import Milestone, SequenceGroup
+from scheduler_svc.core.state import State
+from scheduler_svc.core.step import ClientEvents, StepInFlight, StepPlan, StepResult
+
+_MAX_ADMISSIONS = 128
+"""Maximum number of groups that one step admits, to bound planning time; the next step continues. Only short or cached
+prompts reach it."""
+
+_MAX_BLOCKS_LOOKED_UP = 4096
+"""Number of looked-up blocks after which a step looks at no further group: cached blocks of admitted groups, and blocks
+that held groups may share. Each may cost a hash."""
+
+_COMPARED_PER_LOOKED_UP = 4
+"""Number of blocks whose tokens are compared in the time that one lookup takes."""
+
+_MAX_DISPLACED = 128
+"""Maximum number of groups that one step displaces. The group that they make room for is admitted before all others."""
+
+
+class Planner:
+    """Decides which groups enter and leave the batch, and builds the next step."""
+
+    def __init__(self, state: State, arrivals: Arrivals) -> None:
+        self._state = state
+        self._arrivals = arrivals
+        # The step that is being planned: a counter, and the group that `advance_queue` found.
+        self._num_blocks_looked_up = 0
+        self._front: SequenceGroup | None = None
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plans the next step. Returns None if there is nothing to compute until a result or a request comes. If
+        nothing is in flight, a step without rows reports the blocks that were sealed last.
+
+        Every row computes until it has caught up with its tokens: decodes first, one token each, then chunks of the
+        tokens that rows entered with, up to the token budget. Groups enter in the order of the policy, swapped ones
+        before the decodes and waiting ones after the chunks. No group enters in a step that preempts to free blocks.
+        """
+        state = self._state
+        batch = state.batch
+        self._maintain(now)
+        if not self._may_plan():
+            return None
+        self._num_blocks_looked_up = 0
+        state.preparations.planning()
+        state.pace.planning(now)
+        self.advance_queue()
+        if state.in_flight and state.pace.joins_beams(batch.rows) and not self._can_admit():
+            return None
+        self._displace(now)
+        has_preempted = self._preempt_for_decodes(now)
+        if not has_preempted:
+            self._swap_in(now)
+        may_grow = state.config.max_drafts > 0 or state.config.max_passes > 1
+        batch.add_decodes(with_drafts=may_grow and not state.trials.are_on)
+        state.shares.add_prefills()
+        state.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
+        state.shares.add_set_aside()
+        # Blocks are swapped out before others may take their place.
+        if not batch.draft.is_empty or batch.blocks.host.has_copies:
+            return self._commit(now)
+        if state.in_flight:
+            return None
+        # This delays no call, and no call may come for long.
+        while batch.blocks.reclaim():
+            pass
+        # A step that only seals: the next step with rows may come late, or never.
+        return self._commit(now) if batch.has_seals else None
+
+    def _maintain(self, now: float) -> None:
+        """Ends what is over, before a step is planned: blocks of ended requests, pins, leases, trials."""
+        state = self._state
+        blocks = state.batch.blocks
+        if blocks.has_retired:
+            blocks.reclaim()
+        self._arrivals.expire_pins(now)
+        state.leases.expire(now, blocks.pool)
+        self._begin_new(now)
+        state.promised.clear()
+        if state.in_flight:
+            return
+        if state.trials.are_on:
+            self._requeue_passed(now)
+        if state.preparations.suspect_is_next:
+            state.preparations.begin_suspect()
+
+    def _may_plan(self) -> bool:
+        """Whether a step may be planned now, whatever it has to compute."""
+        state = self._state
+        if state.in_flight and (state.trials.are_on or state.preparations.suspect_is_next):
+            # One step at a time, so that a suspect that loses a step loses the same one again.
+            return False
+        return not state.preparations.has_suspect_underway
+
+    def _displace(self, now: float) -> None:
+        """Preempts groups for the next one, if the policy allows it and if that makes enough room."""
+        state = self._state
+        if state.trials.are_on or not len(state.running) or (group := self.peek()) is None or group.request.is_offer:
+            return
+        lacks_rows = state.room.lacks_rows(group)
+        candidates = state.policy.displaced_by(group, state.running, state.batch, lacks_rows=lacks_rows)
+        if not candidates:
+            return
+        to_grow = state.room.to_grow()
+        if not state.room.fits(group, to_grow):
+            for victim in state.room.victims(group, candidates, to_grow)[:_MAX_DISPLACED]:
+                self.preempt(victim, now)
+            self.advance_queue()
+
+    def _preempt_for_decodes(self, now: float) -> bool:
+        """Preempts until every decoding row can have a slot for its next token. Returns whether it preempted."""
+        state = self._state
+        blocks = state.batch.blocks
+        if state.batch.blocks_for_decodes() <= blocks.pool.num_free:
+            return False
+        victims = state.policy.victims(state.running)
+        has_preempted = False
+        while state.batch.blocks_for_decodes() > blocks.pool.num_free:
+            # A group that runs by itself fits without the pins, as was checked when it arrived.
+            if blocks.reclaim() or state.room.give_way(may_end_pins=len(state.running) == 1):
+                continue
+            self.preempt(next(victims), now)
+            has_preempted = True
+        if not has_preempted:
+            # An offer may wait again, and there may be room for blocks to fetch.
+            self.advance_queue()
+        return has_preempted
+
+    def _swap_in(self, now: float) -> None:
+        """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
+        state = self._state
+        while (group := self.peek()) is not None and group.request.key in state.swapped:
+            if not state.room.make_way(group, state.room.to_grow()):
+                return
+            state.placement.swap_in(group, now)
+            self.advance_queue()
+
+    def _admit(self, now: float) -> Stop | None:
+        """Admits waiting groups while rows, blocks and the token budget last, and until a swapped group is next, which
+        comes back before the next step. Returns what stopped it."""
+        state = self._state
+        to_grow: int | None = None
+        for num_admitted in range(_MAX_ADMISSIONS):
+            if state.batch.draft.budget <= 0:
+                return Stop(Obstacle.TOKENS)
+            if num_admitted:
+                self.advance_queue()
+            group = self.peek()
+            if group is None and state.trials.are_on:
+                return Stop(Obstacle.SUSPECTS)
+            if group is None:
+                return Stop(Obstacle.NEXT_STEP) if state.waiting.has_next else None
+            key = group.request.key
+            if key not in state.waiting:
+                return Stop(Obstacle.SWAPPED_FIRST, key)
+            if to_grow is None:
+                to_grow = state.room.to_grow()
+            is_offer = group.request.is_offer
+            if not state.room.make_way(group, state.room.to_grow_for_long() if is_offer else to_grow):
+                return Stop(Obstacle.ROWS if state.room.lacks_rows(group) else Obstacle.BLOCKS, key)
+            if is_offer:
+                state.room.promise(group)
+                state.promised.append(key)
+                state.waiting.hold(key)
+                continue
+            growth = state.room.growth_of(group)
+            self._start(group, now)
+            # The blocks that one sequence needs are known; several sequences may share blocks.
+            to_grow = to_grow + growth if len(group.unfinished) == 1 else None
+        return Stop(Obstacle.NEXT_STEP)
+
+    def _start(self, group: SequenceGroup, now: float) -> None:
+        state = self._state
+        group.source, group.has_been_passed = None, False
+        state.coming.discard(group.request.key)
+        is_new = group.cached_tokens is None
+        self._num_blocks_looked_up += state.placement.start(group, now)
+        if is_new:
+            state.num_prompt_tokens += len(group.request.prompt)
+            state.num_cached_tokens += group.cached_tokens or 0
+
+    def _can_admit(self) -> bool:
+        """Whether there is a group that would enter the batch now."""
+        group = self.peek()
+        return group is not None and self._state.room.fits(group, self._state.room.to_grow())
+
+    def peek(self) -> SequenceGroup | None:
+        """The group that enters the batch next, as `advance_queue` found it; None if none may. Changes nothing. A group
+        that does not fit blocks all groups behind it, so that it does not starve under a stream of smaller ones."""
+        return self._front
+
+    def advance_queue(self) -> None:
+        """Releases groups whose wait is over, holds groups that have to wait and begins to fetch their blocks, until
+        one is next that may enter the batch. Called when a plan begins, and again when it has moved groups."""
+        self._front = self._find_next()
+
+    def _find_next(self) -> SequenceGroup | None:
+        state = self._state
+        for key in state.batch.underway.take_released():
+            state.waiting.release(key)
+        if state.trials.are_on:
+            if state.swapped.has_next:
+                group = state.swapped.first()
+            else:
+                group = None if state.in_flight else state.trials.next_of(state.waiting, state.running)
+            # Does not wait for its constraint: if compiling it kills the worker, the step of this request shows that.
+            return None if group is None or state.preparations.hold(group.request, may_compile=True) else group
+        while state.waiting.has_next or state.swapped.has_next:
+            if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
+                return None
+            group = state.policy.next_of(state.waiting, state.swapped)
+            queue = state.swapped if group.request.key in state.swapped else state.waiting
+            if (queue is state.waiting and state.is_held_as_new(group)) or state.preparations.hold(group.request):
+                queue.hold(group.request.key)
+                group.has_been_passed |= isinstance(state.preparations.needed_by(group.request.key), MovedBlocks)
+            elif queue is state.swapped or not self._hold(group):
+                return group
+        return None
+
+    def _hold(self, group: SequenceGroup) -> bool:
+        """Holds a waiting group if rows are computing enough of its next blocks. Returns whether it did. Groups behind
+        it pass meanwhile. It never waits for a group behind it."""
+        batch = self._state.batch
+        if not batch.underway.has_any:
+            return False
+        batch.name_underway()
+        sequence, num_looked_up = group.computing[0], batch.blocks.num_looked_up
+        num_cached, hashes = batch.blocks.next_hashes(sequence, batch.underway.min_run)
+        row = batch.underway.row_of(hashes)
+        if row is None or batch.rows.order[row] > group.order:
+            return False
+        num_known = num_cached + len(hashes)
+        num_blocks = batch.num_in_common(row, sequence, num_known)
+        num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
+        self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
+        batch.underway.hold(group.request.key, row, num_blocks)
+        self._state.waiting.hold(group.request.key)
+        return True
+
+    def _commit(self, now: float) -> StepPlan:
+        """Finishes the step that was built. It is in flight from now on."""
+        state = self._state
+        state.last_step_id += 1
+        state.num_steps += 1
+        rows = state.batch.rows
+        prefills, has_chunks = rows.prefills.copy(), state.batch.draft.has_chunks
+        plan = state.batch.commit(state.last_step_id)
+        state.policy.charge(plan, prefills, rows.tenant)
+        sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
+        step = StepInFlight(
+            plan.step_id,
+            sampling,
+            rows.incarnation[sampling],
+            plan.max_drafts,
+            chunks,
+            rows.incarnation[chunks],
+            rows.num_computed[chunks],
+            now,
+            has_chunks,
+            plan.swap_in[:, 1],
+        )
+        state.in_flight.append(step)
+        return plan
+
+    def preempt(self, group: SequenceGroup, now: float) -> None:
+        """Takes a running group out of the batch."""
+        self._state.num_swap_outs += self._state.placement.preempt(group, now)
+        self._state.num_preemptions += 1
+
+    def _requeue_passed(self, now: float) -> None:
+        state = self._state
+        for group in state.trials.take_passed(state.running, state.queues.is_live):
+            group.timeline.note(Milestone.RECOMPUTED, now)
+            state.placement.requeue(group)
+
+    def _begin_new(self, now: float) -> None:
+        """Releases requests that were held as new, if their time is over."""
+        state = self._state
+        if state.new_wait_until is not None and state.new_wait_until <= now:
+            held = list(filter(state.is_held_as_new, state.waiting.held_few(len(state.waiting))))
+            state.new_wait_until = None
+            for key in (group.request.key for group in held):
+                if not (state.batch.underway.is_known(key) or state.preparations.needed_by(key)):
+                    state.waiting.release(key)
+
+    def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
+        """Applies the result of the oldest step in flight. Returns the events by client.
+
+        Raises ValueError and changes nothing if the result belongs to another step or is invalid. The caller must drop
+        the worker then: see `lose_in_flight`.
+        """
+        state = self._state
+        if not state.in_flight or state.in_flight[0].step_id != result.step_id:
+            expected = state.in_flight[0].step_id if state.in_flight else "none"
+            raise ValueError(f"got the result of step {result.step_id}; the oldest step in flight is {expected}")
+        step = state.in_flight[0]
+        check_result(step, result, state.batch.rows)
+        state.in_flight.popleft()
+        state.pace.answered(step, now)
+        if result.num_tokens is not None and result.num_drafts is not None and result.num_drafts.any():
+            num_right = np.maximum(result.num_tokens - result.num_passes, 0)
+            state.draft_counts.add(num_right, result.num_drafts, result.num_passes)
+        state.preparations.refused(result.refused)
+        sequences = state.batch.rows.sequences_in(step.rows) if state.trials.are_on else []
+        state.trials.answered(each.request.key for each in sequences if each is not None)
+        results = Results(state.batch, state.running, now)
+        results.apply(step, result)
+        if results.further is not None:
+            further_rows, counts = results.further
+            state.policy.charge_drafts(state.batch.rows.tenant[further_rows], counts)
+        for group in results.ended:
+            state.trials.ended(group.request.key)
+            if group.request.key.client == PIN_CLIENT:
+                self._arrivals.complete_pin(group)
+        return results.events.by_client
