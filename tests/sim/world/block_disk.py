@@ -32,9 +32,9 @@ T = TypeVar("T")
 _SHORT = 0.05
 """The share of writes that take a part of what they are given."""
 _WRITE_S = 0.003
-"""If a process is killed, only writes from this many last seconds may be lost."""
+"""A killed process may lose only the writes of its last seconds, this many."""
 _UNSYNCED_S = 3.0
-"""If the power fails, only writes from this many last seconds may be lost."""
+"""A power failure may lose only the unsynced writes of this many last seconds."""
 _LOOK_S, _READ_S = 0.05, 0.004
 _FLAG = "/tmp/quire-world.kv"
 
