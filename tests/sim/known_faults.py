@@ -46,7 +46,7 @@ def read_faults(table: str) -> Iterator[KnownFault]:
 
 
 def _side(lines: Sequence[str], other: str) -> str:
-    """The text of one side of a hunk: all lines except those that begin with `other`."""
+    """The text of one side of a hunk: all lines that do not begin with `other`."""
     return "".join(f"{line[1:]}\n" for line in lines if not line.startswith(other))
 
 
