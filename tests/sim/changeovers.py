@@ -13,8 +13,8 @@ from tests.sim.world.traffic import ADAPTERS, MAX_OUTPUT, Generate, Kind, Reques
 
 
 def sessions_at_work(seed: int, draw: Random) -> Plan:
-    """A scheduler dies, and the next one has loaded adapters and fetched blocks by the time the worker learns that the
-    stream of the first scheduler has ended: the worker's answers could not go out."""
+    """A scheduler dies, and the next one is loading adapters and fetching blocks when the worker learns that the stream
+    of the first one has ended: it learns that late, since its answers could not go out."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, slowness=10.0, disk_blocks=500)
     size = layout.worker.block_size
     worker = replace(layout.worker, max_adapters=1, max_num_rows=16, num_blocks=640 // size, num_host_blocks=0)

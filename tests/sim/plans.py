@@ -150,8 +150,8 @@ def with_long_recomputations(layout: Layout) -> Layout:
 
 
 def with_stops(draw: Random, request: Request) -> Request:
-    """Most requests that may stop do so at a text of several tokens that they output, and also output the beginnings of
-    other stop strings."""
+    """Most requests that may stop do so at a text of several tokens in their output, which also has beginnings of other
+    stop strings."""
     if not isinstance(request, Generate) or draw.random() < 0.3:
         return request
     options = request.options

@@ -12,8 +12,7 @@ from tests.sim.world.traffic import ADAPTERS, LONGEST, MAX_OUTPUT, Generate, Kin
 
 
 def _constraints_again(seed: int, draw: Random) -> Plan:
-    """Requests need slow constraints again before these are compiled, while the maximum number of other constraints is
-    under way."""
+    """Requests need slow constraints again before these are compiled, while the maximum of others is under way."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, preparations_are_slow=True)
     worker = replace(layout.worker, max_num_rows=64, num_blocks=1600 // layout.worker.block_size)
     layout = replace(layout, worker=worker, settings=replace(layout.settings, max_waiting_requests=MANY))

@@ -66,8 +66,7 @@ _HOST_TOKENS = (60, 300, 1000, 3000)
 
 
 def _searches_that_swap(seed: int, draw: Random) -> Plan:
-    """Beam searches are preempted and resumed just after their sequences forked, while these share the blocks that they
-    write."""
+    """Beam searches are preempted and resumed just after their sequences forked and share blocks that they write."""
     layout, requests = _preempting(draw)
     worker = replace(layout.worker, block_size=16, num_blocks=12, num_host_blocks=64)
     layout = replace(layout, worker=worker, settings=replace(layout.settings, preemption_mode="swap"))
@@ -189,8 +188,7 @@ def with_host_cache(draw: Random, layout: Layout) -> Layout:
 
 
 def draw_on_host(seed: int, draw: Random) -> Plan:
-    """A few prompts repeat; the pool has room for one or two of them, and host memory for more. Some disks also hold
-    them."""
+    """A few prompts repeat; the pool has room for one or two of them, host memory for more. So do some disks."""
     layout, requests, over_s = _few_prompts(draw)
     layout = with_host_cache(draw, with_ranks(Random(f"ranks of hosts {seed}"), layout))
     layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY))
@@ -222,8 +220,7 @@ def draw_on_disk(seed: int, draw: Random) -> Plan:
 
 
 def _few_prompts(draw: Random) -> tuple[Layout, list[Request], float]:
-    """A few prompts that repeat within a number of seconds, and a pool with room for one or two of them. Also returns
-    that number."""
+    """A pool with room for one or two of a few prompts, requests that repeat them, and the seconds in which they do."""
     layout, over_s = draw_layout(draw, Kind.TIGHT), draw.choice((1.0, 5.0))
     worker = layout.worker
     # The smallest pool that refuses no request.
@@ -367,8 +364,7 @@ def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
 
 
 def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
-    """Durable streams are taken over or cancelled while a worker, or the connection to a scheduler, is down for
-    long."""
+    """Durable streams are taken over or cancelled while a worker or the connection to a scheduler is down for long."""
     way_is_gone = draw.random() < 0.5
     # A request that is cancelled while its scheduler is away must run long after that, to show whether it is ended.
     slowness = 150.0 if way_is_gone else 20.0
@@ -559,8 +555,7 @@ def _pins_beside_leases(seed: int, draw: Random) -> Plan:
 
 
 def _heirs(seed: int, draw: Random) -> Plan:
-    """Requests preempt others that are the only holders of their common prefix and hold little more, while further
-    requests stay."""
+    """Requests preempt others that hold little more than the only copy of their common prefix; further ones stay."""
     layout, _ = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
@@ -583,8 +578,7 @@ def _heirs(seed: int, draw: Random) -> Plan:
 
 
 def _displaced_for_moves(seed: int, draw: Random) -> Plan:
-    """A request preempts the only running one, which is swapped out to host memory, and then gets its blocks from disk
-    into the freed places."""
+    """A request preempts the only running one, which is swapped out, and loads blocks from disk into its places."""
     layout, _ = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(LONGEST + 20) // size, num_host_blocks=640 // size)

@@ -63,8 +63,8 @@ from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_ne
 from tests.sim.world.world import StuckError, World
 
 _PATIENCE_S = 90.0
-"""Seconds after all trouble, for the longest ping and the longest wait of a client for its next call: then all must be
-over."""
+"""Seconds after all trouble, for the longest ping and a client's longest wait for its next call: all must be over
+then."""
 _QUOTA_S = 300.0
 """Maximum seconds that a client with a rate-limited key waits, with all its attempts."""
 _DEADLY_S = 200.0

@@ -1,8 +1,8 @@
 """The disk of a worker's blocks in a world: the product's own file and tier, over bytes that outlive processes.
 
 Slowness, lack of space, failures and bit rot are drawn. A killed process loses its last writes from some point on; a
-machine that loses power loses any writes that were not yet synced. The work of a disk thread is a job of its process,
-in parts, and steps run between these parts.
+machine that loses power may lose any of its recent writes. The work of a disk thread is a job of its process, in parts,
+and steps run between these parts.
 """
 
 import errno
@@ -32,9 +32,9 @@ T = TypeVar("T")
 _SHORT = 0.05
 """The share of writes that take a part of what they are given."""
 _WRITE_S = 0.003
-"""A killed process may lose only the writes of its last seconds, this many."""
+"""Seconds before a kill whose writes may be lost."""
 _UNSYNCED_S = 3.0
-"""A power failure may lose only the unsynced writes of this many last seconds."""
+"""Seconds before a power failure whose writes may be lost."""
 _LOOK_S, _READ_S = 0.05, 0.004
 _FLAG = "/tmp/quire-world.kv"
 
@@ -177,8 +177,7 @@ def open_tier(
 
 
 class _OrderedFile(BlockFile):
-    """A file that evicts the block that was written or read longest ago; after a restart, the block written longest
-    ago."""
+    """A file that evicts the least recently used block; after a restart, the block that was written first."""
 
     def __init__(self, space: int, namespace: bytes, block_bytes: int, disk: BlockDisk, node: Node) -> None:
         super().__init__(Path(_FLAG), space, namespace, block_bytes)

@@ -1,5 +1,4 @@
-"""Channels of the simulated transport: they replace gRPC's core below grpc.aio, whose own calls run above it
-unchanged."""
+"""Channels of the simulated transport: they replace gRPC's core below grpc.aio, whose own calls run unchanged."""
 
 import asyncio
 import itertools
@@ -137,8 +136,7 @@ class ChannelCore:
     # Calls
 
     def place(self, call: "CallCore") -> None:
-        """Starts a call on the connection, now or once there is one. Without a connection it fails unless it waits for
-        one."""
+        """Starts a call on the connection. Without a connection the call fails, unless it waits for one."""
         if self._connection is not None:
             self._start(call, self._connection)
         elif self._state is _Connectivity.TRANSIENT_FAILURE and not call.waits_for_ready:
@@ -227,7 +225,7 @@ class ChannelCore:
                 watcher.set_result(None)
 
     def connect(self) -> None:
-        """Connects if no attempt is under way."""
+        """Connects if the channel is idle."""
         if self._state is _Connectivity.IDLE and not self._is_closed:
             self._connect()
 

@@ -55,8 +55,7 @@ class Client:
     circumstances: Circumstances
     false_answers: list[FalseAnswerError]
     cancelling: Callable[[tuple[str, str]], Callable[[float], None]]
-    """Called with a request that is about to be cancelled; the returned function is called when the cancellation is
-    done."""
+    """Called with a request that is about to be cancelled; the returned function is called once that is done."""
     _clients: dict[str, AsyncClient] = field(default_factory=dict[str, AsyncClient])
 
     async def ask(self, story: Story) -> None:
@@ -217,8 +216,8 @@ class Client:
 
 @dataclass(slots=True)
 class _SubmitsOnce(Resumption):
-    """Never submits a request again just after a server said that it runs: the key would pay twice. It honours the
-    delay before the next attempt."""
+    """Never submits a request again just after a server said that it runs, since its key would pay twice, and checks
+    that the delay before an attempt is long enough."""
 
     report: Callable[[FalseAnswerError], object] = lambda _: None
     _lost_since: float | None = field(default=None, init=False)

@@ -705,8 +705,8 @@ class Cluster:
                     raise FalseAnswerError(f"{host} runs {running[tenant.name]} requests of {tenant}")
 
     def check_charges(self, charges: Charges) -> None:
-        """Raises FalseAnswerError if tenants paid less or more than they owe: at schedulers, and by their keys if
-        nothing breaks."""
+        """Raises FalseAnswerError if tenants paid less or more than they owe: at schedulers, and by key if nothing
+        breaks."""
         for host, core in self.cores.items():
             if core.config.policy is PolicyKind.FAIR and (wrong := next(core.bills.wrong(), None)) is not None:
                 raise FalseAnswerError(f"{host}: {wrong}")

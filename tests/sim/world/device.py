@@ -103,8 +103,7 @@ class HeldPool:
 
 
 class HashRunner(FakeRunner):
-    """A runner whose rows draw tokens from the contents of their blocks. Its pool is empty at first, unless it takes
-    over another one."""
+    """A runner whose rows draw tokens from the contents of their blocks. Its pool is empty at first, or taken over."""
 
     # The device loop launches a step when it gets it, and its output is available when its time is over.
     is_asynchronous = True
@@ -125,8 +124,7 @@ class HashRunner(FakeRunner):
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
         self.takes_glitch: Callable[[Place, bool], bool] = lambda *_: False
-        """Whether the values of one row of this step are non-finite. Its argument says if the step has prompt chunks
-        that do not sample."""
+        """Whether a row of this step gets non-finite values; the flag says if it has chunks that do not sample."""
         self.takes_deviation: Callable[[], int] = lambda: 0
         """Nonzero if this rank draws another token than the others."""
         self.num_spoiled = 0
@@ -182,8 +180,7 @@ class HashRunner(FakeRunner):
         return done
 
     def _told(self, batch: Batch, output: StepOutput) -> object:
-        """The data that all ranks must share: the blocks of rows, the contents that they read, and the tokens that they
-        draw."""
+        """Data that must be equal at all ranks: the blocks of rows, the contents that they read, and the tokens."""
         tables = [(row, tuple(self._rows[row].blocks)) for row in batch.rows.tolist()]
         ends = batch.ends.tolist()
         read = [self._readable.read(blocks, end).tobytes() for (_, blocks), end in zip(tables, ends, strict=True)]
@@ -290,8 +287,7 @@ def prepare(node: Node, row_sampling: bytes, devices: "Devices") -> "Future[None
 
 
 class SimAdapters:
-    """A worker's adapter slots, in which a digest stands for an adapter. Some loads may fail, and one adapter may be
-    deadly."""
+    """A worker's adapter slots, in which a digest stands for an adapter. Loads may fail, and one may be deadly."""
 
     num_bytes = 0
 

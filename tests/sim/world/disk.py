@@ -89,8 +89,7 @@ class Disk:
             raise OSError(error, os.strerror(error))
 
     def taken(self, file: "_File", data: memoryview) -> memoryview:
-        """The part of a write that the disk accepts: all or a part. A full disk accepts the bytes that fit before it
-        refuses."""
+        """The part of a write that the disk accepts. A full disk accepts the bytes that fit before it refuses."""
         until, error = self._trouble
         fits = self.world.now < until and error == errno.ENOSPC and self.chance.random() < 0.5
         self._last = file, file.tell(), self.world.now
@@ -105,8 +104,7 @@ class Disk:
         self._synced[os.fstat(file.fileno()).st_ino] = file.tell()
 
     def process_ended(self, *, has_power: bool) -> None:
-        """The process ends by a kill, perhaps in the middle of a write. Without power, unsynced data is lost in
-        part."""
+        """The process ends by a kill, perhaps in the middle of a write. Without power, some unsynced data is lost."""
         self.may_be_cut, self.recorder = True, None
         if not has_power:
             self.num_outages += 1

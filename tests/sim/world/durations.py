@@ -1,5 +1,4 @@
-"""Durations in messages, which are in milliseconds: the receiver must understand the time that the sender, or a client,
-meant."""
+"""Durations in messages, in milliseconds: the receiver must understand the time that the sender or a client meant."""
 
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any

@@ -96,8 +96,7 @@ class Bills:
     _least: Counter[str] = field(default_factory=Counter[str])
     _most: Counter[str] = field(default_factory=Counter[str])
     _entries: dict[RequestKey, list[tuple[int, int]]] = field(default_factory=dict[RequestKey, list[tuple[int, int]]])
-    """For each entry of a request into the batch, the number of tokens to compute then and of tokens generated
-    before."""
+    """For each entry of a request into the batch, the numbers of tokens to compute and of tokens generated before."""
 
     def enters(self, group: SequenceGroup, table: RowTable) -> None:
         """A group has just got rows, and none of its tokens is planned."""

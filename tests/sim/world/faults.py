@@ -103,8 +103,7 @@ class Target(Protocol):
         ...
 
     def start_rival(self, host: str, older_s: float) -> None:
-        """Starts another scheduler with this one's worker. By its clock it started `older_s` seconds before this
-        one."""
+        """Starts another scheduler for this one's worker; by its clock it started `older_s` seconds earlier."""
         ...
 
     def nap(self, nap: "Nap") -> None:
@@ -337,8 +336,8 @@ def _connection(target: Target, opened_by: str, number: int) -> Connection | Non
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """An operator sets a clock back by `back_s` seconds, or forward, and perhaps restarts the process there. A worker
-    accepts a scheduler whose clock was set back after half a minute."""
+    """An operator sets a clock back by `back_s` seconds, or forward, and perhaps restarts the process there. Half a
+    minute later a worker accepts a scheduler whose clock was set back."""
 
     at: float
     host: str

@@ -132,8 +132,7 @@ class _Trial:
 
 
 class _NoThread(Executor):
-    """Replaces the thread of a gateway's store. Its work runs in the caller, since a thread would outlive a killed
-    gateway."""
+    """Replaces the thread of a gateway's store. Its work runs in the caller, since a thread would outlive a kill."""
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
         """Has the arguments of ThreadPoolExecutor."""

@@ -1,5 +1,4 @@
-"""Calls over HTTP: requests of OpenAI's and Anthropic's APIs, the answers that they may get, and the client that makes
-them."""
+"""Calls over HTTP: requests of OpenAI's and Anthropic's APIs, the answers that they may get, and the client."""
 
 import asyncio
 import json
@@ -112,8 +111,7 @@ def _over_http(draw: Random, request: Generate) -> Generate:
     if front in _OPENAI or request.deadly_at is not None:
         front, options = front if front in _OPENAI else Front.CHAT, replace(options, prompt_logprobs=None)
     else:
-        # Other fronts have neither seeds nor several sequences, nor an id by which another call could cancel the
-        # request.
+        # Other fronts have neither seeds nor several sequences, nor an id by which another call could cancel them.
         stop, logprobs = (options.stop, None) if front is Front.MESSAGES else ((), options.logprobs)
         options = GenerationOptions(temperature=0.0, max_tokens=options.max_tokens, logprobs=logprobs, stop=stop)
         request = replace(request, cancels_after_s=None)
@@ -319,8 +317,7 @@ class _Line:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers_within_s: float | None
     ) -> None:
-        """A whole answer may take as long as the world runs; `answers_within_s` limits that in worlds with broken
-        connections."""
+        """A whole answer may take as long as the world runs; `answers_within_s` is the limit if connections break."""
         self._reader, self.writer = reader, writer
         self._answers_within_s = answers_within_s
         self._state = h11.Connection(h11.CLIENT)

@@ -33,8 +33,7 @@ class Weather:
 class Network:
     """The listeners of all hosts, and the directions that are cut.
 
-    A cut loses no data: TCP retransmits it, so it waits until the direction is open again or one end gives up the
-    connection.
+    A cut loses no data: TCP retransmits it until the direction is open again or one end gives up the connection.
     """
 
     def __init__(self, world: World, weather: Weather | None = None) -> None:
@@ -195,8 +194,7 @@ class Pipe:
 
 
 class Connection:
-    """A connection between two processes. The `on_lost` of an end is called once, when it learns that the other end is
-    gone."""
+    """A connection between two processes. The `on_lost` of an end is called once, when it learns of the other's end."""
 
     def __init__(
         self, network: Network, client: Node, server: Node, *, client_patience_s: float, server_patience_s: float
@@ -260,8 +258,7 @@ class Connection:
             node.loop.put(asyncio.Handle(self._lose_server, (why,), node.loop, node.context))
 
     def watch(self) -> None:
-        """Starts the pings of both ends after a cut: each end gives up the connection without an answer within its
-        patience."""
+        """Starts the pings of both ends after a cut: an end without an answer within its patience gives up."""
         for patience, give_up in zip(self._patience, (self.close_client_end, self.close_server_end), strict=True):
             jitter = self.network.world.random.uniform(0.5, 1.0)
 

@@ -1,4 +1,4 @@
-"""Properties of every answer and of every refusal, whatever breaks."""
+"""Invariants of every answer and of every refusal, whatever breaks."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,8 +176,7 @@ class Testimony:
 
     Attributes:
         witnesses: Witnesses of the models that the answer may come from.
-        may_mix: Whether the client has submitted its tokens again when no process knew any more which model they came
-            from.
+        may_mix: Whether the client has submitted its tokens again when no process knew their model any more.
     """
 
     witnesses: list[Witness]
@@ -253,8 +252,7 @@ class Circumstances:
         block_sizes: Block sizes of all workers.
         has_short_queue, has_few_durable: Whether a scheduler refuses waiting requests, or durable ones.
         trouble_s: Total duration of faults.
-        may_fail_loads, may_be_slow: Whether some adapters cannot be loaded, and whether some adapters and constraints
-            take too long.
+        may_fail_loads, may_be_slow: Whether some adapters cannot be loaded, or some preparations take too long.
         may_glitch: Whether a device may compute non-finite values.
         models: The numbers of the models that workers have.
         may_lose_model: Whether at some time no replica may have the model that all workers start with.
@@ -297,8 +295,7 @@ class Circumstances:
         return bool(self.has_faults or self.deadly or self.deadly_need)
 
     def check_takeover(self, request: Generate, error: QuireError) -> None:
-        """Checks why a call that resumes a stream fails: there is no such stream, it is over, or its client takes it
-        back."""
+        """Checks why a call that resumes a stream fails: the stream does not exist, is over, or is taken back."""
         may_be_late = self.may_wait and isinstance(error, DeadlineExceeded)
         if not isinstance(error, NotFound | Aborted) and not may_be_late:
             self.check_refusal(replace(request, verb=Verb.STREAM), error)

@@ -1,5 +1,4 @@
-"""The undisturbed answer to each request, from a straightforward implementation that shares no code with the
-services."""
+"""The undisturbed answer to each request, from a plain implementation that shares no code with the services."""
 
 import math
 from collections.abc import Sequence
@@ -36,8 +35,7 @@ class Answer:
     """The whole answer to a request. `prompt_lines` begin at the prompt's second token, or at the requested position.
 
     Attributes:
-        num_generated: Possible numbers of generated tokens in its usage, from a scheduler or from a gateway that lost
-            it.
+        num_generated: Numbers of generated tokens that its usage may have, from a scheduler or a gateway that lost it.
     """
 
     sequences: tuple[ExpectedSequence, ...]
@@ -136,8 +134,7 @@ class _Beam:
 
 
 def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
-    """Searches as transformers does: one list of all beams' candidates; the best candidates that do not end
-    continue."""
+    """Searches as transformers does: one list of all beams' candidates; the best ones that do not end continue."""
     options, ending = request.options, _ending(request.options)
     search, pattern = options.beam_search, "" if options.constraint is None else options.constraint.regex or ""
     assert search is not None

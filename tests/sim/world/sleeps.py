@@ -32,8 +32,7 @@ class Memory(Protocol):
         ...
 
     def kept(self, scheduler: str, since_s: float, *, is_without_weights: bool) -> str | None:
-        """Memory that a worker still has though it was released for the sleep that began then; None if there is
-        none."""
+        """Memory that a worker still has though it was released for the sleep that began then, or None."""
         ...
 
     def leaving(self, scheduler: str) -> str | None:

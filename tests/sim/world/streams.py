@@ -79,8 +79,7 @@ class Stream:
 
 
 class Window:
-    """Number of bytes that may be sent before the other end has read some. A message may exceed the rest of the
-    window."""
+    """Number of bytes that may be sent before the other end has read some. A message may exceed the rest."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_bytes: int) -> None:
         self._loop = loop

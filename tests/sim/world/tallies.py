@@ -261,6 +261,7 @@ def checked_routing() -> Iterator[None]:
 
 
 def _delay(place: Place) -> int:
-    """Tokens computed before the prompt: the other prompts there, and for each stream that waits for this prompt."""
+    """Delay in tokens: prompts computed before this one, and its own tokens, once more for each stream that waits for
+    it."""
     delayed = 0 if place.role is ReplicaRole.PREFILL else len(place.work.streams)
     return sum(place.work.prompts.values()) + (1 + delayed) * place.num_new_tokens

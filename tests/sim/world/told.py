@@ -1,5 +1,5 @@
-"""Changes of a prefix cache that its watchers receive: all blocks in it and in the tiers below, and no unchanged
-block."""
+"""Changes of a prefix cache that its watchers receive: all blocks in it and in the tiers below, none of them
+unchanged."""
 
 from typing import Any
 

@@ -96,8 +96,7 @@ class Generate:
         pause_s: Seconds that its client takes for each event.
         taken_over_after_s: When another call resumes its durable stream, from the client's position at that time.
         num_takeovers: Number of successive calls that do so.
-        leaves_at_wait: Its client leaves when the wait of the call with this number ends at a gateway; None if it
-            stays.
+        leaves_at_wait: Its client leaves when the n-th wait of its call at a gateway ends; None if it stays.
         takeovers_leave_at: The same of each call that resumes the stream.
         adapter: The name of the adapter that it chooses.
         deadly_at: The position of a token whose computation kills the worker; None if there is none.

@@ -1,6 +1,5 @@
 """Invariants inside services that hold even if no answer shows them: sealed blocks match their names, no token is lost
-on the way, a worker stays with the scheduler that started last, unwanted work stops, and no work waits when it could
-run."""
+on the way, a worker stays with the scheduler that started last, unwanted work stops, and runnable work runs."""
 
 import itertools
 from collections import Counter
@@ -55,8 +54,7 @@ _SILENCE_S = 13.0
 
 Names = dict[BlockHash, tuple[int, int, str, CachedTokens]]
 """The names that schedulers gave to blocks, each with the contents of the block's first and last slot, its owner, and
-the tokens that watchers receive. Tenants share no blocks, and neither do requests of one tenant with different
-salts."""
+the tokens that watchers receive. Tenants share no blocks, nor do requests of one tenant with different salts."""
 
 
 def parent_of(names: Names, name: BlockHash) -> BlockHash | None:
@@ -211,8 +209,7 @@ class CheckedSessions(Sessions):
 
 
 class CheckedWorker(Worker):
-    """Checks that a superseded session carries no work over to the next one, and that its end leaves the work of the
-    next one unchanged."""
+    """Checks that a superseded session leaves no work to the next one, and that its end does not affect that."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -272,8 +269,8 @@ def _now() -> float:
 
 
 class CheckedRequests(Requests):
-    """The table of requests, with invariants checked after each operation: the first failure ends the world, even if no
-    answer shows it."""
+    """The table of requests, with invariants checked after each operation: a failure ends the world, even if no answer
+    shows it."""
 
     _depth = 0
     is_ready = False
@@ -301,8 +298,8 @@ class CheckedRequests(Requests):
         super().report_readiness(readiness)
 
     def dropped(self, operation: str, gateway_id: object) -> None:
-        """Raises RequestsViolationError if an operation, for this gateway, drops a request that should wait longer for
-        its reader."""
+        """Raises RequestsViolationError if an operation of this gateway drops a request that must still wait for a
+        reader."""
         for handle in self._waits.keys() - self._by_handle.keys():
             wait = self._waits.pop(handle)
             is_plain, is_its = wait.owned.durable is None, wait.owned.gateway_id == gateway_id
@@ -318,8 +315,7 @@ class CheckedRequests(Requests):
         _demand(is_bounded, "has room that is kept without an end", offer)
 
     def _check_wait(self, handle: Handle, owned: OwnedRequest) -> None:
-        """Checks timers: an unread request expires a fixed time after its reader left, a durable request after its
-        end."""
+        """Checks timers: unread requests expire a fixed time after their reader left, durable ones after their end."""
         wait = self._waits.get(handle)
         if wait is None:
             wait = self._waits[handle] = _Wait(owned, _now(), _now())
@@ -409,7 +405,8 @@ for _name in ("forget", "forget_outputs", "deliver"):
 
 
 class CheckedDrains(StepLoop):
-    """Checks that a drain ends no earlier than leases do, if it has time, and that a hang is no loss of the link."""
+    """Checks that a drain ends no earlier than leases, if it has time, and that a hung worker is not judged as a lost
+    link."""
 
     _hung = False
 
@@ -432,8 +429,7 @@ class CheckedDrains(StepLoop):
 
 
 class MissedTokenError(TokenGapError):
-    """Tokens were lost between a scheduler and a gateway. A new connection repairs it, so it is reported to the
-    world."""
+    """Tokens were lost between a scheduler and a gateway. A new connection repairs that, so the world is notified."""
 
     def __init__(self, *what: object) -> None:
         super().__init__(*what)
@@ -461,8 +457,7 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     release, hashes_of, refused = Replicas.release, routing.prompt_hashes, Replicas._refused
 
     def note_refused(replicas: Replicas, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
-        """Checks that a refusal by a draining scheduler is not counted as a submission. The request goes to another
-        scheduler, or waits for one."""
+        """Checks that a refusal by a draining scheduler is not counted as a submission: the request tries again."""
         num_before = request.submissions
         refused(replicas, link, error, request)
         if error.reason == "DRAINING" and request.submissions != num_before - (request.replica is None):
@@ -505,12 +500,11 @@ _HEARD_S = 1.0
 @dataclass(slots=True, eq=False)
 class _Cancelled:
     """A request that a tenant has cancelled by its id, at one scheduler, with the nonces that were known there. Without
-    `connections` the scheduler may not have heard of it, and then only a reader must not go on.
+    `connections` the scheduler may not have heard of it, and then the request may run on unless it has a reader.
 
     Attributes:
         unwritten: Messages to the scheduler that gateways had not written when the client got its answer. They may
-            include the end of a plain request, behind slow submissions. A durable request is ended at the scheduler by
-            a call.
+            include the end of a plain request, behind slow submissions. Durable requests are ended by a call.
         at: The time since which these are written, and nothing is in the way.
     """
 
@@ -549,8 +543,7 @@ class Watch:
     def cancelling(
         self, named: tuple[str, str], gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
     ) -> Callable[[float], None]:
-        """A client is about to cancel the request with this tenant and id. Call the returned function with the time at
-        which it got its answer."""
+        """A client is about to cancel a tenant's request by its id. Call the result with the time of its answer."""
         connected = self._connected(gateways, tables)
         owned = [(host, table, list(table._by_id.get(named, ()))) for host, table in tables.items()]
         known = [each for each in owned if each[2]]
@@ -629,8 +622,8 @@ class Watch:
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
 
     def _orphans(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Requests that a scheduler runs, or keeps for a reader, though their gateway is connected and has finished
-        them or moved them elsewhere."""
+        """Requests that a scheduler runs, or keeps for a reader, though their connected gateway has ended or moved
+        them."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             address = self.address_of(host)
             link = gateway._generator.replicas.links.get(address)
@@ -737,8 +730,7 @@ class Watch:
                     yield f"{each.request.request_id} of {host} waits at {at}, and {ready[0]} runs steps"
 
     def _attached(self) -> Iterator[tuple[str, CoreScheduler, list[str]]]:
-        """Schedulers with an undisturbed connection to their workers, with their cores and the hosts of these
-        workers."""
+        """Schedulers with undisturbed connections to their workers, with their cores and their workers' hosts."""
         for host, loop in self.loops.items():
             ranks = [each for each in self.running if worker_of(each) == host.replace("scheduler", "worker")]
             lives = host in self.running and not self.running[host].is_dead and loop.is_attached
@@ -770,8 +762,7 @@ class Watch:
                 yield f"{host} is idle, and requests wait for what it could have prepared"
 
     def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Keys whose limits count more requests than run; a finished request that waits for its client does not
-        count."""
+        """Keys whose limits count more requests than run; finished requests that wait for their client do not count."""
         for host, gateway in gateways.items():
             keys, keeps = gateway.authenticator, gateway._generator.durable_reads.keeps
             assert isinstance(keys, KeyRing)
@@ -792,8 +783,8 @@ class Watch:
                     yield f"{host} takes {address} for draining"
 
     def _needless_timers(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Timers of requests that are over or continued by another entry of the same gateway, and timers that wait for
-        a worker that is back."""
+        """Timers of requests that are over or continued by another entry of the gateway, or that await a running
+        worker."""
         for host, gateway in gateways.items():
             if not self.running[host].is_stopped:
                 replicas = gateway._generator.replicas
