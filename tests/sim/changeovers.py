@@ -1,6 +1,5 @@
-"""Worlds in which one thing takes the place of another that is in the middle of its work: sessions that supersede each
-other, schedulers that begin to drain when requests are on their way, and calls that are cancelled just as their turn
-comes."""
+"""Worlds in which one thing replaces another that is still at work: sessions that supersede each other, schedulers that
+begin to drain while requests are on their way, and calls that are cancelled just as their turn comes."""
 
 from dataclasses import replace
 from random import Random
@@ -14,14 +13,14 @@ from tests.sim.world.traffic import ADAPTERS, MAX_OUTPUT, Generate, Kind, Reques
 
 
 def sessions_at_work(seed: int, draw: Random) -> Plan:
-    """A scheduler is gone, and the next one has adapters loaded and blocks fetched when the worker hears that the
-    stream of the one before has ended: its answers could not go out."""
+    """A scheduler dies, and the next one is loading adapters and fetching blocks when the worker learns that the stream
+    of the first one has ended: it learns that late, since its answers could not go out."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, slowness=10.0, disk_blocks=500)
     size = layout.worker.block_size
     worker = replace(layout.worker, max_adapters=1, max_num_rows=16, num_blocks=640 // size, num_host_blocks=0)
     weather = replace(layout.weather, window_bytes=32)
     settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
-    # Slow loads are underway when the scheduler goes, or when its stream ends.
+    # Slow loads are under way when the scheduler dies, or when its stream ends.
     layout = replace(layout, worker=worker, weather=weather, settings=settings)
     layout = replace(layout, preparations_are_slow=draw.random() < 0.5)
     prompts, requests = [fresh(draw, 100) for _ in range(6)], list[Request]()
@@ -36,8 +35,8 @@ def sessions_at_work(seed: int, draw: Random) -> Plan:
 
 
 def drains_on_the_way(seed: int, draw: Random) -> Plan:
-    """A scheduler begins to drain, for as long as a drain may take, while requests are on their way to it. Its requests
-    go on at another replica, whose queue may be short."""
+    """A scheduler begins to drain, with the maximum drain time, while requests are on their way to it. Its requests
+    continue at another replica, whose queue may be short."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=2, slowness=20.0)
     weather = replace(layout.weather, max_delay_s=draw.choice((0.02, 0.1)))
     settings = replace(layout.settings, max_waiting_requests=draw.choice((3, MANY)), max_durable_requests=MANY)
@@ -52,8 +51,8 @@ def drains_on_the_way(seed: int, draw: Random) -> Plan:
 
 
 def turns_of_clients_that_leave(seed: int, draw: Random) -> Plan:
-    """Calls resume the same streams almost at once, and through two gateways that are slow to find them. Many of their
-    clients leave just as a wait ends, for example for their turn to resume a stream."""
+    """Calls resume the same streams almost at once, through two gateways that are slow to find them. Many of their
+    clients leave just as a wait ends, for example the wait for a turn to resume a stream."""
     layout = replace(draw_layout(draw, Kind.CALM), num_gateways=2, slowness=10.0)
     weather = replace(layout.weather, max_delay_s=draw.choice((0.02, 0.1)))
     settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY, durable_grace=3.0)

@@ -1,10 +1,9 @@
-"""Known faults, put back one at a time: the worlds have to find each.
+"""Known faults, put back one at a time: the worlds must find each of them.
 
 `python -m tests.sim.known_faults [NAME...] [--worlds 1000] [--first 0]` runs worlds from the first seed on until one
-fails, and prints a row of docs/internals/known_faults.md for each fault. A world that fails without the fault, too,
-does not count, and one that does not come to the lines that a fault changes is not run with it. A patch of
-known_faults.diff that does not apply any more fails loudly: where the code has changed, the fault is to be written anew
-for what stands there now.
+fails, and prints a row of docs/internals/known_faults.md for each fault. Worlds that also fail without the fault do not
+count. Worlds that never reach the lines that a fault changes are not run with it. A patch of known_faults.diff that no
+longer applies fails loudly: write the fault anew for the present code.
 """
 
 import argparse
@@ -27,8 +26,8 @@ class KnownFault:
     """A fault of the product.
 
     Attributes:
-        what: What is wrong, for people.
-        was_there: Whether the product had it once; else it was made by hand.
+        what: A description of the fault, for people.
+        was_there: Whether the product once had it; else it was written by hand.
     """
 
     name: str
@@ -38,8 +37,8 @@ class KnownFault:
 
 
 def read_faults(table: str) -> Iterator[KnownFault]:
-    """The faults of a table: `# NAME (ORIGIN): WHAT`, and for each change the module behind `---` and a hunk of a diff,
-    whose context may be as short as makes it unique."""
+    """Reads the faults of a table: `# NAME (ORIGIN): WHAT`, then for each change the module after `---` and a hunk of a
+    diff, whose context only needs to make it unique."""
     for name, origin, what, changes in re.findall(r"^# (\S+) \((.*?)\): (.*)\n((?:(?!# ).*\n)*)", table, re.MULTILINE):
         hunks = [hunk.rstrip("\n").split("\n") for hunk in changes.split("--- ")[1:]]
         patches = [Patch(module, _side(lines, "+"), _side(lines, "-")) for module, *lines in hunks]
@@ -47,7 +46,7 @@ def read_faults(table: str) -> Iterator[KnownFault]:
 
 
 def _side(lines: Sequence[str], other: str) -> str:
-    """The text of one side of a hunk: all but the lines of the other side."""
+    """The text of one side of a hunk: all lines that do not begin with `other`."""
     return "".join(f"{line[1:]}\n" for line in lines if not line.startswith(other))
 
 
@@ -56,12 +55,12 @@ FAULTS = tuple(read_faults(_TABLE.read_text()))
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The first world that finds a fault, and how.
+    """The first world that finds a fault, and the error that shows it.
 
     Attributes:
-        num_worlds: How many worlds ran with the fault, this one included: those that come to what it changes.
-        seconds: What that took, of a processor.
-        how: The error that the world failed by.
+        num_worlds: Number of worlds that reached the changed lines and ran with the fault, this one included.
+        seconds: Processor time of these worlds.
+        how: The error with which the world failed.
     """
 
     seed: int
@@ -71,7 +70,7 @@ class Found:
 
 
 def find(faults: Sequence[KnownFault], seeds: Iterable[int]) -> Iterator[tuple[KnownFault, Found]]:
-    """Runs worlds with each fault until one fails that does not fail without it. Gives what is found as it is found.
+    """Runs worlds with each fault until one fails that does not fail without it. Yields each result as it is found.
 
     Raises StalePatchError.
     """
@@ -97,7 +96,7 @@ def find(faults: Sequence[KnownFault], seeds: Iterable[int]) -> Iterator[tuple[K
 
 
 def _problem_of(seed: int) -> str | None:
-    """By which error a world fails; None where it does not."""
+    """The name of the error with which a world fails; None if it passes."""
     try:
         run_world(draw_plan(seed))
     except Exception as error:
@@ -106,7 +105,7 @@ def _problem_of(seed: int) -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    """Prints a row of a table for each fault; returns 1 where one is not found."""
+    """Prints a table row for each fault; returns 1 if a fault is not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim.known_faults")
     parser.add_argument("names", nargs="*", help="faults to look for; all by default")
     parser.add_argument("--worlds", type=int, default=1000, help="how many worlds to run at most for each")

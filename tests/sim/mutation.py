@@ -1,7 +1,7 @@
-"""Puts a fault into code that is loaded: functions get the code of a changed source, and their own again afterwards.
+"""Puts a fault into loaded code: functions get the code of a changed source, and later their own code again.
 
-Nothing is imported anew, so whoever holds a function already runs the changed one, too. A change must be inside of
-functions or methods, which must not gain or lose variables of functions around them.
+No module is imported anew, so existing references to a function also run the changed code. A change must be inside
+functions or methods, which must not gain or lose variables of enclosing functions.
 """
 
 import ast
@@ -15,19 +15,19 @@ from typing import Any
 
 
 class StalePatchError(Exception):
-    """A patch does not apply any more: the source has changed since it was written."""
+    """A patch no longer applies: the source has changed since the patch was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A change of a module's source: `old`, which is there once, becomes `new`."""
+    """A change to a module's source: `old`, which occurs exactly once, becomes `new`."""
 
     module: str
     old: str
     new: str
 
     def apply(self, source: str) -> str:
-        """The source as it is with this change. Raises StalePatchError."""
+        """The source with this change applied. Raises StalePatchError."""
         if (count := source.count(self.old)) != 1:
             raise StalePatchError(f"{self.module} has the text {count} times, not once: {self.old!r}")
         return source.replace(self.old, self.new)
@@ -35,7 +35,7 @@ class Patch:
 
 @contextmanager
 def patched(*patches: Patch) -> Iterator[None]:
-    """Inside the block, functions are as the patches say.
+    """Applies the patches inside the block.
 
     Raises StalePatchError.
     """
@@ -63,8 +63,8 @@ _PROBES: list[Patch] = []
 
 
 class Reach:
-    """Says which patches a run reaches: one that reaches none of the statements that a patch changes goes the same way
-    with it. Inside the block, functions note that before these statements."""
+    """Records which patches a run reaches. A run that reaches none of the statements that a patch changes behaves the
+    same with the patch. Inside the block, functions record a visit before each of these statements."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._patches = list(patches)
@@ -86,19 +86,19 @@ class Reach:
         self._stack.close()
 
     def take(self) -> set[Patch]:
-        """The patches that were reached since the last call."""
+        """Returns the patches that were reached since the last call."""
         reached = set(_REACHED)
         _REACHED.clear()
         return reached
 
 
 def reached(number: int) -> None:
-    """A run comes to what the patch of this number changes."""
+    """Records that a run reaches the code that the patch with this number changes."""
     _REACHED.add(_PROBES[number])
 
 
 def _probe(patch: Patch, tree: ast.Module, source: str) -> None:
-    """Puts a note before each of the smallest statements that a patch changes."""
+    """Inserts a call of `reached` before each of the smallest statements that a patch changes."""
     patch.apply(source)
     old, new = patch.old.splitlines(), patch.new.splitlines()
     same = next((place for place, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(new))
@@ -125,7 +125,7 @@ def _has(statement: ast.stmt, line: int) -> bool:
 
 
 def _changes(module: ModuleType, patches: Sequence[Patch]) -> list[tuple[FunctionType, CodeType]]:
-    """The functions of a module that patches change, with the code that they get."""
+    """The functions of a module that patches change, each with its new code."""
     source = inspect.getsource(module)
     for patch in patches:
         source = patch.apply(source)
@@ -136,7 +136,7 @@ def _changes(module: ModuleType, patches: Sequence[Patch]) -> list[tuple[Functio
 
 
 def _replaced(module: ModuleType, changed: CodeType) -> list[tuple[FunctionType, CodeType]]:
-    """The functions of a module that are others in changed code, with what they are there."""
+    """The functions of a module that differ in changed code, each with its code there."""
     codes = {code.co_qualname: code for code in _codes(changed)}
     return [
         (function, code)
@@ -153,7 +153,7 @@ def _compiled(module: ModuleType, source: str) -> CodeType:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object and all within it."""
+    """A code object and all code objects within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -161,7 +161,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    """The functions and methods that a module defines, below whatever wraps them."""
+    """The functions and methods that a module defines, without their wrappers."""
     seen: set[int] = set()
     for value in list(vars(module).values()):
         owned = [value]
@@ -188,7 +188,7 @@ def _unwrapped(value: Any) -> Iterator[FunctionType]:
 
 
 def _is_same(left: CodeType, right: CodeType) -> bool:
-    """Whether two functions do the same; where they are in their files does not count."""
+    """Whether two functions do the same, regardless of their line numbers."""
     if (left.co_code, left.co_names, left.co_varnames) != (right.co_code, right.co_names, right.co_varnames):
         return False
     pairs = zip(left.co_consts, right.co_consts, strict=False)

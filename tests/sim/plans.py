@@ -1,4 +1,4 @@
-"""Plans of worlds: all that a world is a function of, and how a usual one is drawn."""
+"""Plans of worlds: everything that determines a world, and how a usual plan is drawn."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -37,10 +37,10 @@ from tests.sim.world.traffic import (
 )
 
 START_S = 2.0
-"""By then all processes serve, so that without faults no call fails."""
+"""All processes serve by this time, so calls do not fail without faults."""
 RARE = 0.1
-"""The share of worlds with a deadly request, of those with another model, of those whose streams are taken over, and of
-those in which what seldom comes together does."""
+"""The share of worlds with a deadly request, with another model, with streams that are taken over, or with a rare
+coincidence."""
 _OFTEN = 0.6
 """The share of worlds with tight pools whose requests come almost at once and grow."""
 _ADAPTED = 0.25
@@ -52,18 +52,18 @@ _DRAFTING = 0.4
 _PASSING = 0.3
 """The share of worlds whose workers run the model several times in a step of decodes."""
 _LONG_LOAD_S = 33.0
-"""Of a model that takes longer than a scheduler waits for the end of a sleep with weights."""
+"""Load time of a model that is longer than a scheduler waits for the end of a sleep with weights."""
 KEEPING = 0.5
-"""The share of worlds in which the pools of workers outlive them."""
+"""The share of worlds in which the workers' pools outlive their processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a world is a function of. Requests and faults can be left out: what is left is a world, too.
+    """Everything that determines a world. A plan without some of its requests and faults is a valid plan, too.
 
     Attributes:
-        seed: Of what chance decides while the world runs: delays, jobs, who goes on first.
-        low_limits: Names of limits of services that are low in this world.
+        seed: Seed of the random choices while the world runs: delays, jobs, the order of processes.
+        low_limits: Names of service limits that are low in this world.
     """
 
     seed: int
@@ -80,7 +80,7 @@ def draw_usual(seed: int) -> Plan:
     over_s = draw.choice((0.05, 0.3, 0.3) if kind is Kind.TIGHT else (0.3, 3.0, 10.0))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, kind, layout.clients, pool_tokens, over_s)
-    # Of its own, as all that follows: what is rare changes nothing else in a plan.
+    # A separate generator, as for all that follows: rare features change nothing else in a plan.
     rare = Random(f"more {seed}")
     if kind is Kind.TIGHT and rare.random() < _OFTEN:
         requests = grown(rare, requests)
@@ -122,7 +122,7 @@ def draw_usual(seed: int) -> Plan:
 def plan_of(
     seed: int, layout: Layout, requests: Iterable[Request], faults: Iterable[Fault] = (), low: tuple[str, ...] = ()
 ) -> Plan:
-    """Times of requests and faults are counted from when all processes serve."""
+    """A plan whose request and fault times are relative to the moment when all processes serve."""
     return Plan(
         seed,
         layout,
@@ -144,13 +144,14 @@ def with_passes(draw: Random, layout: Layout) -> Layout:
 
 
 def with_long_recomputations(layout: Layout) -> Layout:
-    """What was preempted is computed again, a little in each step, so that much happens meanwhile."""
+    """Preempted requests are computed again, a little in each step, so that much happens meanwhile."""
     settings = replace(layout.settings, preemption_mode="recompute", max_prefill_share=0.1)
     return replace(layout, worker=replace(layout.worker, max_num_batched_tokens=16), settings=settings)
 
 
 def with_stops(draw: Random, request: Request) -> Request:
-    """Most requests that may stop do so at a text of several tokens that they say, and say the beginnings of others."""
+    """Most requests that may stop do so at a text of several tokens in their output, which also has beginnings of other
+    stop strings."""
     if not isinstance(request, Generate) or draw.random() < 0.3:
         return request
     options = request.options
@@ -166,7 +167,7 @@ def with_stops(draw: Random, request: Request) -> Request:
 
 
 def with_least_lengths(draw: Random, plan: Plan) -> Plan:
-    """Many outputs have a least length, and say a stop string about there."""
+    """Many outputs have a minimum length, and contain a stop string at about that length."""
     return replace(plan, requests=tuple(_with_least_length(draw, each) for each in plan.requests))
 
 
@@ -188,7 +189,7 @@ def _with_least_length(draw: Random, request: Request) -> Request:
 
 
 def with_bounded_queues(draw: Random, plan: Plan) -> Plan:
-    """Few tokens may wait, or few requests, and tenants share what room there is."""
+    """Few tokens or few requests may wait, and tenants share the room in the queue."""
     settings = replace(
         plan.layout.settings,
         max_waiting_requests=draw.choice((MANY, 3, 8)),
@@ -199,7 +200,7 @@ def with_bounded_queues(draw: Random, plan: Plan) -> Plan:
 
 
 def with_forgetting(draw: Random, plan: Plan) -> Plan:
-    """Schedulers forget what is cached, soon after requests."""
+    """Schedulers drop their cached blocks soon after requests."""
     schedulers = [host for host in plan.layout.replicas if host.startswith("scheduler")]
     times = [each.at for each in plan.requests] or [START_S]
     forgets = [
@@ -223,10 +224,10 @@ def with_naps(draw: Random, plan: Plan) -> Plan:
 
 
 def with_broken_naps(draw: Random, plan: Plan) -> Plan:
-    """Something breaks while an operator puts replicas to sleep."""
+    """A fault occurs while an operator puts replicas to sleep."""
     layout, faults = plan.layout, list(plan.faults)
     for nap in [each for each in plan.faults if isinstance(each, Nap)]:
-        # By then the call is at the schedulers and the workers.
+        # By then the call has reached the schedulers and the workers.
         at = nap.at + draw.uniform(0, 0.01 + 10 * layout.weather.max_delay_s)
         replica = draw.randrange(layout.num_replicas)
         scheduler, rank = f"scheduler-{replica}", draw.choice(layout.ranks(f"worker-{replica}"))
@@ -236,7 +237,7 @@ def with_broken_naps(draw: Random, plan: Plan) -> Plan:
 
 
 def with_starts(draw: Random, plan: Plan) -> Plan:
-    """Log probabilities of prompts are asked for from somewhere in them."""
+    """Requests ask for log probabilities of their prompts from some position on."""
     requests = list(plan.requests)
     for place, each in enumerate(requests):
         if isinstance(each, Generate) and each.front is None and each.options.prompt_logprobs is not None:
@@ -246,5 +247,5 @@ def with_starts(draw: Random, plan: Plan) -> Plan:
 
 
 def fresh(draw: Random, count: int) -> tuple[int, ...]:
-    """So many tokens that no other prompt has."""
+    """Draws `count` tokens that no other prompt has."""
     return tuple(draw.randrange(NUM_SPECIAL_TOKENS, VOCAB_SIZE) for _ in range(count))

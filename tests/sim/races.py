@@ -1,4 +1,4 @@
-"""Worlds in which what ends late, or in the same step, meets what is asked for again."""
+"""Worlds in which an event that ends late, or in the same step, races with a repeated request for the same thing."""
 
 from dataclasses import replace
 from random import Random
@@ -12,13 +12,12 @@ from tests.sim.world.traffic import ADAPTERS, LONGEST, MAX_OUTPUT, Generate, Kin
 
 
 def _constraints_again(seed: int, draw: Random) -> Plan:
-    """Constraints that take too long are wanted again before they are compiled, while as many others are underway as
-    may be."""
+    """Requests need slow constraints again before these are compiled, while the maximum of others is under way."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, preparations_are_slow=True)
     worker = replace(layout.worker, max_num_rows=64, num_blocks=1600 // layout.worker.block_size)
     layout = replace(layout, worker=worker, settings=replace(layout.settings, max_waiting_requests=MANY))
     requests: list[Request] = []
-    # Of those that come first the third and the fourth take 7 s, and are given up after 5 s.
+    # The third and the fourth constraint of the first wave take 7 s, and are given up after 5 s.
     waves = (("abcd", 0.0, 0.0), ("efgh", 5.1, 0.3), ("cd", 5.6, 1.3), ("cdij", 6.0, 4.0))
     for first, last, at, within_s in [
         (first, last, at, within_s)
@@ -33,7 +32,7 @@ def _constraints_again(seed: int, draw: Random) -> Plan:
 
 
 def _adapters_that_end_together(seed: int, draw: Random) -> Plan:
-    """Requests with two adapters end in one step, when one of these makes way for a third one already."""
+    """Requests with two adapters end in one step, while one of these adapters already makes way for a third one."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, slowness=10.0)
     layout = replace(layout, worker=replace(layout.worker, max_adapters=2, max_num_rows=16))
     requests: list[Request] = []
@@ -53,8 +52,8 @@ def _adapters_that_end_together(seed: int, draw: Random) -> Plan:
 
 
 def _swaps_in_recomputations(seed: int, draw: Random) -> Plan:
-    """Requests of several sequences, which are computed again in small parts when their worker is back, are displaced
-    before all of that is done, and there is room for them in host memory."""
+    """Requests of several sequences are computed again in small parts when their worker is back. Other requests preempt
+    them before that is done, while host memory has room for them."""
     layout = replace(draw_layout(draw, Kind.TIGHT), num_replicas=1, slowness=10.0)
     worker = replace(layout.worker, block_size=4, num_blocks=(2 * LONGEST + 40) // 4, num_host_blocks=160)
     worker = replace(worker, max_num_rows=16, max_num_batched_tokens=16)
@@ -75,7 +74,7 @@ def _swaps_in_recomputations(seed: int, draw: Random) -> Plan:
 
 
 def _few_durable_tokens(seed: int, draw: Random) -> Plan:
-    """Durable requests that are over make room for new ones, for the tokens of which there is little."""
+    """Finished durable requests make way for new ones, with little room for the tokens of durable requests."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1)
     limits = {"max_durable_tokens": draw.choice((300, 600, 1000)), "max_durable_requests": draw.choice((8, 20))}
     layout = replace(layout, settings=replace(layout.settings, durable_grace=60.0, **limits))
@@ -94,7 +93,7 @@ def _few_durable_tokens(seed: int, draw: Random) -> Plan:
 
 
 def _pins_in_full_queues(seed: int, draw: Random) -> Plan:
-    """Pins that have given blocks back are pinned again, when these are gone and no more requests may wait."""
+    """Pins that have given up blocks are pinned again, when these blocks are gone and the queue is full."""
     layout = replace(draw_layout(draw, Kind.TIGHT), num_replicas=1, num_gateways=1, slowness=10.0)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, max_num_rows=4)
@@ -112,7 +111,7 @@ def _pins_in_full_queues(seed: int, draw: Random) -> Plan:
 
 
 def _disks_after_restarts(seed: int, draw: Random) -> Plan:
-    """Workers start again and again, and go on with their disks, which are small."""
+    """Workers restart again and again, and continue with their small disks."""
     plan = draw_on_disk(seed, draw)
     layout = replace(plan.layout, disk_blocks=draw.choice(DISK_BLOCKS[:2]), keeps_pools=False)
     first = min(each.at for each in plan.requests)
@@ -126,7 +125,7 @@ def _disks_after_restarts(seed: int, draw: Random) -> Plan:
 
 
 def draw_moves_of_one_rank(seed: int, draw: Random) -> Plan:
-    """Requests move between workers of two ranks, of which the second ones do not hear each other."""
+    """Requests move between workers of two ranks whose second ranks cannot reach each other."""
     plan = draw_moving(seed, draw)
     layout = replace(plan.layout, worker=replace(plan.layout.worker, world_size=2, max_passes=1))
     one, other = (layout.ranks(worker)[1] for worker in ("worker-0", "worker-1"))
@@ -136,7 +135,7 @@ def draw_moves_of_one_rank(seed: int, draw: Random) -> Plan:
 
 
 def _wide_against_many(seed: int, draw: Random) -> Plan:
-    """By the policy `fair` requests of several sequences displace some of many small ones, and not too many."""
+    """Under the policy `fair`, requests of several sequences preempt some of many small ones, but not too many."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, slowness=10.0)
     worker = replace(layout.worker, max_num_rows=draw.choice((8, 9)), num_blocks=2400 // layout.worker.block_size)
     settings = replace(layout.settings, policy="fair", max_waiting_requests=MANY)

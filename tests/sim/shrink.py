@@ -1,8 +1,8 @@
-"""Makes the story of a failing world short enough to read: the fewest requests and faults that still fail, and what
-happened then.
+"""Makes the story of a failing world short enough to read: the fewest requests and faults that still fail, and the
+events of that run.
 
-A plan is a value, so parts are left out greedily: halves first, then one after the other, as long as the world fails in
-the same way. It takes at most `_LIMIT_S`; what is left then is told.
+A plan is a value, so the search removes parts greedily: halves first, then one part after the other, as long as the
+world fails in the same way. It takes at most `_LIMIT_S`, and then reports the smallest plan so far.
 """
 
 import logging
@@ -37,8 +37,8 @@ class Failure:
     """How a world fails.
 
     Attributes:
-        kind: The class of the error and of its causes, each with the line that raised it. Failures of one kind are
-            taken for the same.
+        kind: The class of the error and of its causes, each with the line that raised it. Failures of one kind count as
+            the same.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Failure:
 
 
 def failure_of(plan: Plan, on_world: Callable[[World], object] = lambda _: None) -> Failure | None:
-    """How the world of a plan fails; None where it does not. `on_world` gets the world before anything happens."""
+    """The failure of a plan's world; None if it passes. `on_world` gets the world before it begins."""
     try:
         run_world(plan, on_world)
     except Exception as error:
@@ -62,7 +62,7 @@ def _kind(error: BaseException) -> str:
 
 
 def check_world(plan: Plan) -> None:
-    """Runs the world of a plan. Raises WorldFailedError, with the story of a smaller one, where it fails."""
+    """Runs the world of a plan. Raises WorldFailedError, with the story of a smaller plan, if it fails."""
     failure = failure_of(plan)
     if failure is not None:
         small, steps = shrunk(plan, failure.kind)
@@ -70,7 +70,7 @@ def check_world(plan: Plan) -> None:
 
 
 def shrunk(plan: Plan, kind: str, limit_s: float = _LIMIT_S) -> tuple[Plan, int]:
-    """The smallest plan found that fails in this way, and how many worlds ran to find it."""
+    """The smallest plan found that fails in this way, and the number of worlds that the search ran."""
     end, num_worlds = time.monotonic() + limit_s, 0
 
     def fails(smaller: Plan) -> bool:
@@ -93,7 +93,7 @@ def shrunk(plan: Plan, kind: str, limit_s: float = _LIMIT_S) -> tuple[Plan, int]
 
 
 def _fewest(parts: tuple[T, ...], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """The parts without those that the failure does not need."""
+    """Removes the parts that the failure does not need."""
     size = len(parts)
     while size:
         start = 0
@@ -108,7 +108,7 @@ def _fewest(parts: tuple[T, ...], fails: Callable[[tuple[T, ...]], bool]) -> tup
 
 
 def told(plan: Plan, small: Plan, run: Callable[..., Failure | None], num_worlds: int) -> str:
-    """The story of a small plan that fails, for people."""
+    """The story of a small failing plan, for people."""
     lines: list[str] = []
     worlds: list[World] = []
 
@@ -137,7 +137,7 @@ def told(plan: Plan, small: Plan, run: Callable[..., Failure | None], num_worlds
 
 
 def _relevant(story: Sequence[tuple[float, tuple[Any, ...]]]) -> Iterator[str]:
-    """What happened, without what happens all the time; what happens again and again is told once."""
+    """The lines of a story without routine events; repeated events become one line."""
     last, first_at, last_at, count = "", 0.0, 0.0, 0
     for at, what in story:
         words = [str(word) for word in what]
@@ -160,7 +160,7 @@ def _line(what: str, first_at: float, last_at: float, count: int) -> str:
 
 
 def _differing(value: Any) -> str:
-    """A dataclass's fields that are not as they are by default."""
+    """The fields of a dataclass that differ from their defaults."""
     fields = type(value).__dataclass_fields__
     shown = [
         f"{name}={_short(getattr(value, name))}" for name in fields if getattr(value, name) != fields[name].default

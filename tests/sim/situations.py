@@ -1,4 +1,4 @@
-"""What seldom comes together by itself: worlds that are drawn so that it does."""
+"""Rare coincidences: worlds that are drawn so that certain events come together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,13 +60,13 @@ from tests.sim.world.traffic import (
 from tests.support.fake_worker import FakeWorkerConfig
 
 DISK_BLOCKS = (4, 32, 500, 500)
-"""For how many blocks a disk may have room."""
+"""Possible disk sizes, in blocks."""
 _HOST_TOKENS = (60, 300, 1000, 3000)
-"""For how many tokens host memory may have room where it keeps what the pools evict."""
+"""Possible sizes of host memory that holds blocks evicted from the pools, in tokens."""
 
 
 def _searches_that_swap(seed: int, draw: Random) -> Plan:
-    """Beam searches leave and come back when their sequences have just forked and share the blocks that they write."""
+    """Beam searches are preempted and resumed just after their sequences forked and share blocks that they write."""
     layout, requests = _preempting(draw)
     worker = replace(layout.worker, block_size=16, num_blocks=12, num_host_blocks=64)
     layout = replace(layout, worker=worker, settings=replace(layout.settings, preemption_mode="swap"))
@@ -75,8 +75,8 @@ def _searches_that_swap(seed: int, draw: Random) -> Plan:
 
 
 def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
-    """The worker dies while the gateway stands still: that finds stop strings of sequences that are computed again by
-    then, with a prompt that they share."""
+    """The worker dies while the gateway is paused. When the gateway finds stop strings, their sequences are already
+    computed again, with a prompt that they share."""
     layout, requests = _preempting(draw)
     worker = replace(layout.worker, block_size=4, num_blocks=400)
     layout = replace(with_long_recomputations(replace(layout, worker=worker)), num_gateways=1, slowness=20.0)
@@ -98,7 +98,7 @@ def _stops_in_recomputations(seed: int, draw: Random) -> Plan:
 
 
 def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
-    """Streams that run at once, in a pool that is too small for all."""
+    """Streams that run at the same time, in a pool that is too small for all."""
     layout = draw_layout(draw, Kind.TIGHT)
     settings = replace(layout.settings, max_waiting_requests=MANY, policy="fcfs")
     layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=64))
@@ -108,12 +108,12 @@ def _preempting(draw: Random) -> tuple[Layout, list[Generate]]:
 
 
 def _clocks_set_back(seed: int, draw: Random) -> Plan:
-    """A scheduler starts again, and by its clock before it started first."""
+    """A scheduler restarts, and by its clock this is before its first start."""
     return _restarting(seed, draw, lambda at: SetClock(at, "scheduler-0", 600.0, restarts=True))
 
 
 def _clocks_set_back_again(seed: int, draw: Random) -> Plan:
-    """So it does again, once it has its worker."""
+    """The same happens again once the scheduler has its worker."""
     plan = _restarting(seed, draw, lambda at: SetClock(at, "scheduler-0", 600.0, restarts=True))
     again = SetClock(plan.faults[0].at + draw.uniform(40, 50), "scheduler-0", 600.0, restarts=True)
     return replace(plan, faults=(*plan.faults, again))
@@ -127,8 +127,8 @@ def _deaths_between_ranks(seed: int, draw: Random) -> Plan:
 
 
 def draw_moving(seed: int, draw: Random) -> Plan:
-    """Replicas are drained while requests run, and what moves between them is disturbed; as often as not, requests move
-    with their first token, too."""
+    """Replicas drain while requests run, and the transfers between the replicas are disturbed. In half of the worlds
+    requests also move with their first token."""
     layout = replace(with_ranks(draw, draw_layout(draw, draw.choice((Kind.MIXED, Kind.RESTARTS)))), num_replicas=2)
     roles = Random(f"roles {seed}")
     if roles.random() < 0.5:
@@ -145,8 +145,8 @@ def draw_moving(seed: int, draw: Random) -> Plan:
     drains, low = draw_drains(draw, layout.hosts, over_s, layout.worker), ()
     crowded = Random(f"crowded {seed}")
     if crowded.random() < 0.5:
-        # Leases give way while their blocks are on the way, and blocks come where others have just been.
-        # What is asked for is read only as it goes out.
+        # Leases give way while their blocks are on the way, and blocks arrive in places that were just freed. The
+        # blocks to send are read only as they go out.
         weather = replace(layout.weather, bytes_per_s=crowded.choice((2e4, 1e5)), window_bytes=256)
         requests = tuple(_choosing(crowded, each) for each in _doubled(requests))
         layout = replace(layout, worker=_with_small_pool(layout.worker, requests), weather=weather)
@@ -155,7 +155,7 @@ def draw_moving(seed: int, draw: Random) -> Plan:
 
 
 def _with_small_pool(worker: FakeWorkerConfig, requests: Sequence[Request]) -> FakeWorkerConfig:
-    """With a pool as small as one that refuses no request may be, or somewhat larger."""
+    """A worker whose pool is the smallest that refuses no request, or somewhat larger."""
 
     def needed(request: Generate) -> int:
         options, size = request.options, worker.block_size
@@ -168,7 +168,7 @@ def _with_small_pool(worker: FakeWorkerConfig, requests: Sequence[Request]) -> F
 
 
 def _choosing(draw: Random, request: Request) -> Request:
-    """In a third of the cases a beam search, which does not move, and grows where others have just left."""
+    """In a third of the cases returns a beam search, which does not move and takes blocks that others just freed."""
     if not isinstance(request, Generate) or request.front is not None or draw.random() < 0.66:
         return request
     options = GenerationOptions(beam_search=BeamSearch(2), n=1, max_tokens=MAX_OUTPUT, ignore_eos=True)
@@ -176,7 +176,7 @@ def _choosing(draw: Random, request: Request) -> Request:
 
 
 def _doubled(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Twice as many requests for tokens."""
+    """Doubles the number of requests for tokens."""
     more = (replace(each, number=1000 + each.number) for each in requests if isinstance(each, Generate))
     return (*requests, *more)
 
@@ -188,8 +188,7 @@ def with_host_cache(draw: Random, layout: Layout) -> Layout:
 
 
 def draw_on_host(seed: int, draw: Random) -> Plan:
-    """A few prompts come again and again, the pool has room for one or two of them, and the host for more. Some disks
-    have them, too."""
+    """A few prompts repeat; the pool has room for one or two of them, host memory for more. So do some disks."""
     layout, requests, over_s = _few_prompts(draw)
     layout = with_host_cache(draw, with_ranks(Random(f"ranks of hosts {seed}"), layout))
     layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY))
@@ -203,28 +202,28 @@ def draw_on_host(seed: int, draw: Random) -> Plan:
 
 
 def draw_on_disk(seed: int, draw: Random) -> Plan:
-    """A few prompts come again and again, the pool has room for one or two of them, and the disk for more."""
+    """A few prompts repeat; the pool has room for one or two of them, and the disk for more."""
     layout, requests, over_s = _few_prompts(draw)
     layout = replace(layout, disk_blocks=draw.choice(DISK_BLOCKS), keeps_pools=draw.random() < 0.3)
     layout = with_ranks(Random(f"parts on disk {seed}"), layout)
     late = draw_slow_block_disks(Random(f"slow {seed}"), over_s)
     if any(isinstance(fault, HalfOpen | PowerOff) for fault in late):
-        # The worker waits to be rid of its answers, and hears of the next scheduler only then.
+        # The worker waits until its answers have gone out, and only then hears of the next scheduler.
         layout = replace(layout, weather=replace(layout.weather, window_bytes=32))
     faults = (*draw_block_disk_faults(draw, layout.hosts, over_s), *late)
     steps = Random(f"steps {seed}")
     if steps.random() < 0.4:
-        # Blocks come while steps are in flight that write to them.
+        # Blocks arrive while steps that write to them are in flight.
         settings = replace(layout.settings, max_steps_in_flight=4)
         layout = replace(layout, slowness=10.0, settings=settings, worker=replace(layout.worker, max_steps_in_flight=4))
     return plan_of(seed, layout, requests, faults, MOVES if draw.random() < 0.5 else ())
 
 
 def _few_prompts(draw: Random) -> tuple[Layout, list[Request], float]:
-    """A few prompts that come again and again within so many seconds, and a pool with room for one or two of them."""
+    """A pool with room for one or two of a few prompts, requests that repeat them, and the seconds in which they do."""
     layout, over_s = draw_layout(draw, Kind.TIGHT), draw.choice((1.0, 5.0))
     worker = layout.worker
-    # As small as one that refuses no request may be.
+    # The smallest pool that refuses no request.
     pool_tokens = 2 * LONGEST + 40
     worker = replace(worker, num_blocks=pool_tokens // worker.block_size)
     drawn = draw_requests(draw, draw.choice((Kind.CALM, Kind.TIGHT)), layout.clients, pool_tokens, over_s)
@@ -246,7 +245,7 @@ def _few_prompts(draw: Random) -> tuple[Layout, list[Request], float]:
 
 
 def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Plan:
-    """One fault, when requests run."""
+    """One fault while requests run."""
     layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=1)
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests = draw_requests(draw, Kind.RESTARTS, layout.clients, pool_tokens, 0.3)
@@ -254,7 +253,7 @@ def _restarting(seed: int, draw: Random, fault: Callable[[float], Fault]) -> Pla
 
 
 def _slow_preparations(seed: int, draw: Random) -> Plan:
-    """Many constraints and adapters, of which some take longer than schedulers wait."""
+    """Many constraints and adapters; some of them take longer than schedulers wait."""
     layout, over_s = draw_layout(draw, Kind.MIXED), draw.choice((0.3, 0.3, 10.0))
     low = draw_low_limits(draw) or ("scheduler_svc.core.preparation.NUM_KEPT",)
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
@@ -266,8 +265,8 @@ def _slow_preparations(seed: int, draw: Random) -> Plan:
 
 
 def draw_endless_preparations(seed: int, draw: Random) -> Plan:
-    """Requests come all at once, each with a constraint of its own, and soon nothing is left that runs or that workers
-    prepare but constraints that never end. The others can be prepared only when those are given up."""
+    """All requests arrive at once, each with its own constraint. Soon nothing runs, and workers prepare only
+    constraints that never finish. The other constraints can be prepared only after these are given up."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, num_gateways=1, preparations_are_slow=True)
     worker = replace(layout.worker, max_num_rows=64, num_blocks=1600 // layout.worker.block_size)
     settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
@@ -280,7 +279,7 @@ def draw_endless_preparations(seed: int, draw: Random) -> Plan:
 
 
 def _restarts_of_ranks(seed: int, draw: Random) -> Plan:
-    """Workers of two ranks, of which now and then one ends, or is not heard."""
+    """Workers of two ranks; now and then one rank ends or is unreachable."""
     layout = draw_layout(draw, Kind.RESTARTS)
     layout = replace(layout, worker=replace(layout.worker, world_size=2), keeps_pools=draw.random() < KEEPING)
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
@@ -297,7 +296,7 @@ def draw_naps(seed: int, draw: Random) -> Plan:
 
 
 def _adapters_that_swap(seed: int, draw: Random) -> Plan:
-    """Requests leave for host memory, and their adapter has left its slot when they come back."""
+    """Requests are swapped out to host memory, and their adapter has lost its slot when they come back."""
     layout, requests = _preempting(draw)
     settings = replace(layout.settings, preemption_mode="swap")
     layout = replace(layout, settings=settings, worker=replace(layout.worker, num_host_blocks=640, max_adapters=1))
@@ -305,7 +304,7 @@ def _adapters_that_swap(seed: int, draw: Random) -> Plan:
 
 
 def draw_adapters_in_turn(seed: int, draw: Random) -> Plan:
-    """More adapters than there are slots for, mostly one after the other, so that it shows which of them makes way."""
+    """More adapters than slots, used mostly one after the other, so that the order of eviction shows."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1)
     layout = replace(layout, worker=replace(layout.worker, max_adapters=2))
     requests: list[Request] = []
@@ -318,7 +317,7 @@ def draw_adapters_in_turn(seed: int, draw: Random) -> Plan:
 
 
 def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
-    """A worker dies again and again while it computes one prompt, and never twice in a row at the same step of it: the
+    """A worker dies repeatedly while it computes one prompt, but never twice in a row at the same step of it: the
     request is not at fault."""
     layout = draw_layout(draw, Kind.RESTARTS)
     worker = replace(layout.worker, max_num_batched_tokens=16, block_size=16, num_blocks=100)
@@ -332,7 +331,7 @@ def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
 
 
 def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
-    """Requests end and others take their rows and blocks while steps of them are in flight."""
+    """Requests end and others take their rows and blocks while steps of the first ones are in flight."""
     layout, size = draw_layout(draw, Kind.TIGHT), draw.choice((2, 4))
     worker = replace(
         layout.worker,
@@ -350,7 +349,7 @@ def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
     requests, within_s = list[Request](), draw.choice((2.0, 8.0))
     for each in _doubled(draw_requests(draw, Kind.TIGHT, layout.clients, worker.num_blocks * size, 0.3)):
         if isinstance(each, Generate) and each.front is None:
-            # Few fill the pool, so that each that comes takes the blocks of the one that has just left.
+            # Few requests fill the pool, so each new one takes the blocks of the one that has just ended.
             prompt = (each.prompt * 100)[: draw.randint(60, 100)]
             each = replace(each, at=draw.uniform(0, 0.3), timeout_s=None, prompt=prompt)
             match draw.choice(("stay", "leave", "cancel")):
@@ -365,9 +364,9 @@ def draw_rows_that_change_hands(seed: int, draw: Random) -> Plan:
 
 
 def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
-    """Durable streams are taken over or cancelled while a worker is gone for long, or the way to a scheduler."""
+    """Durable streams are taken over or cancelled while a worker or the connection to a scheduler is down for long."""
     way_is_gone = draw.random() < 0.5
-    # What is cancelled while its scheduler is away has to run for long after that, to show whether it is ended.
+    # A request that is cancelled while its scheduler is away must run long after that, to show whether it is ended.
     slowness = 150.0 if way_is_gone else 20.0
     layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=slowness)
     layout = replace(layout, settings=replace(layout.settings, max_durable_requests=MANY, durable_grace=60.0))
@@ -390,11 +389,11 @@ def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
                     pass
         requests.append(each)
     if not way_is_gone:
-        # Streams that were lost are read again, and taken over before any token comes.
+        # Lost streams are read again, and taken over before any token arrives.
         lost_at = at + draw.uniform(0.1, 1.0)
         lost = [Reset(lost_at, "client", number) for number in range(8 if draw.random() < 0.5 else 0)]
         return plan_of(seed, layout, requests, [CannotStart(at, f"worker-{number}", 25.0), *lost])
-    # A cut alone is noticed late.
+    # Without resets, a cut is noticed late.
     resets = [Reset(at + 0.01, "gateway", number) for number in range(6)]
     away_s = draw.choice((3.0, 8.0))
     away = [Cut(at, gateway, f"scheduler-{number}", True, away_s) for gateway in layout.gateways]
@@ -402,7 +401,7 @@ def draw_streams_that_change_hands(seed: int, draw: Random) -> Plan:
 
 
 def _lost_again(seed: int, draw: Random) -> Plan:
-    """Durable streams that are read slowly are lost with all gateways, and again more than a minute later, when nobody
+    """Durable streams with slow readers are lost with all gateways, and again more than a minute later, when no process
     has them any more."""
     layout = draw_layout(draw, Kind.RESTARTS)
     gateway, weather = replace(layout.gateway, max_chunk_tokens=1), replace(layout.weather, window_bytes=256)
@@ -418,7 +417,7 @@ def _lost_again(seed: int, draw: Random) -> Plan:
         requests.append(replace(cast(Any, with_stops(draw, stream)), pause_s=pause_s))
     summed = Random(f"sums {seed}")
     if summed.random() < 0.5:
-        # Whoever goes on from its tokens has the sum of their log probabilities.
+        # A gateway that continues from its tokens has the sum of their log probabilities.
         requests = [replace(cast(Any, each), options=replace(cast(Any, each).options, logprobs=0)) for each in requests]
     faults: list[Fault] = []
     for at in (draw.uniform(1.0, 4.0), draw.uniform(66.0, 72.0)):
@@ -427,8 +426,8 @@ def _lost_again(seed: int, draw: Random) -> Plan:
 
 
 def _cancelled_elsewhere(seed: int, draw: Random) -> Plan:
-    """Durable streams go on elsewhere while the way to their scheduler is gone, or wait for it, and are cancelled then,
-    or when it is back."""
+    """Durable streams continue elsewhere while the connection to their scheduler is cut, or wait for it. They are
+    cancelled then, or when the connection is back."""
     layout = replace(draw_layout(draw, Kind.RESTARTS), num_replicas=2, num_gateways=2, slowness=150.0)
     settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY, durable_grace=60.0)
     gateway = replace(layout.gateway, failover_delay=draw.choice((0.5, 0.5, 5.0)), reconnect_grace=10.0)
@@ -446,7 +445,7 @@ def _cancelled_elsewhere(seed: int, draw: Random) -> Plan:
 
 
 def _stopped_early(seed: int, draw: Random) -> Plan:
-    """Stop strings end outputs of which much is left to compute, slowly, while a scheduler may hear nothing."""
+    """Stop strings end slow outputs early, while a scheduler may be unreachable."""
     layout = replace(draw_layout(draw, Kind.CALM), slowness=80.0)
     settings = replace(layout.settings, max_waiting_requests=MANY, max_durable_requests=MANY)
     requests: list[Request] = []
@@ -459,7 +458,7 @@ def _stopped_early(seed: int, draw: Random) -> Plan:
         requests.append(replace(request, options=replace(options, stop=(text[8:10], text[4:6] + "~"))))
     late = Random(f"resumed at the end {seed}")
     if late.random() < 0.5:
-        # Some are resumed when their usage is still to come.
+        # Some are resumed before their usage has arrived.
         requests = [
             replace(each, taken_over_after_s=late.uniform(0.1, 1.5), num_takeovers=4)
             if isinstance(each, Generate) and each.verb is Verb.DURABLE
@@ -472,7 +471,7 @@ def _stopped_early(seed: int, draw: Random) -> Plan:
 
 
 def _pins_that_give_way(seed: int, draw: Random) -> Plan:
-    """Tenants pin more than there is room for while requests move, and workers come back with other pools."""
+    """Tenants pin more than there is room for while requests move, and workers restart with other pools."""
     plan = draw_moving(seed, draw)
     settings = replace(plan.layout.settings, pin_quota=draw.choice((0.25, 0.45)), max_pinned=0.9)
     requests, faults, worker = list(plan.requests), list(plan.faults), plan.layout.worker
@@ -488,7 +487,7 @@ def _pins_that_give_way(seed: int, draw: Random) -> Plan:
 
 
 def _leases_that_give_way(seed: int, draw: Random) -> Plan:
-    """Requests move with their first token, slowly, and beam searches that stay take their blocks meanwhile."""
+    """Requests move slowly with their first token, and beam searches that stay take their blocks meanwhile."""
     layout, requests = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
@@ -503,14 +502,14 @@ def _leases_that_give_way(seed: int, draw: Random) -> Plan:
         elif isinstance(each, Generate):
             prompt = fresh(draw, draw.randint(40, 100))
             changed.append(replace(each, prompt=prompt, at=draw.uniform(0, 2)))
-    # Where they go there is room.
+    # The replica that they move to has room.
     larger = OtherPool(-1.5, "worker-1", size, 8 * worker.num_blocks, 0)
     return plan_of(seed, replace(layout, slowness=5.0), changed, [larger], low=LEASES)
 
 
 def _moves_that_end_late(seed: int, draw: Random) -> Plan:
-    """A scheduler is gone, and the next one uses blocks that a slow disk still brings to the worker for the one before,
-    whose stream is open as long as its answers cannot go out."""
+    """A scheduler dies, and its successor uses blocks that a slow disk still brings to the worker for the first one,
+    whose stream stays open until its answers can go out."""
     plan = draw_on_disk(seed, draw)
     at = min(each.at for each in plan.requests) + draw.uniform(0.3, 2.0)
     slow = SlowBlockDisk(at - 0.3, "worker-0", draw.choice((1.0, 2.0)), 20.0)
@@ -520,9 +519,9 @@ def _moves_that_end_late(seed: int, draw: Random) -> Plan:
 
 
 def _blocks_that_come_for_others(seed: int, draw: Random) -> Plan:
-    """So they do, and what nobody has asked for before takes these blocks."""
+    """The same, and new prompts take these blocks."""
     plan, options = _moves_that_end_late(seed, draw), GenerationOptions(max_tokens=MAX_OUTPUT, ignore_eos=True)
-    # A part of a move is there by then, and the rest is not.
+    # Part of a move has arrived by then, and the rest has not.
     gone_at = min(each.at for each in plan.requests) + draw.uniform(1.5, 4.5)
     slow = SlowBlockDisk(gone_at - 1.0, "worker-0", draw.choice((0.3, 0.6)), 20.0)
     faults = slow, HalfOpen(gone_at, "scheduler", 0), Kill(gone_at + draw.uniform(0.01, 0.1), "scheduler-0")
@@ -535,7 +534,7 @@ def _blocks_that_come_for_others(seed: int, draw: Random) -> Plan:
 
 
 def _pins_beside_leases(seed: int, draw: Random) -> Plan:
-    """Requests move with their first token, one after the other and slowly, from a pool that is full of pins."""
+    """Requests move slowly with their first token, one after the other, from a pool that is full of pins."""
     layout, requests = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
@@ -556,7 +555,7 @@ def _pins_beside_leases(seed: int, draw: Random) -> Plan:
 
 
 def _heirs(seed: int, draw: Random) -> Plan:
-    """Requests would displace others that alone hold what they begin with, and little more, beside some that stay."""
+    """Requests preempt others that hold little more than the only copy of their common prefix; further ones stay."""
     layout, _ = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(2 * LONGEST + 40) // size, num_host_blocks=0)
@@ -579,8 +578,7 @@ def _heirs(seed: int, draw: Random) -> Plan:
 
 
 def _displaced_for_moves(seed: int, draw: Random) -> Plan:
-    """A request displaces the only one that runs, which leaves for host memory, and then gets its blocks from disk, to
-    the place of those."""
+    """A request preempts the only running one, which is swapped out, and loads blocks from disk into its places."""
     layout, _ = _preempting(draw)
     size = draw.choice((2, 4))
     worker = replace(layout.worker, block_size=size, num_blocks=(LONGEST + 20) // size, num_host_blocks=640 // size)
@@ -604,8 +602,8 @@ def _displaced_for_moves(seed: int, draw: Random) -> Plan:
 
 
 def _hosts_beside_disks(seed: int, draw: Random) -> Plan:
-    """Beside one that runs, prompts come again: from disk, to the place of others that host memory is to keep, while a
-    step runs and the next one is not planned."""
+    """While one request runs, prompts repeat: their blocks come from disk into places whose contents host memory takes
+    over, while a step runs and the next one is not planned."""
     layout, _ = _preempting(draw)
     size = draw.choice((2, 4))
     host_tokens = draw.choice((100, 200))
@@ -623,7 +621,7 @@ def _hosts_beside_disks(seed: int, draw: Random) -> Plan:
 
 
 def _displacing(seed: int, draw: Random) -> Plan:
-    """Requests of several sequences, of which some begin alike, displace each other, or end together and leave blocks
+    """Requests of several sequences, some with a common prefix, preempt each other, or end together and leave blocks
     that are not free at once."""
     layout, requests = _preempting(draw)
     settings = replace(layout.settings, policy=draw.choice(("priority", "priority", "fair")))
@@ -643,7 +641,7 @@ def _displacing(seed: int, draw: Random) -> Plan:
 
 
 def _deadly_crowds(seed: int, draw: Random) -> Plan:
-    """So many requests run when a worker dies of one that they are tried in cohorts."""
+    """When one request kills a worker, enough requests run that they are tried in cohorts."""
     layout, requests = _preempting(draw)
     worker = replace(layout.worker, block_size=16, num_blocks=400, max_num_batched_tokens=512)
     layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
@@ -654,7 +652,7 @@ def _deadly_crowds(seed: int, draw: Random) -> Plan:
 
 
 def _late_answers(seed: int, draw: Random) -> Plan:
-    """Steps that wait for each other take long together, and a scheduler that stands still finds late heartbeats before
+    """Steps that wait for each other take long together, and a scheduler that was paused reads late heartbeats before
     their answers."""
     plan = _restarting(seed, draw, lambda at: Hang(at, "worker-0", 4.0))
     at = plan.faults[0].at
@@ -666,7 +664,7 @@ def _late_answers(seed: int, draw: Random) -> Plan:
 
 
 def _paid(seed: int, draw: Random) -> Plan:
-    """One key pays for all, of which some is refused and some is read by several calls; nothing breaks."""
+    """One key pays for all requests. Some are refused and some are read by several calls; nothing breaks."""
     layout = replace(draw_layout(draw, Kind.CALM), num_gateways=1, num_replicas=1, slowness=10.0)
     settings = replace(layout.settings, max_waiting_requests=draw.choice((2, MANY)), max_durable_requests=MANY)
     layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=4))
@@ -677,7 +675,7 @@ def _paid(seed: int, draw: Random) -> Plan:
 
 
 def _searches_that_tie(seed: int, draw: Random) -> Plan:
-    """Beams are equally likely as often as not, and some have fewer continuations than a search is wide."""
+    """Beams are equally likely in half of the worlds, and some have fewer continuations than the search width."""
     layout, over_s = draw_layout(draw, draw.choice((Kind.CALM, Kind.TIGHT))), 0.3
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     requests: list[Request] = []
@@ -701,7 +699,7 @@ def _searches_that_tie(seed: int, draw: Random) -> Plan:
 
 
 def _minds_that_change(seed: int, draw: Random) -> Plan:
-    """Requests end while they wait for rows, for adapters and constraints, or for blocks of others."""
+    """Requests end while they wait for rows, for adapters and constraints, or for blocks of other requests."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1, slowness=10.0)
     worker = replace(layout.worker, max_num_rows=4, max_adapters=2)
     settings = replace(layout.settings, max_waiting_requests=MANY)
@@ -726,7 +724,7 @@ def _minds_that_change(seed: int, draw: Random) -> Plan:
 
 
 def _pins_again(seed: int, draw: Random) -> Plan:
-    """Three tenants pin the same few prefixes again and again, for shorter and longer, beside requests that fill the
+    """Three tenants pin the same few prefixes repeatedly, for shorter and longer times, while other requests fill the
     batch."""
     layout, requests = _preempting(draw)
     settings = replace(layout.settings, pin_quota=draw.choice((0.25, 0.45)), max_pinned=0.5)
@@ -749,7 +747,7 @@ def _pins_again(seed: int, draw: Random) -> Plan:
 
 
 def _moves_beside_hosts(seed: int, draw: Random) -> Plan:
-    """A few prompts come again and again, and move when some of their blocks are to come from host memory."""
+    """A few prompts repeat, and move when some of their blocks are about to come from host memory."""
     plan = draw_moving(seed, draw)
     prompts = [fresh(draw, 100) for _ in range(6)]
     layout = with_host_cache(draw, replace(plan.layout, slowness=draw.choice((1.0, 10.0))))
@@ -764,7 +762,7 @@ def _moves_beside_hosts(seed: int, draw: Random) -> Plan:
 
 
 def _drafts_that_do_not_pay(seed: int, draw: Random) -> Plan:
-    """Drafts pay where few sequences run, and do not where many do."""
+    """Drafts pay off when few sequences run, and do not when many run."""
     layout = draw_layout(draw, draw.choice((Kind.CALM, Kind.TIGHT)))
     drafting = replace(layout.worker, max_drafts=draw.choice((1, 3, 7)), fixed_tokens=draw.choice((1, 2, 4)))
     layout = with_passes(draw, replace(layout, worker=drafting))

@@ -1,4 +1,5 @@
-"""Worlds find what they are for: known faults that are put back, each by a seed from docs/internals/known_faults.md."""
+"""Worlds find the faults that they exist for: known faults are put back, each found by a seed from
+docs/internals/known_faults.md."""
 
 import re
 from pathlib import Path
@@ -17,7 +18,7 @@ _BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 def test_patches_apply_to_what_stands_there() -> None:
-    """Where one does not, the code has changed: write the fault anew for it, and look for its seed."""
+    """If a patch does not apply, the code has changed: write the fault anew for it, and search its seed."""
     stale = dict[str, str]()
     for fault in FAULTS:
         try:
@@ -45,7 +46,7 @@ def test_the_table_has_each_fault() -> None:
     assert sorted(named) == sorted(_BY_NAME)
 
 
-# Of blocks, streams between services, ranks, and text.
+# Faults in blocks, streams between services, ranks, and text.
 _SHOWN = [
     ("dropped-copy", 0),
     ("epoch-compared-with-ge", 14),

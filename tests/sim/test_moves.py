@@ -1,5 +1,5 @@
-"""Streams that move between replicas whose pools are full, and where all drain: how long they stand still, and that
-none ends."""
+"""Streams that move between replicas with full pools, or while all replicas drain: bounds on their pauses, and no
+stream ends."""
 
 from dataclasses import replace
 from random import Random
@@ -24,14 +24,14 @@ from tests.support.tiers import is_third_tier, parametrize_once
 
 NUM_WORLDS = 12 if is_third_tier() else 6
 BEGIN_S = 2.0
-"""By then all processes serve."""
+"""All processes serve by this time."""
 MAX_PAUSE_S = 0.5
-"""Blocks move at 20 kB a second at the least, and steps take five times as long as usual. Streams that wait for room
-stand still for up to 10 s in these worlds."""
+"""Blocks move at 20 kB/s or faster, and steps take five times as long as usual. Streams that wait for room pause for up
+to 10 s in these worlds."""
 
 
 def crowded(seed: int) -> Plan:
-    """A replica drains for as long as it takes, where two requests fill the pool of each, and nothing else is wrong."""
+    """A replica drains without a time limit, two requests fill each pool, and nothing else is wrong."""
     plan = draw_moving(seed, Random(f"drains {seed}"))
     worker = replace(plan.layout.worker, num_blocks=(2 * LONGEST + 40) // plan.layout.worker.block_size)
     settings = replace(plan.layout.settings, drain_timeout=100.0)
@@ -95,7 +95,7 @@ def all_drain(seed: int) -> Plan:
     if draw.random() < 0.5:
         # The streams of gateways to schedulers.
         faults += [Reset(BEGIN_S + 1.0 + draw.uniform(0, 2.0), "gateway", number) for number in range(6)]
-    # Long after that they start anew.
+    # Long after that the hosts restart.
     faults += [Stop(BEGIN_S + 120.0, host) for host in hosts]
     return replace(
         plan, layout=replace(layout, settings=settings), requests=requests, faults=tuple(faults), low_limits=()
@@ -109,7 +109,7 @@ def test_no_stream_ends_where_all_replicas_drain(seed: int) -> None:
 
 def test_what_has_not_begun_at_a_replica_that_drains_begins_at_the_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, drains_at = all_drain(0), BEGIN_S + 10.0
-    # The second replica comes when all requests are at the first one, which runs half of them.
+    # The second replica starts when all requests are at the first one, which runs half of them.
     worker = replace(plan.layout.worker, max_num_rows=4, num_blocks=2000, max_drafts=0, max_passes=1)
     layout = replace(plan.layout, num_replicas=2, worker=worker, weather=Weather(), slowness=100.0, first_role="both")
     options = GenerationOptions(max_tokens=60, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""When all is quiet, tables hold nothing of requests, links and sessions that are over."""
+"""When a cluster is quiet, its tables hold no entries of finished requests, links and sessions."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""What Quire relies on in grpc.aio, held against real connections and against the simulated one. A difference between
-them is a failure: of the simulation, or of what we believe about gRPC."""
+"""The properties of grpc.aio that Quire relies on, checked with real connections and with the simulated ones. A
+difference between them is a failure, of the simulation or of our beliefs about gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,12 +30,12 @@ EOF = cast(Any, grpc.aio).EOF
 
 @dataclass
 class Setting:
-    """A server and whoever calls it, over one transport."""
+    """A server and its clients over one transport."""
 
     address: str
     servers: list[RpcServer] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
-    """What handlers note."""
+    """Events that handlers record."""
     in_server: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]] = lambda make: make()
     """Runs a coroutine in the server's process."""
     network: Network | None = None
@@ -77,7 +77,7 @@ class Setting:
                 connection.reset()
 
     async def wait(self, *_: Any) -> Any:
-        """What a handler does that never answers."""
+        """A handler that never answers."""
         self.seen.append("began")
         try:
             await asyncio.Event().wait()
@@ -108,8 +108,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def _stops_growing(chunks: list[Any]) -> bool:
-    """True once a writer of chunks waits, and False where it wrote all that it may. The windows of a fast connection
-    grow to tens of MiB."""
+    """True once a writer of chunks waits, and False if it wrote all its chunks. The windows of a fast connection grow
+    to tens of MiB."""
     before = -1
     while before != len(chunks):
         before = len(chunks)
@@ -118,7 +118,7 @@ async def _stops_growing(chunks: list[Any]) -> bool:
 
 
 async def outcome(awaitable: Awaitable[Any]) -> Any:
-    """What it gives, or the name of how it fails."""
+    """The result of an awaitable, or the name of its failure."""
     try:
         result = await awaitable
     except grpc.aio.AioRpcError as error:
@@ -130,7 +130,7 @@ async def outcome(awaitable: Awaitable[Any]) -> Any:
     return result.value if isinstance(result, StringValue) else result
 
 
-# Behaviours. Each returns what it saw, and its expectation stands beside it.
+# Behaviours. Each returns its observations, which must equal the expectation in its decorator.
 
 _BEHAVIOURS: list[tuple[Callable[[Setting], Awaitable[Any]], Any]] = []
 
@@ -224,7 +224,7 @@ async def unary_stream_ends(setting: Setting) -> Any:
 
 @behaves((["a", "b"], "ABORTED", True))
 async def messages_before_an_error_arrive(setting: Setting) -> Any:
-    """Also where the error was there before the first one was read."""
+    """The same holds if the error was there before the first message was read."""
 
     async def fail_late(request: Any, context: Any) -> AsyncIterator[Any]:
         yield text("a")
@@ -431,7 +431,7 @@ async def stop_ends_calls(setting: Setting) -> Any:
         await made.read()
         await setting.stop(0)
         seen_here = await outcome(made.read())
-        # The client may hear of it first.
+        # The client may learn of it first.
         await until(lambda: len(setting.seen) > 1)
         return seen_here, setting.seen
 
@@ -532,7 +532,7 @@ async def a_lost_connection_ends_its_calls_and_the_next_one_connects_again(setti
         result = await waiting
         await until(lambda: len(setting.seen) > 1)
         again = ""
-        # A call may still be put on the connection that has just died.
+        # A call may still be placed on the connection that has just died.
         for _ in range(10):
             again = await outcome(call(channel, "unary_unary")(text("hi"), wait_for_ready=True, timeout=20))
             if again != "UNAVAILABLE":
@@ -566,7 +566,7 @@ async def messages_keep_their_order_and_arrive_without_a_reader(setting: Setting
 
 @behaves(("b", "UsageError", "EOF", "OK"))
 async def a_stream_that_is_read_outlives_its_channel(setting: Setting) -> Any:
-    """`Channel.close` finds calls by the tasks that grpc.aio runs for them, and this one has none."""
+    """`Channel.close` finds calls by their grpc.aio tasks, and this call has none."""
 
     async def two(request: Any, context: Any) -> AsyncIterator[Any]:
         yield text("a")
@@ -628,7 +628,7 @@ async def calls_spread_over_several_addresses(setting: Setting) -> Any:
         setting.address += "-b"
     addresses.append(await setting.serve("unary_unary", named("b")))
     if setting.network is not None:
-        # Names of a list are looked up by the system.
+        # The system resolves the names in a list.
         setting.network.names["10.0.0.1"] = "server"
         addresses = [address.replace("server:", "10.0.0.1:") for address in addresses]
 
@@ -649,7 +649,7 @@ async def calls_spread_over_several_addresses(setting: Setting) -> Any:
 
 async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[Any]]) -> Any:
     try:
-        # Not by a cancellation, which behaviours may take for one of gRPC's.
+        # Not by a cancellation, which behaviours may mistake for one of gRPC's.
         task = asyncio.ensure_future(behaviour(setting))
         await asyncio.wait([task], timeout=_LIMIT_S)
         assert task.done(), "it hangs"

@@ -198,7 +198,7 @@ class Pair:
         await asyncio.Event().wait()
 
     async def read(self) -> tuple[str, float]:
-        """Reads until the stream fails; how, and how long after its first message."""
+        """Reads until the stream fails. Returns the error, and the seconds since the first message."""
         async with open_channel("server:7") as channel:
             call = channel.unary_stream(_CALL)(b"", wait_for_ready=True)
             await call.read()

@@ -1,4 +1,4 @@
-"""Whole clusters as functions of a seed: whatever dies and breaks, each answer says what it says undisturbed."""
+"""Whole clusters as functions of a seed: whatever dies or breaks, each answer equals the undisturbed one."""
 
 import os
 import subprocess
@@ -30,36 +30,35 @@ def test_answers_say_what_they_say_undisturbed(seeds: Sequence[int]) -> None:
     num_threads = threading.active_count()
     for seed in seeds:
         check_world(draw_plan(seed))
-    # A world ends with all that it started, its killed gateways included.
+    # A world ends with everything that it started, its killed gateways included.
     assert threading.active_count() == num_threads
 
 
 @pytest.mark.extended
 def test_worlds_that_once_failed() -> None:
-    """By loads of adapters that never ended (288), by a request that displaced nobody though room had become enough
-    (720201), by one that displaced others for rows that are kept for an offer (1130626), by workers that died of a
-    request between two looks (1130164, which was no fault), by blocks that came for a request that was over, of which
-    gateways heard with the next step only (1520103), by a stop string that ended a request of which a reader still
-    lacked something (41292), by a request that was cancelled, of which its scheduler heard late, behind submissions
-    that went out slowly (41433, which was no fault), by a block from disk behind blocks of the host, whose tokens no
-    watcher was told (41206), by a tenant that came back behind one that was preempted and had got less (343), by a
-    durable request that ran on though it was cancelled while its scheduler, which slept meanwhile, was away (3000028),
-    by log probabilities of a prompt that were not finite, and of which the worker died before the request failed
-    (4000628), by a constraint that was blamed for a rank which was cut off (4004124), and by blocks from disk in the
-    place of others that had yet to be swapped out (54, as it was)."""
+    """The failures were: loads of adapters that never ended (288); a request that preempted no other one though enough
+    room had become free (720201); a request that preempted others for rows reserved for an offer (1130626); workers
+    that died of a request between two looks (1130164, which was no fault); blocks that came for a finished request
+    whose gateways heard of it only with the next step (1520103); a stop string that ended a request whose reader still
+    lacked tokens (41292); a cancelled request whose scheduler heard of it late, behind slow submissions (41433, which
+    was no fault); a block from disk behind blocks of the host whose tokens no watcher was sent (41206); a tenant that
+    came back behind one that was preempted and had got less (343); a durable request that ran on though it was
+    cancelled while its scheduler, which slept meanwhile, was away (3000028); non-finite log probabilities of a prompt
+    whose worker died before the request failed (4000628); a constraint that was blamed for a rank that was cut off
+    (4004124); and blocks from disk in the place of others that had yet to be swapped out (54, as it was)."""
     for seed in (288, 720201, 1130626, 1130164, 1520103, 41206, 41292, 41433, 343, 3000028, 4000628, 4004124):
         check_world(draw_plan(seed))
     check_world(replace(draw_plan(54), faults=(), low_limits=()))
 
 
 def test_a_request_enters_for_which_rows_are_lacking_that_are_kept_for_those_behind_it() -> None:
-    """Once it waited for ever, and all behind it."""
+    """Once such a request waited for ever, and so did all requests behind it."""
     check_world(draw_moves_of_one_rank(1, Random("x 1")))
 
 
 def test_naps_that_once_failed() -> None:
-    """By a second sleep that failed and woke what slept (170), and by a scheduler that was stopped while its workers
-    discarded their weights, and attached them before they ended."""
+    """The failures were a second sleep that failed and woke the sleeping replicas (170), and a scheduler that was
+    stopped while its workers discarded their weights, and attached them before they ended."""
     check_world(draw_plan(170))
     draw = Random("hunt brk 10")
     check_world(with_broken_naps(draw, draw_naps(10, draw)))
@@ -80,7 +79,7 @@ def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
 
 
 def test_a_world_is_the_same_in_another_process() -> None:
-    """With another hash seed, and after other worlds: nothing depends on the order of a set or on addresses."""
+    """Compares worlds with another hash seed, and after other worlds: nothing depends on set order or addresses."""
     seeds = range(903, 905)
     environment = os.environ | {"PYTHONHASHSEED": "77"}
     command = [sys.executable, "-m", "tests.sim.worlds", str(seeds.start), str(len(seeds))]
@@ -93,7 +92,7 @@ def test_a_world_is_the_same_in_another_process() -> None:
 
 
 def test_a_scheduler_that_dies_between_ranks_costs_no_rank() -> None:
-    """Ranks that wait in a step which others never got drop it when the next scheduler comes."""
+    """Ranks that wait in a step that the other ranks never got drop it when the next scheduler attaches."""
     plan = next(plan for plan in map(draw_plan, range(200)) if plan.layout.replicas == RANKED_REPLICA)
     fault = KillAt(2.0, "scheduler-0", "scheduler.step.between_ranks", 3)
     worlds: list[World] = []
@@ -116,7 +115,7 @@ def test_a_rank_that_draws_another_token_costs_a_step() -> None:
 
 
 def test_requests_go_on_from_the_pool_of_a_worker_that_was_killed() -> None:
-    """Its successor computes much less than it would without the pool."""
+    """The successor computes much less than it would without the pool."""
     plan = next(
         plan
         for plan in map(draw_plan, range(28, 300))

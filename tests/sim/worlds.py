@@ -63,72 +63,73 @@ from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_ne
 from tests.sim.world.world import StuckError, World
 
 _PATIENCE_S = 90.0
-"""After all trouble, the longest ping and the longest wait of a client for its next call: then all has to be over."""
+"""Seconds after all trouble, for the longest ping and a client's longest wait for its next call: all must be over
+then."""
 _QUOTA_S = 300.0
-"""What a client of a limited key waits, with all its attempts."""
+"""Maximum seconds that a client with a rate-limited key waits, with all its attempts."""
 _DEADLY_S = 200.0
-"""Until each of two replicas has found out which request kills its worker, between which it moves."""
+"""Seconds until each of two replicas, between which it moves, has found the request that kills its worker."""
 _LATER_S = 30.0
-"""Until what is known to kill workers has failed a request that needs it, at each of two replicas."""
+"""Seconds until a need that is known to kill workers has failed its request at each of two replicas."""
 _HTTP_BYTES = 600
-"""What HTTP has for a token at most, with log probabilities of three more, as an event of its own."""
+"""Maximum bytes over HTTP for a token, with log probabilities of three more tokens, as a separate event."""
 _REPORTED = 100
-"""After so many worlds it is told how many there were so far."""
+"""Number of worlds between two reports of progress."""
 _MOVING = 0.05
 """The share of worlds in which replicas are drained and requests move between them."""
 _ON_DISK = 0.05
-"""The share of worlds in which much comes back from disks of blocks."""
+"""The share of worlds in which many blocks come back from disk."""
 _WITH_DISKS = 0.15
 """The share of the others whose workers have such disks."""
 _ON_HOST = 0.03
-"""The share of worlds in which much comes back from host memory."""
+"""The share of worlds in which many blocks come back from host memory."""
 _WITH_HOST = 0.06
-"""The share of the others in which host memory keeps what the pools evict."""
+"""The share of the others in which host memory caches blocks evicted from the pools."""
 _HANDED = 0.05
-"""The share of worlds in which rows, blocks and streams change hands in the middle of what they do."""
+"""The share of worlds in which rows, blocks and streams get new owners while they are in use."""
 _SHORT = 0.06
-"""The share of worlds in which what is short is asked for by many at once, or answers are late."""
+"""The share of worlds in which many requests compete for scarce resources at once, or answers are late."""
 _COINCIDING = 0.04
-"""The share of worlds in which several things that are short come to the same blocks at once."""
+"""The share of worlds in which several scarcities affect the same blocks at once."""
 _BOUNDED = 0.06
 """The share of worlds in which queues have room for few tokens."""
 _FORGETTING = 0.05
-"""The share of worlds in which schedulers forget what is cached."""
+"""The share of worlds in which schedulers drop their cached blocks."""
 _NAPPING = 0.05
 """The share of worlds in which operators put replicas to sleep."""
 _DISTURBED = 0.3
-"""The share of these in which something breaks while they do so."""
+"""The share of these worlds in which a fault occurs meanwhile."""
 _WITH_LEAST = 0.05
-"""The share of worlds in which outputs have a least length."""
+"""The share of worlds in which outputs have a minimum length."""
 _SEVERAL = 0.06
 """The share of worlds in which calls have several prompts."""
 _RETURNING = 0.04
 """The share of worlds in which durable streams go over HTTP, whose clients leave and come back."""
 _UNUSUAL = 0.02
-"""The share of worlds in which something happens again, long after the first time, or ends early elsewhere."""
+"""The share of worlds in which something happens again long after the first time, or ends early elsewhere."""
 _TO_THEIR_PLACE = 0.02
-"""The share of worlds in which blocks come from disk to the place of others that host memory gets."""
+"""The share of worlds in which blocks come from disk into places whose contents go to host memory."""
 _IN_TURN = 0.01
-"""The share of worlds in which adapters are wanted one after the other."""
+"""The share of worlds in which requests use adapters one after the other."""
 _ENDLESS = 0.01
-"""The share of worlds in which soon nothing is prepared but what never ends."""
+"""The share of worlds in which soon only preparations that never end are under way."""
 _STARTING = 0.1
-"""The share of worlds in which log probabilities of prompts are asked for from somewhere in them."""
+"""The share of worlds in which requests ask for log probabilities of their prompts from some position on."""
 _CROWDED = 0.3
-"""The share of worlds in which few requests leave a queue as many do."""
+"""The share of worlds in which even a few requests leave a queue by the path for many."""
 _RACING = 0.06
-"""The share of worlds in which what ends late, or in the same step, meets what is asked for again."""
+"""The share of worlds in which an event that ends late, or in the same step, races with a repeated request."""
 _CHANGING = 0.04
-"""The share of worlds in which one thing takes the place of another that is in the middle of its work."""
+"""The share of worlds in which one thing replaces another that is still at work."""
 _OF_LATE = 0.06
-"""The share of worlds with ties, changed minds, pins that are renewed and the like."""
+"""The share of worlds with ties, requests that end while they wait, renewed pins and the like."""
 _KEPT_S = 130.0
-"""Durable requests are kept for a minute without a reader, and once more after their end; pins are no longer."""
+"""Durable requests stay for a minute without a reader, and for another one after their end; pins stay no longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a world."""
+    """The outcome of a world."""
 
     digest: str
     num_events: int
@@ -138,8 +139,8 @@ class Outcome:
 
 
 def draw_plan(seed: int) -> Plan:
-    """The plan of a seed. Its generator is not the one that the world itself draws from."""
-    # Names of generators are such that few seeds of known faults are among the changed ones.
+    """The plan of a seed. Its generator is separate from the world's."""
+    # These generator names are chosen so that few seeds of known faults are among the changed ones.
     changes = Random(f"sudden relay {seed}")
     plan = changes.choice(CHANGEOVERS)(seed, changes) if changes.random() < _CHANGING else _draw_racing(seed)
     queues, caches = Random(f"how long queues are {seed}"), Random(f"fresh caches {seed}")
@@ -165,7 +166,7 @@ def draw_plan(seed: int) -> Plan:
         plan = replace(plan, requests=with_several_prompts(several, plan.requests))
     returns = Random(f"durable readers back {seed}")
     if returns.random() < _RETURNING:
-        # What is read slowly is over for long when its reader comes back.
+        # Slowly read requests are over for long when their readers come back.
         settings = replace(plan.layout.settings, durable_grace=60.0, max_durable_requests=MANY)
         layout = replace(plan.layout, settings=settings)
         plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
@@ -232,12 +233,12 @@ def run_world(
     on_quiet: Callable[[Cluster], object] = lambda _: None,
 ) -> Outcome:
     """Runs a cluster and its requests under the faults of a plan. `on_world` gets the world before it begins, and
-    `on_quiet` the cluster when all is over.
+    `on_quiet` the cluster when everything is over.
 
     Raises:
-        FalseAnswerError: an answer says what it must not.
+        FalseAnswerError: an answer is wrong.
         StuckError: not everything has ended in time.
-        ServiceFailedError: a process did what it must not.
+        ServiceFailedError: a process failed.
     """
     with World(plan.seed) as world:
         on_world(world)
@@ -259,7 +260,7 @@ def run_world(
             cluster.check()
             cluster.check_rates(world.now - START_S)
             cluster.check_glitches()
-            # What clients have left behind ends soon after.
+            # State that clients have left behind is released soon after.
             try:
                 world.run(lambda: cluster.has_failed or cluster.is_quiet, _KEPT_S + _PATIENCE_S)
             except StuckError as error:
@@ -293,13 +294,13 @@ def _circumstances(plan: Plan) -> Circumstances:
         trouble_s,
         any(isinstance(fault, Glitch) for fault in plan.faults),
         models=tuple(sorted({0} | {int(fault.model.weights) for fault in changes})),
-        # Where another replica has it, and nothing else is wrong, requests go on there.
+        # If another replica has the model, and nothing else is wrong, requests continue there.
         may_lose_model=bool(changes)
         and (plan.layout.num_replicas == 1 or len(plan.faults) > 1 or is_deadly or bool(naps_s)),
         may_mix_models=bool(changes) and (len(plan.faults) > 1 or bool(naps_s)),
         deadly={each.options.seed or 0: each.deadly_at or 0 for each in deadly},
         deadly_need=plan.layout.deadly,
-        # The next scheduler is there soon, and ends what the one before began.
+        # The next scheduler starts soon, and ends the work that the one before began.
         may_hang=is_deadly or len(kills) < len(plan.faults) or len(kills) > 1,
         may_cut=any(map(_may_cut, plan.faults)),
         may_fail_loads=plan.layout.loads_fail,
@@ -308,18 +309,18 @@ def _circumstances(plan: Plan) -> Circumstances:
 
 
 def _naps_s(plan: Plan) -> float:
-    """How long replicas sleep, in all, or load what they had before."""
+    """Total time for which replicas sleep, or load their models again."""
     naps = [fault for fault in plan.faults if isinstance(fault, Nap)]
     return sum(each.seconds + (1 + len(each.levels)) * plan.layout.load_s for each in naps)
 
 
 def _may_cut(fault: Fault) -> bool:
-    """Whether it may end connections between clients and gateways."""
+    """Whether the fault may end connections between clients and gateways."""
     return isinstance(fault, Cut | Reset | HalfOpen) or getattr(fault, "host", "").startswith("gateway")
 
 
 def _limit_s(plan: Plan) -> float:
-    """When everything has to have ended. A replica computes all that is asked in a few seconds."""
+    """The time by which everything must have ended. A replica computes all requests in a few seconds."""
     last_s = max((each.at for each in (*plan.requests, *plan.faults)), default=0.0)
     generates = [each for each in plan.requests if isinstance(each, Generate)]
     weather = plan.layout.weather
@@ -336,7 +337,7 @@ def _limit_s(plan: Plan) -> float:
 
 
 def main(first: int, count: int) -> int:
-    """Prints a line for each world, and how fast they were to stderr. Returns 1 where one has failed."""
+    """Prints a line for each world, and the speed to stderr. Returns 1 if a world has failed."""
     started, num_events, seconds, failed = time.process_time(), 0, 0.0, list[int]()
     for number, seed in enumerate(range(first, first + count), start=1):
         try:

@@ -1,8 +1,8 @@
 """The disk of a worker's blocks in a world: the product's own file and tier, over bytes that outlive processes.
 
-What is slow, full, fails or rots is drawn. A process that is killed leaves its last writes undone from some place on;
-a machine without power loses any of those that it had not brought to the disk. What a thread would do beside the steps
-is a job of its process, and between its parts steps run.
+Slowness, lack of space, failures and bit rot are drawn. A killed process loses its last writes from some point on; a
+machine that loses power may lose any of its recent writes. The work of a disk thread is a job of its process, in parts,
+and steps run between these parts.
 """
 
 import errno
@@ -32,9 +32,9 @@ T = TypeVar("T")
 _SHORT = 0.05
 """The share of writes that take a part of what they are given."""
 _WRITE_S = 0.003
-"""What a process dies in the middle of was written so shortly before."""
+"""Seconds before a kill whose writes may be lost."""
 _UNSYNCED_S = 3.0
-"""What was written earlier is on the disk when the power fails."""
+"""Seconds before a power failure whose writes may be lost."""
 _LOOK_S, _READ_S = 0.05, 0.004
 _FLAG = "/tmp/quire-world.kv"
 
@@ -51,7 +51,7 @@ class BlockDisk:
     """The bytes of a worker's file of blocks.
 
     Attributes:
-        chance: Draws what becomes of them.
+        chance: Draws the fate of writes.
     """
 
     def __init__(self, world: World, host: str) -> None:
@@ -62,29 +62,29 @@ class BlockDisk:
         self._slow: tuple[float, float] = (0.0, 0.0)
         self._writes: deque[_Write] = deque()
         self.written: dict[bytes, None] = {}
-        """The blocks that are on it, in the order in which they were written, as far as that is known."""
+        """The blocks on the disk in the order in which they were written; empty if that is unknown."""
 
-    # What happens to it
+    # Faults
 
     def fail(self, error: int, seconds: float) -> None:
-        """For so many seconds writes are refused with this error; with another one than a full disk reads are, too."""
+        """Refuses writes with this error for `seconds`; reads, too, unless the error is a full disk."""
         self._world.note("block disk", self._host, errno.errorcode[error])
         self._trouble = self._world.now + seconds, error
 
     def slow(self, job_s: float, seconds: float) -> None:
-        """For so many seconds each job takes up to `job_s`."""
+        """Each job takes up to `job_s` for `seconds`."""
         self._world.note("slow disk", self._host)
         self._slow = self._world.now + seconds, job_s
 
     def rot(self, number: int) -> None:
-        """Some bits are others."""
+        """Flips bits at random places."""
         self._world.note("rot", self._host)
         for _ in range(number if self._data else 0):
             place = self.chance.randrange(len(self._data))
             self._data[place] ^= 1 << self.chance.randrange(8)
 
     def process_ended(self, *, has_power: bool) -> None:
-        """By a kill, perhaps in the middle of a write, or without power."""
+        """The process ends by a kill, perhaps in the middle of a write, or by a loss of power."""
         recent_s = _WRITE_S if has_power else _UNSYNCED_S
         writes = [each for each in self._writes if each.at_s > self._world.now - recent_s]
         self._writes.clear()
@@ -103,11 +103,11 @@ class BlockDisk:
         self._data[start : start + len(data)] = data
 
     def job_s(self) -> float:
-        """How long something takes that begins now."""
+        """Duration of a job that begins now."""
         until, job_s = self._slow
         return self.chance.uniform(0, job_s if self._world.now < until else _READ_S)
 
-    # What `os` does with it
+    # The surface of `os`
 
     def _check_works(self, *, writes: bool) -> None:
         until, error = self._trouble
@@ -155,7 +155,7 @@ class BlockDisk:
 
 @contextmanager
 def simulated_block_disks() -> Iterator[None]:
-    """Inside the block, what a worker takes for a descriptor is a `BlockDisk`."""
+    """Inside the block, a `BlockDisk` takes the place of a worker's file descriptor."""
     calls = ("pread", "preadv", "pwrite", "ftruncate", "fstat")
     fake = SimpleNamespace(close=lambda disk: None)
     for name in calls:
@@ -167,7 +167,7 @@ def simulated_block_disks() -> Iterator[None]:
 def open_tier(
     disk: BlockDisk, node: Node, blocks: FakeBlocks, num_blocks: int, namespace: bytes, space: int
 ) -> "SimDiskTier | None":
-    """The tier of a worker that starts; None where the disk fails."""
+    """The tier of a worker that starts; None if the disk fails."""
     with patch.object(disk_tier, "open_alone", lambda *_, **__: disk):
         try:
             file = _OrderedFile(space, namespace, blocks.block_bytes, disk, node)
@@ -177,7 +177,7 @@ def open_tier(
 
 
 class _OrderedFile(BlockFile):
-    """Of its blocks the one makes way that was written or read longest ago; after a restart, written."""
+    """A file that evicts the least recently used block; after a restart, the block that was written first."""
 
     def __init__(self, space: int, namespace: bytes, block_bytes: int, disk: BlockDisk, node: Node) -> None:
         super().__init__(Path(_FLAG), space, namespace, block_bytes)
@@ -219,7 +219,7 @@ class _OrderedFile(BlockFile):
             self._use(name)
 
     def check_renewed(self, names: list[bytes]) -> None:
-        """Sequences began with these blocks, and with the first one last."""
+        """Checks the order of blocks that begin sequences and were just renewed; the first block is the newest."""
         newest = list(dict.fromkeys(name for name in names if name in self._slots))
         self._demand(self.names[: len(newest)] == newest, "blocks that are used grow old on disk")
 
@@ -237,7 +237,7 @@ class _OrderedFile(BlockFile):
 
 
 class _Late:
-    """A pool of which a thread knows what was sealed a while ago, and reads what is there now."""
+    """A pool as a thread sees it: it knows blocks that were sealed a while ago, and reads their present contents."""
 
     def __init__(self, blocks: FakeBlocks, sealed: tuple[SealedBlocks, NDArray[np.int64]]) -> None:
         self.seals: Any = self
@@ -253,7 +253,7 @@ class _Late:
 
 
 class SimDiskTier(DiskTier):
-    """The tier of a process, whose threads are jobs: one that reads, and one that writes where something was sealed."""
+    """The tier of a process with its threads as jobs: one reads, and one writes when blocks are sealed."""
 
     def __init__(self, file: _OrderedFile, blocks: FakeBlocks, num_blocks: int, disk: BlockDisk, node: Node) -> None:
         super().__init__(file, blocks, num_blocks)
@@ -303,7 +303,7 @@ class SimDiskTier(DiskTier):
             self.write_behind()
         finally:
             self._store = self._blocks
-        # What was sealed meanwhile.
+        # Some blocks were sealed meanwhile.
         if self._is_writing and len(self._blocks.seals.sealed_since(self._saved)[0].block_ids):
             self._sealed()
 
@@ -325,7 +325,7 @@ class SimDiskTier(DiskTier):
         return future
 
     def _read_next(self) -> None:
-        """What has begun is not cancelled any more, however long the disk takes."""
+        """Calls that have begun are not cancelled any more, however long the disk takes."""
         self._is_reading = False
         while self._calls and not self._is_reading:
             future, run = self._calls.popleft()

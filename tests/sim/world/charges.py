@@ -1,4 +1,4 @@
-"""What keys pay for: the tokens of prompts, and those that were generated, each once."""
+"""Charges to keys: prompt tokens and generated tokens, each paid once."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,20 +16,20 @@ from tests.sim.world.watch import report
 _REFUSED = ("RATE_LIMIT_EXCEEDED", "CONCURRENCY_LIMIT", "QUEUE_FULL", "DURABLE_LIMIT")
 _TOLERANCE = 1e-6
 _MAX_CALLS = 5
-"""By which a client tries to pin something."""
+"""Maximum number of calls that a client makes to pin something."""
 
 
 @dataclass(slots=True)
 class Charges:
-    """What the buckets of keys gave, less what they got back."""
+    """The tokens taken from the buckets of keys, less refunds."""
 
     _taken: Counter[int] = field(default_factory=Counter[int])
     _buckets: list[TokenBucket] = field(default_factory=list[TokenBucket])
-    """So that no other one has the identity of one that is gone."""
+    """Keeps buckets alive, so that no new bucket has the identity of an old one."""
 
     def check(self, accounts: Iterable[Account], stories: Iterable[Story], num_gateways: int) -> None:
-        """Raises FalseAnswerError unless all accounts of one tenant, who made these requests, paid for what it got, and
-        for no more. To be called where nothing broke and nothing runs."""
+        """Raises FalseAnswerError unless the accounts of the tenant of these requests paid exactly for the tokens that
+        it got. Call it only if nothing broke and nothing runs."""
         paid = sum(self._taken[id(account._tokens)] for account in accounts if account._tokens is not None)
         bounds = [_bounds(story, num_gateways) for story in stories]
         least, most = (sum(each) for each in zip(*bounds, strict=True)) if bounds else (0.0, 0.0)
@@ -38,7 +38,7 @@ class Charges:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside the block, all charges are noted."""
+        """Records all charges inside the block."""
         charge, resumed, admitted = quota._charge, Account.resumed, Account.admitted
 
         def note(bucket: TokenBucket | None, amount: float, now: float) -> None:
@@ -80,26 +80,26 @@ class Charges:
 
 
 def _bounds(story: Story, num_gateways: int) -> tuple[float, float]:
-    """The least and the most that a request may cost."""
+    """The minimum and maximum cost of a request."""
     request = story.request
     has_parts = isinstance(request, Generate) and bool(request.others)
     if story.error is not None and story.error.reason in _REFUSED and not has_parts:
         return 0.0, 0.0
     if isinstance(request, Pin):
-        # One whose time is over before it is computed is paid for, and pinned anew.
+        # A pin that expires before it is computed is paid for, and pinned again.
         return 0.0, _MAX_CALLS * len(request.prompt)
     if not isinstance(request, Generate):
         return 0.0, 0.0
     options, prompt = request.options, request.num_prompt_tokens
     width = options.best_of or 1 if options.beam_search is None else options.beam_search.beam_width
     num_computed = max(width * len(request.parts), request.num_returned)
-    # Two calls may read a token at two gateways before the first one hears of the other.
+    # Two calls may read a token at two gateways before the first gateway hears of the second call.
     num_calls = 1 if request.taken_over_after_s is None or num_gateways == 1 else 1 + request.num_takeovers
     if story.has_ended and story.witness is not None:
         num_said = sum(len(each.token_ids) for each in story.witness.last.expected.sequences)
         cost = num_said * num_computed / request.num_returned
         return prompt + cost, prompt + num_calls * cost
-    # A prompt is paid for once a token of it came, whatever ended the rest.
+    # A prompt is paid for once one of its tokens has arrived, whatever ended the rest.
     num_seen = 0 if story.witness is None else story.witness.last.num_tokens
     least = prompt + num_seen * num_computed / request.num_returned if num_seen and not has_parts else 0.0
     return least, prompt + num_calls * (options.max_tokens or 0) * num_computed

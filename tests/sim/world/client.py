@@ -1,4 +1,4 @@
-"""Channels of the simulated transport: what gRPC's core does below grpc.aio, whose own calls run above it unchanged."""
+"""Channels of the simulated transport: they replace gRPC's core below grpc.aio, whose own calls run unchanged."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ _CONNECT_TIMEOUT_S = 20.0
 _NO_PATIENCE_S = 7200.0
 _Connectivity = grpc.ChannelConnectivity
 
-# grpc.aio makes deadlines of `time.time()`. Outside of worlds the seam gives the same time.
+# grpc.aio derives deadlines from `time.time()`. Outside of worlds the seam gives the same time.
 _utils.time = SimpleNamespace(time=clock.unix_s)
 
 
@@ -30,7 +30,7 @@ class SimChannel(_channel.Channel):
     """A channel of grpc.aio over the simulated network."""
 
     def __init__(self, core: "ChannelCore") -> None:
-        # What the base class sets; its own constructor opens a connection of gRPC's core.
+        # The base class sets these attributes, but its own constructor opens a connection of gRPC's core.
         self._unary_unary_interceptors = []
         self._unary_stream_interceptors = []
         self._stream_unary_interceptors = []
@@ -39,8 +39,8 @@ class SimChannel(_channel.Channel):
         self._channel = core
 
     async def _close(self, grace: float | None) -> None:
-        """As the base class does: it cancels the calls that tasks of grpc.aio work for, and others live on. The base
-        class finds those tasks in a set, in an order that differs between runs."""
+        """Cancels the calls that have grpc.aio tasks, as the base class does; other calls live on. The base class finds
+        these tasks in a set, in an order that differs between runs."""
         core: Any = self._channel
         if core.closed():
             return
@@ -67,7 +67,7 @@ class _Backoff:
 
 
 class ChannelCore:
-    """The connection of a channel, as it comes and goes. It has the surface of cygrpc's AioChannel."""
+    """A channel's connection, which may be lost and made again. It has the surface of cygrpc's AioChannel."""
 
     def __init__(self, network: Network, node: Node, address: str, options: dict[str, Any]) -> None:
         self.node = node
@@ -106,11 +106,11 @@ class ChannelCore:
         return CallCore(self, method.decode(), deadline, wait_for_ready=bool(wait_for_ready))
 
     def all_calls(self) -> "list[CallCore]":
-        """Its calls that are not over."""
+        """Calls of the channel that are not over."""
         return list(self.calls)
 
     def closing(self) -> None:
-        """No new calls."""
+        """Accepts no new calls."""
         self._is_closed = True
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class ChannelCore:
     # Calls
 
     def place(self, call: "CallCore") -> None:
-        """Starts a call on the connection, now or once there is one; without one it fails unless it waits."""
+        """Starts a call on the connection. Without a connection the call fails, unless it waits for one."""
         if self._connection is not None:
             self._start(call, self._connection)
         elif self._state is _Connectivity.TRANSIENT_FAILURE and not call.waits_for_ready:
@@ -147,7 +147,7 @@ class ChannelCore:
                 self._connect()
 
     def leave(self, call: "CallCore") -> None:
-        """A call is over."""
+        """Removes a call that is over."""
         for calls in (self.calls, self._waiting):
             if call in calls:
                 calls.remove(call)
@@ -157,7 +157,7 @@ class ChannelCore:
             self._leave_connection()
 
     def _leave_connection(self) -> None:
-        """The connection of a closed channel lasts as long as its calls."""
+        """Closes the connection of a closed channel after its last call."""
         if not self.calls and self._connection is not None:
             self._connection.close_client()
             self._connection = None
@@ -186,7 +186,7 @@ class ChannelCore:
             self.place(call)
 
     def going_away(self, connection: Connection) -> None:
-        """The server takes no new calls on it."""
+        """The server takes no new calls on this connection."""
         if self._connection is connection:
             self._connection = None
             self._set_state(_Connectivity.IDLE)
@@ -225,7 +225,7 @@ class ChannelCore:
                 watcher.set_result(None)
 
     def connect(self) -> None:
-        """Connects where nothing else is under way."""
+        """Connects if the channel is idle."""
         if self._state is _Connectivity.IDLE and not self._is_closed:
             self._connect()
 
@@ -235,7 +235,7 @@ class ChannelCore:
 
     @property
     def problem(self) -> str:
-        """Why it could not connect last."""
+        """The error of the last attempt to connect."""
         return self._problem
 
     @property
@@ -256,7 +256,7 @@ class ChannelCore:
 
 
 class _Attempt:
-    """One attempt to connect: a message there and one back, or no answer in time."""
+    """One attempt to connect: one message in each direction, or a timeout."""
 
     def __init__(self, channel: ChannelCore) -> None:
         self._channel = channel
@@ -306,7 +306,7 @@ class _Attempt:
 
 
 class CallCore:
-    """One call, as gRPC's core has it. It has the surface of cygrpc's _AioCall."""
+    """One call at the level of gRPC's core. It has the surface of cygrpc's _AioCall."""
 
     def __init__(self, channel: ChannelCore, method: str, deadline: float | None, *, wait_for_ready: bool) -> None:
         self._channel = channel
@@ -317,14 +317,14 @@ class CallCore:
         self.stream_id: int | None = None
         self.connection: Connection | None = None
         self._metadata: Metadata = ()
-        # What the Python layer knows.
+        # State of the Python layer.
         self._status: Status | None = None
         self._initial_metadata: Metadata | None = None
         self._status_waiters: list[asyncio.Future[None]] = []
         self._metadata_waiters: list[asyncio.Future[None]] = []
         self._done_callbacks: list[Callable[[], None]] = []
         self._is_locally_cancelled = False
-        # What the core knows.
+        # State of the core.
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._received_metadata: asyncio.Future[Metadata] = self._loop.create_future()
         self._received_status: asyncio.Future[Status] = self._loop.create_future()
@@ -448,12 +448,12 @@ class CallCore:
         return message
 
     def move_to(self, channel: ChannelCore) -> None:
-        """Starts it on one of several channels."""
+        """Starts the call on one of several channels."""
         self._channel = channel
         channel.calls.append(self)
         channel.place(self)
 
-    # What the connection says
+    # Events of the connection
 
     def started(self, stream_id: int, connection: Connection) -> None:
         self.stream_id, self.connection = stream_id, connection
@@ -479,7 +479,7 @@ class CallCore:
         self._inbox.put(message)
 
     def take_status(self, status: Status) -> None:
-        """The server has ended the call; messages that were not read stay."""
+        """The server has ended the call; unread messages stay."""
         self._end(status, drop_unread=False)
 
     def take_credit(self, num_bytes: int) -> None:
@@ -487,11 +487,11 @@ class CallCore:
             self._window.give(num_bytes)
 
     def lost(self, status: Status) -> None:
-        """The connection is gone, and with it messages that were not read."""
+        """The connection is lost, and unread messages with it."""
         self._end(status, drop_unread=True)
 
     def fail(self, status: Status) -> None:
-        """It could not be started."""
+        """The call could not be started."""
         self._end(status, drop_unread=True)
 
     # Below
@@ -541,7 +541,7 @@ class CallCore:
         self._abandon(Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
     def _abandon(self, status: Status) -> None:
-        """Ends the call from here, and tells the server."""
+        """Ends the call from this side, and notifies the server."""
         if self._final is None and self.connection is not None:
             stream_id, server = self.stream_id, self._server()
             self.connection.up.send("reset", lambda: server.reset(stream_id))
@@ -556,7 +556,7 @@ class CallCore:
             self._timer.cancel()
         if not self._started.done():
             self._started.set_exception(cygrpc.ExecuteBatchError("the call has failed"))
-            # Where nobody waits for it, nobody needs to know.
+            # Marks the error as retrieved: asyncio would report it if no task waits for it.
             self._started.exception()
         self.take_metadata(())
         if self._window is not None:
@@ -565,7 +565,7 @@ class CallCore:
         self._publish_status()
 
     def _publish_status(self) -> None:
-        """The status comes after the last message was read."""
+        """Publishes the status after the last message was read."""
         if self._final is not None and self._inbox.is_empty and not self._received_status.done():
             self._received_status.set_result(self._final)
 

@@ -1,4 +1,4 @@
-"""Clients in a world: Quire's own Python client, on hosts of its own, and what becomes of each request."""
+"""Clients in a world: Quire's own Python client on separate hosts, and the outcome of each request."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from tests.sim.world.world import World
 
 @dataclass(slots=True)
 class Story:
-    """A request, and what became of it.
+    """A request and its outcome.
 
     Attributes:
         has_ended, has_left: Whether it was answered, or its client left before.
-        error: What it failed with.
+        error: The error that it failed with.
     """
 
     request: Request
@@ -43,10 +43,10 @@ class Story:
 
 @dataclass(slots=True)
 class Client:
-    """The process of a client. It calls gateways by any address of theirs.
+    """The process of a client. It calls gateways by any of their addresses.
 
     Attributes:
-        false_answers: Where it puts what must not be.
+        false_answers: Receives the errors of wrong answers.
     """
 
     world: World
@@ -55,11 +55,11 @@ class Client:
     circumstances: Circumstances
     false_answers: list[FalseAnswerError]
     cancelling: Callable[[tuple[str, str]], Callable[[float], None]]
-    """Is told of a request that is about to be cancelled; what it returns is told when that is done."""
+    """Called with a request that is about to be cancelled; the returned function is called once that is done."""
     _clients: dict[str, AsyncClient] = field(default_factory=dict[str, AsyncClient])
 
     async def ask(self, story: Story) -> None:
-        """Makes the calls of a request, and checks what comes."""
+        """Makes the calls of a request, and checks the answers."""
         request, began_s = story.request, self.world.now
         try:
             try:
@@ -78,7 +78,7 @@ class Client:
 
     @staticmethod
     def _check_deadline(request: Request, error: QuireError, took_s: float) -> None:
-        """Clocks differ by a little."""
+        """Checks a deadline; clocks may differ slightly."""
         limit_s = request.timeout_s if isinstance(request, Generate) else None
         if limit_s is not None and isinstance(error, DeadlineExceeded) and took_s < 0.99 * limit_s - 0.01:
             raise FalseAnswerError(f"request {request.number} is late after {took_s} s of {limit_s} s")
@@ -154,10 +154,10 @@ class Client:
             message.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
         self.world.note("take over", request.number, witness.last.num_tokens)
         calls = self._client(request.tenant)._stubs.generation
-        # A long queue takes longer, and slow connections; the bound of the world holds for them.
+        # Long queues and slow connections take longer; the time limit of the world applies to them.
         timeout_s = 60 if self.circumstances.may_wait else None
         try:
-            # A call of its own, which does not go on after a loss.
+            # A separate call, which does not continue after a lost connection.
             async with leaving(None, at_wait):
                 async for response in calls.ResumeStream(message, timeout=timeout_s):
                     other.event(convert.from_stream_response(response))
@@ -186,7 +186,7 @@ class Client:
 
     async def _cancel(self, request: Generate, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        # Another call may resume what has yet to hear of its end.
+        # Another call may resume the stream before it hears of its end.
         is_taken_over = request.taken_over_after_s is not None
         done = (lambda _: None) if is_taken_over else self.cancelling((request.tenant, request.request_id))
         try:
@@ -216,8 +216,8 @@ class Client:
 
 @dataclass(slots=True)
 class _SubmitsOnce(Resumption):
-    """Submits nothing anew of which a server has just said that it runs: its key would pay for it twice. It comes back
-    no sooner than it was told."""
+    """Never submits a request again just after a server said that it runs, since its key would pay twice, and checks
+    that the delay before an attempt is long enough."""
 
     report: Callable[[FalseAnswerError], object] = lambda _: None
     _lost_since: float | None = field(default=None, init=False)
@@ -258,5 +258,5 @@ def _text(token_ids: tuple[int, ...]) -> str:
 
 
 def _messages(request: Generate) -> list[ChatMessage]:
-    """Their template writes nothing but their contents."""
+    """Messages whose template adds no text."""
     return [ChatMessage("user", _text(request.prompt))]

@@ -1,5 +1,5 @@
-"""A cluster in a world: replicas of the real scheduler service and the real worker service down to its device, the real
-gateways, and clients. A supervisor starts anew what dies."""
+"""A cluster in a world: replicas of the real scheduler service and of the real worker service down to its device, the
+real gateways, and clients. A supervisor restarts processes that die."""
 
 import asyncio
 import threading
@@ -71,12 +71,12 @@ from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 
 _WORKER_PORT, _SCHEDULER_PORT = 7001, 7002
 MANY = 1024
-"""A limit of requests that no world reaches."""
+"""A request limit that no world reaches."""
 _DRAIN_TIMEOUT_S = 5.0
 _RELEASE_S = 2.0
-"""After its client has left a request runs no longer."""
+"""A request stops running within this time after its client has left."""
 _MOST_LEFT = 12
-"""How many tasks of a kind a service may have that does nothing."""
+"""Maximum number of tasks of one kind that an idle service may have."""
 _Main = Callable[[Node], Coroutine[Any, Any, Any]]
 
 
@@ -93,20 +93,20 @@ class GatewayOptions:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which hosts there are, and what runs on them.
+    """The hosts of a cluster, and the services that run on them.
 
     Attributes:
-        worker: Of each replica; its `world_size` says how many ranks there are, each on a host of its own.
-        settings: Of the scheduler of each replica, but for its addresses.
-        slowness: How many times longer than usual steps take, so that more happens while requests run.
-        recording: How schedulers record, where they do.
+        worker: Configuration of each replica's worker. Its `world_size` is the number of ranks, each on its own host.
+        settings: Settings of each replica's scheduler, except its addresses.
+        slowness: Factor by which steps take longer than usual, so that more happens while requests run.
+        recording: How schedulers record; None if they do not.
         loads_fail: Whether some loads of adapters fail.
         preparations_are_slow: Whether some constraints and adapters take longer than schedulers wait for them.
-        deadly: The adapter, or the pattern of a constraint, that no worker prepares without dying.
+        deadly: The adapter, or the pattern of a constraint, that kills each worker that prepares it.
         keeps_pools: Whether the pool of a worker outlives its process, if the machine has power.
-        disk_blocks: For how many blocks the disk of each worker has room, where it has one.
-        first_role: Of the first replica; with another one than "both", the others decode.
-        load_s: What a worker that begins anew takes to load its model.
+        disk_blocks: Room on the disk of each worker in blocks; None if it has no disk.
+        first_role: Role of the first replica; if it is not "both", the other replicas decode.
+        load_s: Seconds that a worker takes to load its model again after it has discarded it.
     """
 
     num_replicas: int
@@ -132,11 +132,11 @@ class Layout:
         return [host for number in numbers for host in (*self.ranks(f"worker-{number}"), f"scheduler-{number}")]
 
     def ranks(self, worker: str) -> list[str]:
-        """The hosts of a worker."""
+        """The hosts of a worker's ranks."""
         return rank_hosts(worker, self.worker.world_size)
 
     def workers_of(self, scheduler: str) -> tuple[str, ...]:
-        """The addresses of the worker of a scheduler."""
+        """The addresses of a scheduler's worker."""
         hosts = self.ranks(scheduler.replace("scheduler", "worker"))
         return tuple(f"{host}:{_WORKER_PORT}" for host in hosts)
 
@@ -150,7 +150,7 @@ class Layout:
 
     @property
     def servers(self) -> list[str]:
-        """The hosts whose processes are killed and come back."""
+        """The hosts whose processes are killed and restarted."""
         return self.replicas + self.gateways
 
     @property
@@ -163,9 +163,9 @@ class Cluster:
     """All hosts of a layout.
 
     Attributes:
-        running: The process of each host that lives, or that died last.
-        gateways: The gateway of each host, from when it serves.
-        cores, requests, loops: The scheduler's core, table of requests and step loop of each host, the last ones.
+        running: The live process of each host, or the last one that died.
+        gateways: The gateway of each host, once it serves.
+        cores, requests, loops: The latest scheduler core, table of requests and step loop of each host.
     """
 
     world: World
@@ -184,9 +184,9 @@ class Cluster:
     pinned: list[Pin] = field(default_factory=list[Pin])
     told_s: dict[str, set[Times]] = field(default_factory=lambda: defaultdict(set))
     workers: dict[str, Worker] = field(default_factory=dict[str, Worker])
-    """That of each host which is loaded."""
+    """The loaded worker of each host."""
     servicers: dict[str, WorkerServicer] = field(default_factory=dict[str, WorkerServicer])
-    """The service of each worker's host, the last one."""
+    """The latest service of each worker's host."""
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self.layout.weather)
@@ -217,7 +217,7 @@ class Cluster:
         self._rendezvous = {host: Rendezvous(self.network, self.layout.worker.world_size) for host in workers}
         addresses: list[str] = []
         for number, host in enumerate(self.layout.gateways):
-            # Clients look names up in the system's own way, and addresses not.
+            # Clients resolve names by the system's own resolver, but not addresses.
             self.network.names[f"10.0.0.{number + 1}"] = host
             addresses.append(f"10.0.0.{number + 1}:{PORT}")
         self._addresses = ",".join(addresses)
@@ -245,7 +245,7 @@ class Cluster:
         self.hosts[host] = Supervised(self.world, self.network, host, main, started)
 
     def _forget(self, host: str) -> None:
-        """The process of a host has ended."""
+        """Drops the state of a host whose process has ended."""
         if host in self.disks:
             self.disks[host].process_ended(has_power=host not in self.network.dark)
         if host in self.block_disks:
@@ -258,15 +258,15 @@ class Cluster:
         self.requests.pop(host, None)
 
     def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
-        """The worker of a host is another one from its next start on."""
+        """Changes the configuration of a host's worker from its next start on."""
         self._workers[worker_of(host)] = change(self._workers[worker_of(host)])
 
     def drain(self, host: str) -> None:
-        """A scheduler drains, for as long as it takes."""
+        """Begins to drain a scheduler, without a time limit."""
         self.running[host].start(partial(self.loops[host].drain, None))
 
     def forget_cached(self, host: str) -> None:
-        """A scheduler forgets what is cached."""
+        """Makes a scheduler forget its cached blocks."""
         loop, node = self.loops.get(host), self.running[host]
 
         async def forget() -> None:
@@ -277,8 +277,8 @@ class Cluster:
             node.start(forget)
 
     def start_rival(self, host: str, older_s: float) -> None:
-        """A scheduler with the worker of this one, which started so many seconds before it by its clock. It ends by
-        itself, and is not started again."""
+        """Starts another scheduler with this one's worker. By its clock it started `older_s` seconds before this one.
+        It ends by itself, and is not restarted."""
         node = self.world.node(f"rival-{len(self._rivals)}")
         self._rivals.append(node)
         self.world.set_back(node.host, (node.unix_ns() - self._started_ns[host]) / 1e9 + older_s)
@@ -295,7 +295,7 @@ class Cluster:
         node.on_end.append(lambda: self._forget(node.host))
 
     def nap(self, nap: Nap) -> None:
-        """An operator begins to put all replicas to sleep."""
+        """Starts an operator that puts all replicas to sleep."""
         node = self.world.node(f"operator-{self._num_operators}")
         self._num_operators += 1
         self._num_napping += 1
@@ -318,15 +318,15 @@ class Cluster:
 
         task.add_done_callback(over)
 
-    # What a scheduler that sleeps is asked about
+    # Queries about sleeping schedulers
 
     @property
     def now(self) -> float:
         return self.world.now
 
     def kept(self, scheduler: str, since_s: float, *, is_without_weights: bool) -> str | None:
-        """What a worker has that it gave back for a sleep which began then. Those that a supervisor has started since
-        do not count, and a rival has them load."""
+        """Memory that a worker still has though it was released for the sleep that began then; None if there is none.
+        Workers that a supervisor has started since do not count, and a rival makes workers load."""
         if self._rivals:
             return None
         for host in self.layout.ranks(scheduler.replace("scheduler", "worker")):
@@ -340,7 +340,7 @@ class Cluster:
         return None
 
     def leaving(self, scheduler: str) -> str | None:
-        """A worker that is about to begin anew."""
+        """A worker that is about to reload; None if there is none."""
         hosts = self.layout.ranks(scheduler.replace("scheduler", "worker"))
         return next((host for host in hosts if host in self.workers and self.servicers[host].discarded.is_set()), None)
 
@@ -379,7 +379,7 @@ class Cluster:
         host.begin_anew()
 
     async def _load_anew(self, node: Node, servicer: WorkerServicer) -> None:
-        """What a worker without weights does when a scheduler attaches it."""
+        """Loads the model of a worker without weights when a scheduler attaches it."""
         scheduler = worker_of(node.host).replace("worker", "scheduler")
         loop = self.loops.get(scheduler)
         if loop is not None and loop.is_asleep and scheduler in self.requests and not self._rivals:
@@ -390,7 +390,7 @@ class Cluster:
         await asyncio.wrap_future(loaded)
 
     def _hung(self, node: Node) -> None:
-        """A step of a worker does not end, which ends its process."""
+        """A step of a worker hangs, which ends its process."""
         if not self.circumstances.may_hang:
             self.false_answers.append(FalseAnswerError(f"{node.name} hangs, though nothing holds it up"))
         node.kill()
@@ -421,7 +421,7 @@ class Cluster:
         info, blocks, disk = config.info(), runner.blocks, None
         if (slots := self.layout.disk_blocks) is not None:
             namespace = blake2b(f"{info.kv_namespace} {rank}".encode(), digest_size=32).digest()
-            # For so many at first; another pool may have larger ones.
+            # Initial room in blocks; another pool may have larger blocks.
             space = 4096 + slots * (48 + self.layout.worker.block_size * 8)
             disk = open_tier(self.block_disks[node.host], node, blocks, config.num_blocks, namespace, space)
             if disk is not None and config.world_size == 1:
@@ -435,7 +435,7 @@ class Cluster:
         return worker
 
     def _sent_by(self, host: str, read: Callable[[Any], Any]) -> Any:
-        """What a worker sends of its blocks, as it comes to others."""
+        """Wraps a worker's reads of its blocks: other workers receive them as the transfer leaves them."""
 
         def send(part: Any) -> Any:
             response = read(part)
@@ -483,7 +483,7 @@ class Cluster:
         await asyncio.Event().wait()
 
     def ask(self, request: Request) -> None:
-        """A client makes a request."""
+        """Has a client make a request."""
         story = Story(request)
         self.stories.append(story)
         if isinstance(request, Generate):
@@ -503,7 +503,7 @@ class Cluster:
         task.add_done_callback(over)
 
     def _check_released(self, request: Request) -> None:
-        """Notes where a request runs whose client has left."""
+        """Reports a request that still runs after its client has left."""
         for host, gateway in self.gateways.items():
             for live in gateway._ledger:
                 is_its = isinstance(request, Generate) and live.request.request_id in request.parts
@@ -511,8 +511,7 @@ class Cluster:
                     self.false_answers.append(FalseAnswerError(f"{host} runs {request}, whose client has left"))
 
     def check(self) -> None:
-        """Raises FalseAnswerError where an answer says what it must not, a device misused a block, or a process has
-        failed."""
+        """Raises FalseAnswerError if an answer is wrong, a device misused a block, or a process has failed."""
         where = f"(seed {self.world.seed}, second {self.world.now:.3f})"
         for node in self.world.nodes:
             if node.errors:
@@ -525,24 +524,24 @@ class Cluster:
 
     @property
     def has_failed(self) -> bool:
-        """Whether `check` raises, as far as that is cheap to know. Asked after each event."""
+        """Whether `check` would raise, without its expensive checks. Called after each event."""
         if (wrong := self._watch.look(self.world.now, self.gateways, self.requests)) is not None:
             self.false_answers.append(FalseAnswerError(wrong))
         return bool(self.false_answers) or self.world.has_errors
 
     @property
     def num_over(self) -> int:
-        """How many requests are over."""
+        """Number of requests that are over."""
         return self._num_over
 
     @property
     def held(self) -> list[str]:
-        """What processes hold, for requests or after them; nothing when all is quiet."""
+        """State that processes hold for requests or after them; empty when the cluster is quiet."""
         return list(self._held())
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is held. Asked after each event: it looks no further than to what it finds first."""
+        """Whether nothing is held. Called after each event, so it stops at the first finding."""
         return next(self._held(), None) is None
 
     def _held(self) -> Iterator[str]:
@@ -568,7 +567,7 @@ class Cluster:
         if self._num_napping:
             yield f"{self._num_napping} operators have not woken what they put to sleep"
         for host, requests in self.requests.items():
-            # Gateways say now and then what they have taken in; until then the end of a plain request is kept.
+            # Gateways acknowledge events now and then; until then the end of a plain request is kept.
             owned = (
                 each for each in requests._by_handle.values() if each.durable or not (each.is_over and each.reader)
             )
@@ -587,7 +586,7 @@ class Cluster:
                 yield from (f"{host} keeps {what}, and has no requests" for what in core.kept_for_requests)
 
     def _held_apart(self, host: str, core: CheckedScheduler) -> Iterator[str]:
-        """What a scheduler and its worker must have in common when nothing runs."""
+        """Contradictions between a scheduler and its worker when nothing runs."""
         for worker_host in self.layout.ranks(host.replace("scheduler", "worker")):
             worker = self.workers.get(worker_host)
             if worker is None:
@@ -596,7 +595,7 @@ class Cluster:
             if self.servicers[worker_host]._stopping.is_set():
                 yield f"{worker_host} takes itself to be about to end, and does not hear of the end of other ranks"
             loaded = set(worker._ledger._is_loaded.nonzero()[0].tolist())
-            # A slot may have one that no row may name: what is to replace it is not yet read, and may never be.
+            # A slot may hold an adapter that rows may not use: its replacement is not read yet, and may never be.
             if loaded - self.runners[self.running[worker_host].name].adapters.keys():
                 yield f"{worker_host} takes slots {loaded} to have adapters that it has not"
             sealed = worker.runner.sealed_blocks()
@@ -613,7 +612,7 @@ class Cluster:
             if isinstance(tier := worker.disk, SimDiskTier):
                 entries, names_on_disk = tier.entries, set(tier.entries.values())
                 for slot, name in core.tier._by_slot.items():
-                    # Slots are those of the first rank.
+                    # Slots are numbered by the first rank.
                     if name not in names_on_disk or (worker.info.rank == 0 and entries.get(slot) != name):
                         yield f"{host} takes a block to be in slot {slot} of a disk, which is not there"
                 if core.tier._slots != {name: slot for slot, name in core.tier._by_slot.items()}:
@@ -624,7 +623,7 @@ class Cluster:
                 yield f"{host} takes blocks to be on the disk of {worker_host}, which has none"
 
     def _kept_beside(self, host: str) -> Iterator[str]:
-        """What a scheduler and its worker keep for calls, streams and moves, each of which gives its part back."""
+        """State that a scheduler and its worker still keep for calls, streams and moves, which must release it."""
         loop = self.loops[host]
         watchers = [each.__self__ for each in loop.cache._watchers if isinstance(each, MethodType)]
         told = [each for each in watchers if isinstance(each, CacheDigest)]
@@ -642,14 +641,14 @@ class Cluster:
                 yield f"{worker_host} counts calls that fetch"
 
     def _on_all_disks(self, scheduler: str) -> set[bytes]:
-        """The names of the blocks that all ranks have on disk."""
+        """The names of the blocks that every rank has on disk."""
         ranks = self.layout.ranks(scheduler.replace("scheduler", "worker"))
         tiers = [worker.disk for host in ranks if (worker := self.workers.get(host)) is not None]
         names = [set(tier.entries.values()) for tier in tiers if isinstance(tier, SimDiskTier)]
         return set.intersection(*names) if len(names) == len(ranks) else set()
 
     def _believed(self, scheduler: str, core: CheckedScheduler) -> Iterator[str]:
-        """What gateways take to be cached, and is not, or the other way round."""
+        """Differences between the cached blocks and the gateways' knowledge of them."""
         cached = core.batch.blocks.pool.sealed_hashes()
         for host, gateway in self.gateways.items():
             link = gateway._generator.replicas.links.get(f"{scheduler}:{_SCHEDULER_PORT}")
@@ -661,15 +660,15 @@ class Cluster:
                     yield f"{host} takes blocks of {scheduler} to be below the pool that are not"
 
     def check_glitches(self) -> None:
-        """Raises FalseAnswerError where more requests than rows failed by what is not finite."""
+        """Raises FalseAnswerError if more requests than rows failed because of non-finite logits."""
         failed = [story for story in self.stories if story.error and story.error.reason == "NON_FINITE_LOGITS"]
         num_spoiled = sum(runner.num_spoiled for runner in self.runners.values())
         if len(failed) > num_spoiled:
             raise FalseAnswerError(f"{len(failed)} requests fail by {num_spoiled} rows that are not finite")
 
     def check_left(self) -> None:
-        """Raises FalseAnswerError where a service has more tasks of one kind than one for each of its peers and a few:
-        requests leave some behind. To be called where nothing runs."""
+        """Raises FalseAnswerError if a service has more tasks of one kind than one for each of its peers and a few:
+        requests left some behind. Call it only if nothing runs."""
         for node in self.world.nodes:
             if not (node.is_dead or node.host.startswith("client")):
                 tasks = Counter(str(getattr(task.get_coro(), "__qualname__", "")) for task in node.loop.tasks)
@@ -678,7 +677,7 @@ class Cluster:
                         raise FalseAnswerError(f"{node.name} is quiet and has {count} tasks of {name}")
 
     def check_tallies(self) -> None:
-        """Raises FalseAnswerError where metrics say otherwise than what happened. To be called where nothing runs."""
+        """Raises FalseAnswerError if metrics contradict the events of the world. Call it only if nothing runs."""
         wrong = [
             f"{host}: {each}" for host, core in self.cores.items() for each in core.tally.wrong(self._metrics_of(host))
         ]
@@ -688,7 +687,7 @@ class Cluster:
         seen = [(story.request, story.witness.last.usage) for story in self.stories if story.witness is not None]
         for request, usage in seen:
             if isinstance(request, Generate) and usage is not None and not request.options.stop:
-                # The usage of a request that a stop string has ended has the times up to then.
+                # The usage of a request that a stop string has ended has the times up to that string.
                 wrong += filter(None, [misread_usage(usage, self.told_s[request.request_id])])
         if wrong:
             raise FalseAnswerError(f"metrics: {'; '.join(wrong)}")
@@ -697,7 +696,7 @@ class Cluster:
         return self.loops[host]._metrics
 
     def check_concurrency(self) -> None:
-        """Raises FalseAnswerError where more requests of a key run than it may have at once."""
+        """Raises FalseAnswerError if more requests of a key run than its limit allows."""
         for host, gateway in self.gateways.items():
             running = Counter(live.request.tenant for live in gateway._ledger if not live.is_over)
             for tenant in TENANTS:
@@ -706,8 +705,8 @@ class Cluster:
                     raise FalseAnswerError(f"{host} runs {running[tenant.name]} requests of {tenant}")
 
     def check_charges(self, charges: Charges) -> None:
-        """Raises FalseAnswerError where tenants did not pay for what they got, or for more: at schedulers, and where
-        nothing breaks by their keys."""
+        """Raises FalseAnswerError if tenants paid less or more than they owe: at schedulers, and by key if nothing
+        breaks."""
         for host, core in self.cores.items():
             if core.config.policy is PolicyKind.FAIR and (wrong := next(core.bills.wrong(), None)) is not None:
                 raise FalseAnswerError(f"{host}: {wrong}")
@@ -725,7 +724,7 @@ class Cluster:
             yield from (caller.account for caller in keys._callers.values() if caller.tenant == tenant)
 
     def check_rates(self, seconds: float) -> None:
-        """Raises FalseAnswerError where all gateways together served more than the rates of a key allow."""
+        """Raises FalseAnswerError if all gateways together served more than the rate limits of a key allow."""
         num_gateways = sum(node.host.startswith("gateway") for node in self.world.nodes)
         for tenant in TENANTS:
             served = [
@@ -735,7 +734,7 @@ class Cluster:
             ]
             amounts = {
                 "requests_per_minute": sum(len(request.parts) for request in served),
-                # What is generated may exceed the rate: a running request is never ended for it.
+                # Generated tokens may exceed the rate: a running request is never ended for it.
                 "tokens_per_minute": sum(request.num_prompt_tokens for request in served),
             }
             for name, amount in amounts.items():
@@ -745,7 +744,7 @@ class Cluster:
 
 
 def _kept_by(gateway: Gateway) -> dict[str, int]:
-    """What a gateway counts for calls and requests, each of which gives its part back."""
+    """Counts that a gateway keeps for calls and requests, which must release them."""
     generator = gateway._generator
     reads, memory, checks = generator.durable_reads, generator._answer_memory, generator.model.constraints._turns
     return {
@@ -765,7 +764,7 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
 
 @contextmanager
 def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
-    """Inside the block, scheduler services have cores that check themselves, and the last cluster knows their parts."""
+    """Inside the block, scheduler services have self-checking cores, and the latest cluster knows their parts."""
 
     def host() -> str:
         node = CLOCK.get()
@@ -798,7 +797,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
-        # Recordings have no class of tests.
+        # Recordings use no test classes.
         patch.object(Leases, "expire", expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
         patch.object(scheduler_app, "StepLoop", make_loop),
@@ -807,9 +806,9 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
 
 
 def draw_layout(draw: Random, kind: Kind) -> Layout:
-    """A small cluster, whose pools are too small for all requests at once as often as not."""
+    """A small cluster. In half of the worlds its pools are too small for all requests at once."""
     block_size, is_tight = draw.choice((2, 4, 16)), kind is Kind.TIGHT
-    # Three sequences of the longest request fit, or two, so that none is refused.
+    # Two or three sequences of the longest request fit, so that no request is refused.
     least = 3 * LONGEST + 68
     pool_tokens = draw.choice((2 * LONGEST + 40, least)) if is_tight else draw.choice((least, 640, 1600))
     worker = FakeWorkerConfig(

@@ -1,7 +1,7 @@
 """A worker's device in a world: steps take virtual time, and tokens depend on all that a step reads.
 
-Keys and values are hashes of all tokens up to their slot. What a row says is a function of every slot that it reads
-through its block table (`model`), so one block that is wrong, stale or early makes another token.
+Keys and values are hashes of all tokens up to their slot. The output of a row is a function of every slot that it reads
+through its block table (`model`), so one block that is wrong, stale or early changes a token.
 """
 
 import sys
@@ -39,7 +39,7 @@ from worker_svc.step import (
 T = TypeVar("T")
 
 _NOT_FINITE = -1
-"""In a slot: a number that is none. Hashes are never below 0."""
+"""Slot value that stands for a non-finite number. Hashes are never below 0."""
 _LOAD_S = 0.05
 """Seconds to load an adapter."""
 _SLOW_S, _NEVER_S = 7.0, 1e6
@@ -48,7 +48,7 @@ _STEP_S, _TOKEN_S = 0.002, 0.000_02
 
 
 class _ReadablePool(FakePool):
-    """A pool that says what its blocks hold."""
+    """A pool that lets callers read the contents of its blocks."""
 
     @property
     def slots(self) -> np.ndarray:
@@ -57,28 +57,28 @@ class _ReadablePool(FakePool):
 
     @property
     def host_slots(self) -> np.ndarray:
-        """The same of the blocks on the host."""
+        """The slots of the blocks in host memory, in the same shape."""
         return self._host
 
     def keep(self, slots: np.ndarray) -> None:
-        """What a worker before this one left behind."""
+        """Takes over the slots that an earlier worker left behind."""
         self._gpu = slots
 
     def release(self) -> None:
-        """Its memory goes back to the system: it holds zeros when it is used again."""
+        """Returns its memory to the system: it holds zeros when it is used again."""
         self._gpu[:], self._host[:] = 0, 0
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing was written since, or ever."""
+        """Whether nothing was written since the last release, or ever."""
         return not (self._gpu.any() or self._host.any())
 
     def spoil(self, blocks: Sequence[int], start: int, end: int) -> None:
-        """What was computed for these slots is not finite."""
+        """Makes the computed values of these slots non-finite."""
         self._gpu[self._places(blocks, start, end)] = _NOT_FINITE
 
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
-        """As any pool; what is not finite is found by the row that samples after it."""
+        """Checks as any pool does, but lets non-finite values pass: the row that samples from them finds them."""
         try:
             super().check_read(row, blocks, prefixes, end)
         except ForeignBlockError:
@@ -87,14 +87,14 @@ class _ReadablePool(FakePool):
 
 
 def _is_finite(content: np.ndarray) -> bool:
-    """Whether all slots hold numbers."""
+    """Whether all slots hold finite numbers."""
     return not np.count_nonzero(content == _NOT_FINITE)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPool:
-    """A pool that outlives its worker: the slots of its blocks, which of them are sealed, their hashes, and what all of
-    it means."""
+    """A pool that outlives its worker: the slots of its blocks, the flags and hashes of sealed blocks, and the
+    namespace that gives them their meaning."""
 
     slots: np.ndarray
     sealed: np.ndarray
@@ -103,9 +103,9 @@ class HeldPool:
 
 
 class HashRunner(FakeRunner):
-    """Its rows draw what the content of their blocks gives. Its pool is empty at first, unless it is kept."""
+    """A runner whose rows draw tokens from the contents of their blocks. Its pool is empty at first, or taken over."""
 
-    # A step is launched when the device loop gets it, and its output is there when its time is over.
+    # The device loop launches a step when it gets it, and its output is available when its time is over.
     is_asynchronous = True
 
     def __init__(
@@ -124,22 +124,22 @@ class HashRunner(FakeRunner):
         self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
         self.takes_glitch: Callable[[Place, bool], bool] = lambda *_: False
-        """Whether what this step computes for one row is not finite; and whether it has chunks before the last."""
+        """Whether a row of this step gets non-finite values; the flag says if it has chunks that do not sample."""
         self.takes_deviation: Callable[[], int] = lambda: 0
-        """Whether this rank draws another token than the others."""
+        """Nonzero if this rank draws another token than the others."""
         self.num_spoiled = 0
         self.model = 0
         self.deadly: Mapping[int, int] = {}
-        """Which token of a sequence cannot be computed without dying, by its seed."""
+        """By the seed of a sequence, the position of the token whose computation kills the process."""
         self.deadly_need: str | None = None
-        """The pattern of a constraint that cannot be compiled without dying."""
+        """The pattern of a constraint whose compilation kills the process."""
         self.on_deadly = lambda: None
         self.rank, self.group = rank, group
         self.num_computed_tokens = 0
         self._place = (0, 0)
 
     def keep(self, held: HeldPool) -> None:
-        """Goes on with the pool of a worker before this one."""
+        """Takes over the pool of an earlier worker."""
         self._readable.keep(held.slots)
         self.checked_seals.keep(held.sealed, held.hashes)
         self.checked_seals.check(held.slots)
@@ -153,16 +153,16 @@ class HashRunner(FakeRunner):
 
     @property
     def has_contents(self) -> bool:
-        """Whether a block holds anything."""
+        """Whether any block has contents."""
         return not self._readable.is_released
 
     def ends_on_host(self, block: int) -> tuple[int, int]:
-        """What the first and the last slot of a block on the host hold."""
+        """The contents of the first and the last slot of a host block."""
         slots = self._readable.host_slots[block]
         return int(slots[0]), int(slots[-1])
 
     def tear(self, admitted: AdmittedStep) -> None:
-        """The process is killed in the middle of this step, which has written some of its slots."""
+        """Marks some slots of a step as torn: the process is killed in the middle of it."""
         self._readable.slots[admitted.written_blocks, ::2] = _NOT_FINITE
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
@@ -180,7 +180,7 @@ class HashRunner(FakeRunner):
         return done
 
     def _told(self, batch: Batch, output: StepOutput) -> object:
-        """What all ranks must have in common: where rows read and write, what is there, and what they draw."""
+        """Data that must be equal at all ranks: the blocks of rows, the contents that they read, and the tokens."""
         tables = [(row, tuple(self._rows[row].blocks)) for row in batch.rows.tolist()]
         ends = batch.ends.tolist()
         read = [self._readable.read(blocks, end).tobytes() for (_, blocks), end in zip(tables, ends, strict=True)]
@@ -198,20 +198,20 @@ class HashRunner(FakeRunner):
         try:
             super()._compute(batch)
         except BlockError as error:
-            # A scheduler that tries again would hide it.
+            # A scheduler that tries again would hide the error.
             self.on_block_error(error)
             raise
         sources = set(batch.samples[:, 1].tolist())
         chunks = [place for place, row in enumerate(batch.rows.tolist()) if row not in sources]
         if len(batch.rows) and self.takes_glitch(self._place, len(chunks) > 0):
-            # Of several ranks each has a part of the row.
+            # Each of several ranks has a part of the row; only the first one counts it.
             self.num_spoiled += self.rank == 0
             place = chunks[0] if chunks else 0
             row, start, end = (int(column[place]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
             self._readable.spoil(self._rows[row].blocks, start, end)
 
     def _end_of_drafts(self, row: int) -> int:
-        # One that dies of drafts dies at another step when it is alone.
+        # Drafts end before the deadly token, or the request would die at a different step when it is tried by itself.
         return self.deadly.get(self._rows[row].sampling.seed, sys.maxsize)
 
     def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
@@ -233,7 +233,7 @@ class HashRunner(FakeRunner):
             if not _is_finite(content):
                 failed.append(row)
                 if sampling.num_candidates is None:
-                    # The step behind it may compute its token already.
+                    # The next step may compute the token of this row already.
                     state.prefixes.append(0)
                 continue
             mix = mixed(content, self.model)
@@ -276,7 +276,7 @@ class HashRunner(FakeRunner):
 
 
 def prepare(node: Node, row_sampling: bytes, devices: "Devices") -> "Future[None] | None":
-    """Compiles the constraint of a row in a thread, where it has one; dies of the deadly pattern."""
+    """Compiles a row's constraint in a thread, if it has one; the deadly pattern kills the process."""
     sampling = common_pb2.RowSampling.FromString(row_sampling).sampling
     if not sampling.HasField("constraint"):
         return None
@@ -287,8 +287,7 @@ def prepare(node: Node, row_sampling: bytes, devices: "Devices") -> "Future[None
 
 
 class SimAdapters:
-    """A worker's slots of adapters, in which a digest stands for an adapter. Some loads fail, where they may, and one
-    may be deadly."""
+    """A worker's adapter slots, in which a digest stands for an adapter. Loads may fail, and one may be deadly."""
 
     num_bytes = 0
 
@@ -324,16 +323,16 @@ class SimAdapters:
 
 
 class Devices:
-    """The devices of all hosts: how many times slower than usual they are, and what is wrong with them."""
+    """The devices of all hosts: their slowness, and their faults."""
 
     def __init__(self, world: World, slowness: float = 1.0) -> None:
         self.slowness = slowness
         self.loads_fail = False
-        """Whether some adapters cannot be loaded."""
+        """Whether some loads of adapters fail."""
         self.are_slow = False
         """Whether some constraints and adapters take longer than schedulers wait."""
         self.deadly: str | None = None
-        """The adapter or the pattern that no worker prepares without dying."""
+        """The adapter or the pattern that kills each worker that prepares it."""
         self._num_preparations = 0
         self._world = world
         self._hang_until: dict[str, float] = {}
@@ -342,37 +341,37 @@ class Devices:
         self._spoils_chunk: dict[str, bool] = {}
         self._flips: Counter[str] = Counter()
         self.num_sent = 0
-        """Messages with blocks that workers have sent to others."""
+        """Number of messages with blocks that workers have sent to others."""
         self._deviations: Counter[str] = Counter()
         self._num_deviations = 0
 
     def preparation_s(self, usual_s: float | None, slowest_s: float) -> float | None:
-        """The seconds that the next constraint or adapter takes: of five the third and the fourth may be slow, which
-        are all that are prepared at once."""
+        """The seconds that the next constraint or adapter takes. In each group of five the third and the fourth may be
+        slow; two is the maximum that is prepared at once."""
         self._num_preparations += 1
         turn, place = divmod(self._num_preparations, 5)
         return (_SLOW_S, slowest_s)[turn % 2] if self.are_slow and place in (3, 4) else usual_s
 
     def hang(self, host: str, seconds: float) -> None:
-        """Steps that begin within these seconds end after them; restarts of the process do not help."""
+        """Steps that begin within these seconds end after them, even if the process restarts."""
         self._world.note("hang", host)
-        # No rank goes on without the others.
+        # The other ranks do not continue without this one.
         worker = worker_of(host)
         self._hang_until[worker] = max(self._hang_until.get(worker, 0.0), self._world.now + seconds)
 
     def glitch(self, host: str) -> None:
-        """One row of a step to come gets numbers that are none."""
+        """Makes the values of one row of a future step non-finite."""
         self._world.note("glitch", host)
         self._glitches[worker_of(host)] += 1
         self._spoils_chunk[worker_of(host)] = int(1000 * self._world.now) % 2 == 0
 
     def flip(self, host: str, number: int) -> None:
-        """A bit of the next blocks that a worker sends is flipped, so many times."""
+        """Flips one bit in each of the next `number` messages with blocks that a worker sends."""
         self._world.note("flip", host)
         self._flips[worker_of(host)] += number
 
     def on_the_way(self, host: str, content: bytes) -> bytes:
-        """What comes of blocks that a worker sends."""
+        """The bytes that arrive when a worker sends blocks."""
         worker = worker_of(host)
         if not content:
             return content
@@ -384,8 +383,8 @@ class Devices:
         return content[:place] + bytes([content[place] ^ 1 << self.num_sent % 8]) + content[place + 1 :]
 
     def take_glitch(self, host: str, place: Place, has_chunk: bool) -> bool:
-        """Whether the step that runs now is such a one, for all ranks of the worker: as often as not only one that
-        computes a part of a prompt and samples nothing after it."""
+        """Whether the glitch hits this step, for all ranks of the worker. Half of the glitches hit only a step that
+        computes a part of a prompt and does not sample after it."""
         worker = worker_of(host)
         if self._spoiled.get(worker) == place:
             return True
@@ -396,13 +395,13 @@ class Devices:
         return has_one
 
     def deviate(self, host: str) -> None:
-        """A rank draws a token that is not what the other ranks draw."""
+        """Makes a rank draw another token than the other ranks."""
         self._world.note("deviate", host)
         self._deviations[host] += 1
 
     def take_deviation(self, host: str) -> int:
-        """By how much the rank of this host draws another token now; each time by another number, since two ranks that
-        draw the same one deviate from nobody."""
+        """The offset of the token that this host's rank draws now; 0 if it does not deviate. Each offset is new, since
+        two ranks that draw the same wrong token do not differ from each other."""
         if not self._deviations[host]:
             return 0
         self._deviations[host] -= 1
@@ -410,12 +409,12 @@ class Devices:
         return self._num_deviations
 
     def wait_s(self, host: str) -> float:
-        """How much longer than usual a step takes that begins now."""
+        """The additional seconds that a step takes that begins now."""
         return max(self._hang_until.get(worker_of(host), 0.0) - self._world.now, 0.0)
 
 
 class _SimThread(JobThread[Any]):
-    """A thread of a device loop in a world. To wait for a launched step takes the time of the step."""
+    """A thread of a device loop in a world. A wait for a launched step takes the time of the step."""
 
     def __init__(
         self,
@@ -425,7 +424,7 @@ class _SimThread(JobThread[Any]):
         name: str,
         take: Callable[[Any], Future[None] | None],
     ) -> None:
-        """`tear` is told of each step that has begun when the process ends."""
+        """`tear` is called with each step that has begun when the process ends."""
         super().__init__(name, take)
         self._node, self._devices = node, devices
         self._tear = tear
@@ -466,7 +465,7 @@ class _SimThread(JobThread[Any]):
 
 
 class SimDeviceLoop(DeviceLoop):
-    """A worker's own device loop, whose threads the world steps."""
+    """A worker's own device loop, with threads that the world schedules."""
 
     def __init__(self, node: Node, runner: HashRunner, devices: Devices) -> None:
         super().__init__(leave=lambda _: node.kill(), thread=partial(_SimThread, node, devices, runner.tear))
@@ -488,7 +487,7 @@ class SimDeviceLoop(DeviceLoop):
 
 
 class _Call(Generic[T]):
-    """A call that is made again from its beginning when the other ranks are there."""
+    """A call that runs again from its beginning once the other ranks have arrived."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.future: Future[T] = Future()

@@ -1,5 +1,5 @@
-"""Disks in a world, and the recordings of schedulers on them. Files are real ones, in a folder of their host; what
-fails, what is written in part, and what a crash leaves of it is drawn."""
+"""Disks in a world, and the recordings of schedulers on them. Files are real, in a folder for each host; failures,
+partial writes and the state after a crash are drawn."""
 
 import errno
 import io
@@ -25,18 +25,18 @@ from tests.sim.world.oracles import FalseAnswerError
 from tests.sim.world.world import Node, World
 
 _SHORT = 0.05
-"""The share of writes that take a part of what they are given."""
+"""The share of writes that write only a part of their data."""
 _WRITE_S = 0.002
-"""What a process dies in the middle of was written so shortly before."""
+"""A process may be killed in the middle of a write for this many seconds after it."""
 _COMPACTS_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """How the schedulers of a world record. `traces` says whether they also trace their steps, to a disk that is full.
+    """How the schedulers of a world record. `traces` says whether they also trace their steps, to a full disk.
 
     Attributes:
-        max_bytes: Of a recording; a fourth of it is a file.
+        max_bytes: Maximum size of a recording, which has files of a fourth of that.
     """
 
     max_bytes: int
@@ -44,19 +44,19 @@ class Recording:
 
 
 def draw_recording(draw: Random) -> Recording | None:
-    """None where a world has none."""
+    """Draws how schedulers record; None if they do not."""
     if draw.random() >= 0.2:
         return None
     return Recording(draw.choice((6_000, 30_000, 1 << 30)), draw.random() < 0.3)
 
 
 class Disk:
-    """The disk of a host. What is not synced is lost with the power of its machine.
+    """The disk of a host. Data that is not synced is lost with the power of its machine.
 
     Attributes:
-        max_bytes: Of a recording.
-        recorder: That of the process that lives.
-        num_outages: How often the machine lost its power.
+        max_bytes: Maximum size of a recording.
+        recorder: The recorder of the live process.
+        num_outages: Number of power failures.
         may_be_cut: Whether a recording may lack its end: a process was killed, or the disk failed.
     """
 
@@ -69,27 +69,27 @@ class Disk:
         self.chance = world.generator(f"disk of {host}")
         self._trouble: tuple[float, int] = (0.0, 0)
         self._is_out_of_inodes = False
-        """Whether it is only new files that it has no place for."""
+        """Whether only new files are refused, for lack of inodes."""
         self._synced: dict[int, int] = {}
         self._last: tuple[_File, int, float] | None = None
         self.files: list[_File] = []
         _DISKS[self.folder] = self
 
     def fail(self, error: int, seconds: float) -> None:
-        """For some seconds what is written is refused with this error."""
+        """Refuses writes with this error for some seconds."""
         self.world.note("disk", self.host, errno.errorcode[error])
         self._trouble = self.world.now + seconds, error
         self._is_out_of_inodes = error == errno.ENOSPC and self.chance.random() < 0.4
 
     def check_works(self) -> None:
-        """Raises OSError where it does not."""
+        """Raises OSError while the disk fails."""
         until, error = self._trouble
         if self.world.now < until:
             self.may_be_cut = True
             raise OSError(error, os.strerror(error))
 
     def taken(self, file: "_File", data: memoryview) -> memoryview:
-        """What of a write it takes: all, or a part; a full disk takes what fits before it refuses."""
+        """The part of a write that the disk accepts. A full disk accepts the bytes that fit before it refuses."""
         until, error = self._trouble
         fits = self.world.now < until and error == errno.ENOSPC and self.chance.random() < 0.5
         self._last = file, file.tell(), self.world.now
@@ -104,7 +104,7 @@ class Disk:
         self._synced[os.fstat(file.fileno()).st_ino] = file.tell()
 
     def process_ended(self, *, has_power: bool) -> None:
-        """By a kill, perhaps in the middle of a write; without power, what is not synced is lost in part."""
+        """The process ends by a kill, perhaps in the middle of a write. Without power, some unsynced data is lost."""
         self.may_be_cut, self.recorder = True, None
         if not has_power:
             self.num_outages += 1
@@ -118,8 +118,8 @@ class Disk:
                 file.truncate(self.chance.randint(start, file.tell()))
 
     def check(self) -> None:
-        """Raises FalseAnswerError where a recording cannot be replayed, or another core would have planned otherwise,
-        or something of it is missing for no reason."""
+        """Raises FalseAnswerError if a recording cannot be replayed, if another core would have planned otherwise, or
+        if something is missing without a reason."""
         living = self.recorder
         if living is not None:
             living.flush()
@@ -150,7 +150,7 @@ class Disk:
 
 
 class _File(io.FileIO):
-    """A file that is written to."""
+    """A file opened for writing."""
 
     def __init__(self, path: Path) -> None:
         self.disk = _DISKS[path.parent]
@@ -163,11 +163,11 @@ class _File(io.FileIO):
 
 
 class SimRecorder(Recorder):
-    """A recorder whose thread is a job of its process, begun where something waits.
+    """A recorder whose thread is a job of its process, which starts when operations wait.
 
     Attributes:
-        num_put: How many operations the core was told since the recording began.
-        reason: Why it has ended.
+        num_put: Number of operations of the core since the recording began.
+        reason: Why the recording has ended.
     """
 
     def _start(self) -> None:
@@ -199,7 +199,7 @@ class SimRecorder(Recorder):
 
 
 class _Compaction:
-    """The process that replaces files by a snapshot. It outlives the scheduler that began it."""
+    """The process that replaces files by a snapshot. It outlives the scheduler that started it."""
 
     def __init__(self, command: list[Any], **_: Any) -> None:
         self._path, self._end = Path(command[-2]), int(command[-1])
@@ -228,17 +228,17 @@ class _Compaction:
 
 
 _DISKS: dict[Path, Disk] = {}
-"""By folder: what runs outside of a process of the world knows no other name."""
+"""Disks by folder: code outside of the processes of a world has no other name for them."""
 
 
 @contextmanager
 def simulated_disks(
     disks: Callable[[], Mapping[str, Disk]], make: Callable[[SchedulerConfig, Recorder], Any]
 ) -> Iterator[None]:
-    """Inside the block, recordings are on these disks, by host, and `make` makes the cores that are recorded."""
+    """Inside the block, recordings are on these disks, by host; `make` makes the recorded cores."""
 
     def open_recorder(path: str, *, with_token_ids: bool, max_bytes: int) -> Recorder | None:
-        # Settings allow no file as small as those of a world.
+        # Settings do not allow files as small as a world's.
         disk = _DISKS[Path(path).parent]
         found = disk.recorder = SimRecorder.open(path, with_token_ids=with_token_ids, max_bytes=disk.max_bytes)
         return found
@@ -251,7 +251,7 @@ def simulated_disks(
             (files, "open_file", _File),
             (files, "sync", lambda file: file.disk.sync(file)),
             (replay, "sync", lambda file: file.disk.sync(file)),
-            # The cores of worlds are checked, which computes hashes that plans then need not look up.
+            # The cores of worlds check themselves, which computes hashes that plans then need not look up.
             (replay, "Replayer", lambda **_: Replayer()),
             (recorder, "subprocess", SimpleNamespace(Popen=_Compaction, DEVNULL=None, PIPE=None)),
             (SimRecorder, "make_scheduler", make_scheduler),

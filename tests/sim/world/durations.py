@@ -1,5 +1,4 @@
-"""Durations that cross messages, which have them in milliseconds: the process that reads one takes it for the time that
-the other process has said, or that a client has asked for."""
+"""Durations in messages, in milliseconds: the receiver must understand the time that the sender or a client meant."""
 
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any
@@ -14,14 +13,14 @@ from worker_svc.protocol.transfers import Move, Transfers
 
 _ROUNDED_S = 0.001
 Times = tuple[float, float, float]
-"""Seconds that a request was in a queue, in prefill and in decode."""
+"""Seconds that a request spent in the queue, in prefill and in decode."""
 
 
 def misread_by_gateway(
     gateway: Gateway, address: str, loop: StepLoop, table: Requests, grace_s: float
 ) -> Iterator[str]:
-    """Durations that a gateway and the scheduler of this address take for others, where they are connected. Gateways
-    want their requests kept for `grace_s`."""
+    """Durations that a gateway and the connected scheduler at this address understand differently. Gateways want their
+    requests kept for `grace_s`."""
     link = gateway._generator.replicas.links.get(address)
     if link is None or link.welcome is None or not link.is_connected:
         return
@@ -31,14 +30,14 @@ def misread_by_gateway(
     if _differ(link.welcome.durable_grace_s, table.durable_grace_s):
         yield f"{address} keeps durable requests for {table.durable_grace_s} s, not {link.welcome.durable_grace_s} s"
     if link.is_draining and loop.is_draining:
-        # A drain without an end says 0, and one with an end may follow.
+        # A drain without a time limit says 0, and one with a limit may follow.
         said_s, heard_s = loop._leave_after_s, link.leave_after_s
         if said_s and heard_s and _differ(said_s, heard_s):
             yield f"requests are to leave {address} after {said_s} s of a drain, and a gateway takes {heard_s} s"
 
 
 def watch_worker(transfers: Transfers, report: Callable[[Exception], object]) -> None:
-    """Reports durations that a worker takes for others than its scheduler has said."""
+    """Reports durations that a worker understands differently from its scheduler."""
     begin, offer = transfers.move, transfers.offer
 
     def move_checked(move: Move) -> Coroutine[Any, Any, list[int]]:
@@ -55,7 +54,7 @@ def watch_worker(transfers: Transfers, report: Callable[[Exception], object]) ->
 
 
 def misread_pin(asked: Iterable[Pin], tenant: str, token_ids: list[int], time_to_live_s: float) -> str | None:
-    """Says that no client of its tenant has asked for a pin of this prefix with this time; None if one has."""
+    """An error if no client of the tenant asked for a pin of this prefix with this time to live; None if one did."""
     pins = [each for each in asked if each.tenant == tenant and [*each.prompt[: len(token_ids)]] == token_ids]
     if all(_differ(each.time_to_live_ms / 1e3, time_to_live_s) for each in pins):
         return f"{tenant} pins {len(token_ids)} tokens for {time_to_live_s} s, which no client has asked for"
@@ -63,8 +62,8 @@ def misread_pin(asked: Iterable[Pin], tenant: str, token_ids: list[int], time_to
 
 
 def misread_usage(usage: Usage, told_s: Collection[Times]) -> str | None:
-    """Says that a client is told times which no scheduler has said of its request; None if one has. A gateway that
-    answers for a scheduler which is gone says no time in a queue."""
+    """An error if a client gets times that no scheduler reported for its request; None if one did. A gateway that
+    answers for a lost scheduler reports no time in a queue."""
     times_s = usage.queue_ms / 1e3, usage.prefill_ms / 1e3, usage.decode_ms / 1e3
     is_known = any(not any(map(_differ, times_s, each)) for each in told_s)
     return None if is_known or not usage.queue_ms else f"{usage} of a request whose times were {told_s}"

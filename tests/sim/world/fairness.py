@@ -1,13 +1,13 @@
-"""What the policy `fair` promises, in numbers: of two tenants whose requests wait all through some time, neither gets
-much more service than the other. Counted here anew, from the plans of steps.
+"""The guarantee of the policy `fair`, in numbers: if the requests of two tenants wait for some time without a break,
+neither tenant gets much more service than the other. It is counted here independently, from the plans of steps.
 
 The policy's docstring derives the bound. A sequence that enters the batch is still to get at most
 
     PREFILL_WEIGHT * (its prompt) + SAMPLE_WEIGHT * (its max_tokens),
 
 and no more than max_num_seqs run. So a tenant f leads another one g by at most U_f, the sum of the max_num_seqs largest
-of these, at any time at which both wait. While they do, its lead grows by at most U_f + U_g. What is computed again
-adds to that: of f since both wait, and of g since the beginning, since that may have made its own lead larger before.
+of these costs, at any time at which both wait. While they do, its lead grows by at most U_f + U_g. Recomputed tokens
+add to that: tokens of f since both wait, and all tokens of g, since these may have increased its own lead before.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Usage
 
 _MAX_STEPS_IN_FLIGHT = 4
-"""Of any worker: their samples are drawn again where a group leaves the batch."""
+"""Maximum steps in flight of any worker: their samples are drawn again if a group leaves the batch."""
 
 
 class UnfairError(AssertionError):
@@ -33,19 +33,19 @@ class Shares:
     """The service that tenants got while they waited.
 
     Attributes:
-        max_num_seqs: How many sequences run at once.
+        max_num_seqs: Maximum number of sequences that run at once.
     """
 
     max_num_seqs: int
     _costs: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """What sequences of each tenant get, the most costly ones first."""
+    """Costs of each tenant's sequences, the most costly ones first."""
     _served: Counter[str] = field(default_factory=Counter[str])
     _again: Counter[str] = field(default_factory=Counter[str])
-    """What may be computed again, of each tenant."""
+    """Cost of each tenant's tokens that may be computed again."""
     _since: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
     def arrives(self, request: Request) -> None:
-        """A request comes, or a pin's."""
+        """A request arrives, from a client or for a pin."""
         costs = self._costs[request.tenant]
         cost = PREFILL_WEIGHT * len(request.prompt) + SAMPLE_WEIGHT * request.max_tokens
         costs += [cost] * request.num_sequences
@@ -53,23 +53,23 @@ class Shares:
         del costs[self.max_num_seqs :]
 
     def serve(self, computed: Counter[str], sampled: Counter[str]) -> None:
-        """A step was planned that computes so many tokens of prompts, and samples so many, of each tenant."""
+        """A step was planned that computes and samples these numbers of tokens for each tenant."""
         for tenant, count in computed.items():
             self._served[tenant] += PREFILL_WEIGHT * count
         for tenant, count in sampled.items():
             self._served[tenant] += SAMPLE_WEIGHT * count
 
     def leaves(self, group: SequenceGroup) -> None:
-        """A group leaves the batch before its end."""
+        """A group leaves the batch before it has ended."""
         for sequence in group.unfinished:
             drawn_again = SAMPLE_WEIGHT * _MAX_STEPS_IN_FLIGHT
             self._again[group.request.tenant] += PREFILL_WEIGHT * sequence.num_tokens + drawn_again
 
     def observe(self, waiting: frozenset[str]) -> None:
-        """These tenants wait now.
+        """Records that these tenants wait now.
 
         Raises:
-            UnfairError: one got too much more than another.
+            UnfairError: a tenant got too much more than another.
         """
         lead: dict[tuple[str, str], int] = {}
         for tenant in waiting:
@@ -89,17 +89,17 @@ class Bills:
     generated, not from the plans of steps.
 
     Attributes:
-        charged: By how much the counter of each tenant rose for steps.
+        charged: The increase of each tenant's counter for steps.
     """
 
     charged: Counter[str] = field(default_factory=Counter[str])
     _least: Counter[str] = field(default_factory=Counter[str])
     _most: Counter[str] = field(default_factory=Counter[str])
     _entries: dict[RequestKey, list[tuple[int, int]]] = field(default_factory=dict[RequestKey, list[tuple[int, int]]])
-    """For each entry of a request into the batch, the tokens that it computes then and had generated before."""
+    """For each entry of a request into the batch, the numbers of tokens to compute and of tokens generated before."""
 
     def enters(self, group: SequenceGroup, table: RowTable) -> None:
-        """A group has just got rows, and nothing of it is planned."""
+        """A group has just got rows, and none of its tokens is planned."""
         rows = [each.row for each in group.computing if each.row is not None]
         to_compute = sum(map(table.num_uncomputed, rows))
         num_left = sum(group.request.max_len - each.num_tokens for each in group.unfinished)
@@ -108,7 +108,7 @@ class Bills:
         self._most[group.request.tenant] += PREFILL_WEIGHT * to_compute + SAMPLE_WEIGHT * num_left
 
     def leaves(self, group: SequenceGroup) -> None:
-        """A group leaves the batch before its end, and is not computed again but for the steps in flight."""
+        """A group leaves the batch before it has ended. Only the steps in flight are computed again."""
         drawn_again = PREFILL_WEIGHT + SAMPLE_WEIGHT * _MAX_STEPS_IN_FLIGHT
         self._most[group.request.tenant] += drawn_again * len(group.unfinished)
 
@@ -121,7 +121,7 @@ class Bills:
             self._least[request.tenant] += PREFILL_WEIGHT * to_compute + SAMPLE_WEIGHT * num_generated
 
     def wrong(self) -> Iterator[str]:
-        """Tenants that paid less than their requests cost, or more. To be called when no request is live."""
+        """Tenants that paid less or more than their requests cost. Call it only if no request is live."""
         for tenant, most in self._most.items():
             least, charged = self._least[tenant], self.charged[tenant]
             if not least <= charged <= most:

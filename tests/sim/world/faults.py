@@ -1,4 +1,4 @@
-"""Faults as values: what breaks in a world, and when. Each begins at its time and undoes itself."""
+"""Faults as values: what breaks in a world, and when. Each fault begins at its time and undoes itself."""
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from tests.sim.world.world import Node, World
 from tests.support.fake_worker import FakeWorkerConfig
 
 MAX_FAULT_S = 30.0
-"""No fault lasts longer."""
+"""Maximum duration of a fault."""
 _MAX_CALL_S = 3.0
-"""What a call of an operator takes where nothing is broken, but for the time of a load."""
+"""Maximum duration of an operator's call if nothing is broken, without the time of a load."""
 RESTART_S = 3.0
-"""By then a supervisor has started a killed process anew, and others have found it."""
+"""By then a supervisor has restarted a killed process, and its peers have found it."""
 
-# Where the processes of a host can be killed, and up to which pass that is drawn: what rarely happens, early.
+# Failpoints at which the processes of a host can be killed, with the maximum pass that is drawn: low for rare ones.
 FAILPOINTS: Mapping[str, Mapping[str, int]] = {
     "worker": {
         "worker.attach.before_inventory": 2,
@@ -55,11 +55,11 @@ FAILPOINTS: Mapping[str, Mapping[str, int]] = {
 
 
 MOVE_FAILPOINTS: Mapping[str, int] = {"worker.fetch.before_write": 3, "worker.move.written": 3}
-"""The same of workers between which blocks move."""
+"""Failpoints of workers between which blocks move, in the same form."""
 
 
 class Target(Protocol):
-    """What faults break."""
+    """The system that faults break."""
 
     @property
     def world(self) -> World: ...
@@ -72,7 +72,7 @@ class Target(Protocol):
 
     @property
     def running(self) -> Mapping[str, Node]:
-        """The process of each host that lives, or that died last."""
+        """The live process of each host, or the last one that died."""
         ...
 
     @property
@@ -87,32 +87,32 @@ class Target(Protocol):
 
     @property
     def block_disks(self) -> Mapping[str, BlockDisk]:
-        """The disks of workers' blocks, by their hosts."""
+        """The disks of workers' blocks, by host."""
         ...
 
     def change_worker(self, host: str, change: Callable[[FakeWorkerConfig], FakeWorkerConfig]) -> None:
-        """The worker of a host is another one from its next start on."""
+        """Changes the configuration of a host's worker from its next start on."""
         ...
 
     def drain(self, host: str) -> None:
-        """A scheduler drains, as `quire drain` has it, and goes on."""
+        """Drains a scheduler, as `quire drain` does, and lets it run on."""
         ...
 
     def forget_cached(self, host: str) -> None:
-        """A scheduler forgets what is cached, as `ResetPrefixCache` has it."""
+        """Makes a scheduler forget its cached blocks, as `ResetPrefixCache` does."""
         ...
 
     def start_rival(self, host: str, older_s: float) -> None:
-        """A scheduler with the worker of this one, which started so many seconds before it by its clock."""
+        """Starts another scheduler for this one's worker; by its clock it started `older_s` seconds earlier."""
         ...
 
     def nap(self, nap: "Nap") -> None:
-        """An operator begins to put all replicas to sleep."""
+        """Starts an operator that puts all replicas to sleep."""
         ...
 
 
 class Fault(Protocol):
-    """Something that breaks at a time, in seconds since the world's beginning."""
+    """A fault at a time, in seconds since the world's beginning."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -121,17 +121,17 @@ class Fault(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long it lasts, with what follows from it."""
+        """Duration of the fault and of its consequences."""
         ...
 
     def begin(self, target: Target) -> None:
-        """Breaks it; what lasts ends by itself within MAX_FAULT_S."""
+        """Starts the fault, which ends by itself within MAX_FAULT_S."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """kill -9 of a process; its supervisor starts another one."""
+    """kill -9 of a process; its supervisor restarts it."""
 
     at: float
     host: str
@@ -146,7 +146,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class KillAt:
-    """kill -9 of a process in the middle of what it does: at the n-th pass of a failpoint from then on."""
+    """kill -9 of a process at the n-th pass of a failpoint from then on."""
 
     at: float
     host: str
@@ -163,7 +163,7 @@ class KillAt:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """SIGTERM: the process ends in order, and its supervisor starts another one."""
+    """SIGTERM: the process shuts down in order, and its supervisor restarts it."""
 
     at: float
     host: str
@@ -178,7 +178,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """`quire drain`: a scheduler takes no new requests any more, and goes on."""
+    """`quire drain`: a scheduler accepts no new requests any more, and runs on."""
 
     at: float
     host: str
@@ -193,7 +193,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class ForgetCached:
-    """An operator has a scheduler forget what is cached. Nothing breaks."""
+    """An operator makes a scheduler forget its cached blocks. Nothing breaks."""
 
     at: float
     host: str
@@ -208,13 +208,12 @@ class ForgetCached:
 
 @dataclass(frozen=True, slots=True)
 class Nap:
-    """An operator puts all replicas to sleep, by calls of a gateway one after the other, and wakes them. Nothing
-    breaks.
+    """An operator puts all replicas to sleep, by successive calls of a gateway, and wakes them. Nothing breaks.
 
     Attributes:
         gateway: The number of the gateway that is called.
-        levels: Of the calls.
-        sleeps_s: After each call.
+        levels: The sleep level of each call.
+        sleeps_s: Seconds of sleep after each call.
     """
 
     at: float
@@ -232,7 +231,7 @@ class Nap:
 
 @dataclass(frozen=True, slots=True)
 class PowerOff:
-    """A machine is gone for some seconds, and the others' connections to it are half open."""
+    """A machine loses power for some seconds, and its peers' connections to it are half open."""
 
     at: float
     host: str
@@ -248,7 +247,7 @@ class PowerOff:
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """A process ends, and for some seconds no other one can be started on its host."""
+    """A process ends, and for some seconds no process can start on its host."""
 
     at: float
     host: str
@@ -280,7 +279,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The network between two hosts fails, one way or both."""
+    """The network between two hosts fails, in one direction or in both."""
 
     at: float
     source: str
@@ -297,8 +296,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A connection ends by something between its ends: of those that hosts of one kind have opened the one that has
-    this number, counted round."""
+    """A connection is reset by something between its ends. `number` selects it, by modulo, among the connections that
+    hosts of one kind have opened."""
 
     at: float
     opened_by: str
@@ -315,7 +314,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class HalfOpen:
-    """A connection carries nothing more, and neither end is told: what is between them has forgotten it."""
+    """A connection carries nothing more, and neither end is notified: a device between them has forgotten it."""
 
     at: float
     opened_by: str
@@ -337,8 +336,8 @@ def _connection(target: Target, opened_by: str, number: int) -> Connection | Non
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """An operator sets a clock back by so many seconds, or forward, and perhaps restarts what runs there. A worker lets
-    a scheduler whose clock was set back in after half a minute."""
+    """An operator sets a clock back by `back_s` seconds, or forward, and perhaps restarts the process there. Half a
+    minute later a worker accepts a scheduler whose clock was set back."""
 
     at: float
     host: str
@@ -357,7 +356,7 @@ class SetClock:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The device of a worker does not go on for some seconds, be the process another one by then."""
+    """The device of a worker hangs for some seconds, even if its process restarts."""
 
     at: float
     host: str
@@ -373,7 +372,7 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Glitch:
-    """What the device computes for one row of a step is not finite. The request fails, and no other one."""
+    """The device computes non-finite values for one row of a step. That request fails, and no other one."""
 
     at: float
     host: str
@@ -388,7 +387,7 @@ class Glitch:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A bit of the next blocks that a worker sends to another one is flipped on the way, so many times."""
+    """One bit is flipped on the way in each of the next `number` messages with blocks from one worker to another."""
 
     at: float
     host: str
@@ -404,7 +403,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Deviate:
-    """A rank draws another token than the other ranks: the step is void, and no answer may show it."""
+    """A rank draws another token than the other ranks: the step is void, and no answer may show that token."""
 
     at: float
     host: str
@@ -419,7 +418,7 @@ class Deviate:
 
 @dataclass(frozen=True, slots=True)
 class OtherPool:
-    """A worker dies and comes back with a pool of another size, and perhaps with blocks of another one."""
+    """A worker dies and comes back with a pool of another size, and perhaps with another block size."""
 
     at: float
     host: str
@@ -442,7 +441,7 @@ class OtherPool:
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A worker dies and comes back with another model for some seconds, and then with its own again."""
+    """A worker dies and comes back with another model for some seconds, and then with its own model again."""
 
     at: float
     host: str
@@ -465,7 +464,7 @@ class OtherModel:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another scheduler comes to a worker, which started before the one that has it. It has to give up."""
+    """Another scheduler attaches to a worker, though it started before the worker's own scheduler. It must give up."""
 
     at: float
     host: str
@@ -481,7 +480,7 @@ class Rival:
 
 @dataclass(frozen=True, slots=True)
 class BadDisk:
-    """The disk of a scheduler is full for some seconds, or fails otherwise. Nothing but its recording may suffer."""
+    """The disk of a scheduler is full for some seconds, or fails otherwise. Only its recording may suffer."""
 
     at: float
     host: str
@@ -515,7 +514,7 @@ class BadBlockDisk:
 
 @dataclass(frozen=True, slots=True)
 class SlowBlockDisk:
-    """The disk of a worker's blocks takes up to `job_s` seconds for what takes milliseconds."""
+    """The disk of a worker's blocks takes up to `job_s` seconds for jobs that usually take milliseconds."""
 
     at: float
     host: str
@@ -532,7 +531,7 @@ class SlowBlockDisk:
 
 @dataclass(frozen=True, slots=True)
 class Rot:
-    """Bits on the disk of a worker's blocks are others."""
+    """Bits on the disk of a worker's blocks change."""
 
     at: float
     host: str
@@ -547,7 +546,7 @@ class Rot:
 
 
 def draw_block_disk_faults(draw: Random, hosts: Sequence[str], over_s: float) -> tuple[Fault, ...]:
-    """What happens to disks of blocks, and to the workers that use them."""
+    """Draws faults of block disks and of the workers that use them."""
     workers = [host for host in hosts if host.startswith("worker")]
     faults: list[Fault] = []
     for _ in range(draw.choice((0, 1, 2, 4))):
@@ -570,8 +569,8 @@ def draw_block_disk_faults(draw: Random, hosts: Sequence[str], over_s: float) ->
 
 
 def draw_slow_block_disks(draw: Random, over_s: float) -> tuple[Fault, ...]:
-    """A disk that is slow all the time, in a part of the worlds; in another part one that brings blocks when nobody
-    waits for them any more, perhaps to the next scheduler."""
+    """Draws a disk that is always slow in some worlds, and in others one that delivers blocks when no request waits for
+    them any more, perhaps to the next scheduler."""
     match draw.choice(("usual", "slow", "late")):
         case "slow":
             return (SlowBlockDisk(-0.1, "worker-0", draw.choice((0.05, 0.2)), 10.0),)
@@ -591,7 +590,7 @@ def draw_slow_block_disks(draw: Random, over_s: float) -> tuple[Fault, ...]:
 
 
 def draw_bad_disks(draw: Random, hosts: Sequence[str], over_s: float) -> tuple[BadDisk, ...]:
-    """What happens to the disks of a world whose schedulers record."""
+    """Draws disk faults of a world whose schedulers record."""
     schedulers = [host for host in hosts if host.startswith("scheduler")]
     return tuple(
         BadDisk(
@@ -629,14 +628,14 @@ _OF_KIND: Mapping[Kind, Sequence[str]] = {
     Kind.NETWORK: ("pause", "cut", "cut both", "half open", "reset"),
     Kind.RESTARTS: ("kill", "kill at", "rack", "stop", "power off", "cannot start", "clock", "other pool", "reset"),
 }
-"""What breaks in worlds of a kind; in others all of it."""
+"""The faults of worlds of a kind; other kinds have all of them."""
 
 
 def draw_faults(
     draw: Random, kind: Kind, hosts: Sequence[str], times: Sequence[float], over_s: float, worker: FakeWorkerConfig
 ) -> tuple[Fault, ...]:
-    """Faults that begin within so many seconds, or soon after requests: these come at `times`. A part of what can break
-    does not in a world, so that the rest comes together more often; some of it comes several times in a row."""
+    """Faults that begin within `over_s` seconds, or soon after requests, which arrive at `times`. A world leaves out
+    some kinds of faults, so that the others come together more often; some faults repeat several times in a row."""
     names = [name for name in _OF_KIND.get(kind, _NAMES) if draw.random() < 0.6] or ["reset"]
     if worker.world_size > 1:
         names += ["rank"] * 2
@@ -652,7 +651,7 @@ def draw_faults(
             at += draw.choice((0.02, 0.1, 1.0)) * draw.random()
             faults += [replace(cast(Any, each), at=at) for each in drawn]
     if any(isinstance(fault, Rival) for fault in faults):
-        # A scheduler whose clock was set back is the older one when it starts again, and gives up in its turn.
+        # A scheduler whose clock was set back is the older one after a restart, and gives up in its turn.
         faults = [fault for fault in faults if not isinstance(fault, SetClock)]
     return tuple(faults)
 
@@ -660,8 +659,7 @@ def draw_faults(
 def draw_drains(
     draw: Random, layout_hosts: Sequence[str], over_s: float, worker: FakeWorkerConfig
 ) -> tuple[Fault, ...]:
-    """Schedulers that are stopped in order while requests run, one after the other, and what goes wrong while blocks
-    move."""
+    """Draws drains of schedulers while requests run, one after the other, and faults while blocks move."""
     workers = [host for host in layout_hosts if host.startswith("worker")]
     schedulers = [host for host in layout_hosts if host.startswith("scheduler")]
     faults: list[Fault] = []
@@ -692,7 +690,7 @@ def draw_drains(
 
 
 def draw_other_model(draw: Random, servers: Sequence[str], over_s: float, own: ModelFingerprint) -> OtherModel:
-    """A worker that has another model for a while; perhaps with a tokenizer that no gateway has."""
+    """Draws a worker that has another model for a while; perhaps with a tokenizer that no gateway has."""
     host = draw.choice([host for host in servers if host.startswith("worker")])
     other = replace(own, weights=draw.choice(("1", "2")), tokenizer=draw.choice((own.tokenizer,) * 3 + ("another",)))
     return OtherModel(draw.uniform(0, over_s), host, other, own, draw.uniform(0.1, 15))
@@ -739,7 +737,7 @@ def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker
         case "glitch":
             return [Glitch(at, draw.choice(workers))]
         case "rank":
-            # To one rank what does not happen to the other.
+            # A fault of one rank and not of the other.
             replica = draw.choice(schedulers).rpartition("-")[2]
             worker_hosts = rank_hosts(f"worker-{replica}", worker.world_size)
             rank, peer = draw.sample(worker_hosts, 2)
@@ -755,7 +753,7 @@ def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker
                 )
             ]
         case "other pool":
-            # What fitted fits still.
+            # Requests that fitted before still fit.
             size = draw.choice((worker.block_size, 2, 4, 16))
             num_blocks = worker.num_blocks * worker.block_size // size
             num_blocks = draw.choice((num_blocks, num_blocks + 7, 2 * num_blocks))

@@ -1,4 +1,4 @@
-"""The gateway in a world: the real application, for a model whose tokens are characters."""
+"""The gateway in a world: the real application, with a model whose tokens are characters."""
 
 import asyncio
 import functools
@@ -55,7 +55,7 @@ def key_of(tenant: Tenant) -> str:
 
 @functools.cache
 def _directory() -> Path:
-    """What gateways read at their start; made once for all worlds of this process."""
+    """The model files that gateways read at their start; made once for all worlds of this process."""
     path = Path(tempfile.mkdtemp(prefix="world-"))
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -97,12 +97,12 @@ def _adapter(name: str) -> Path:
 
 @functools.cache
 def digest_of(name: str | None) -> bytes:
-    """The digest of an adapter; nothing for the model as it is."""
+    """The digest of an adapter; empty for the base model."""
     return b"" if name is None else read_adapter(_adapter(name)).digest
 
 
 def fingerprint_of(model: int) -> ModelFingerprint:
-    """Of a model of this number, which has the tokenizer of the gateways. They have no weights."""
+    """The fingerprint of the model with this number, which has the gateways' tokenizer. Gateways have no weights."""
     return ModelFingerprint(tokenizer=_served_model().fingerprint.tokenizer, weights=str(model))
 
 
@@ -112,7 +112,7 @@ def _served_model() -> ServedModel:
 
 
 def _open_model(path: Path, name: str | None, executor: FairExecutor, **_: Any) -> ServedModel:
-    """The model, read once for all worlds. Its texts are short, so that the executor is not used."""
+    """The model, read once for all worlds. Its texts are so short that the executor is not used."""
     return replace(
         _served_model(),
         architecture="FakeForCausalLM",
@@ -122,7 +122,7 @@ def _open_model(path: Path, name: str | None, executor: FairExecutor, **_: Any) 
 
 
 class _Trial:
-    """In place of the process that compiles constraints before their requests are accepted."""
+    """Replaces the process that compiles constraints before their requests are accepted."""
 
     async def verdict(self, content: bytes) -> None:
         await asyncio.to_thread(lambda: None)
@@ -132,11 +132,10 @@ class _Trial:
 
 
 class _NoThread(Executor):
-    """In place of the thread of a gateway's store: its work is done where it is submitted, since a thread would outlive
-    a gateway that is killed."""
+    """Replaces the thread of a gateway's store. Its work runs in the caller, since a thread would outlive a kill."""
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
-        """The arguments are those of ThreadPoolExecutor."""
+        """Has the arguments of ThreadPoolExecutor."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -147,7 +146,7 @@ class _NoThread(Executor):
 @contextmanager
 def gateways_without_sockets() -> Iterator[None]:
     """Inside the block, gateways serve HTTP over their world's network, and use no threads and no model files."""
-    # Before `open` is another one.
+    # Before `open` is replaced.
     _served_model()
     with (
         patch.object(app, "HttpServer", SimHttpServer),
@@ -171,7 +170,7 @@ def settings_of(
         adapters=tuple(f"{name}={_adapter(name)}" for name in ADAPTERS) if has_adapters else (),
         keys_files=(_directory() / "keys.json",),
         log_level="error",
-        # No page is looked at in a world, and what it keeps for one costs calls.
+        # No page is opened in a world, and support for pages costs calls.
         ui=False,
         **values,
     )

@@ -1,4 +1,4 @@
-"""HTTP in a world: sockets over its network, with the gateway's own HTTP server at one end."""
+"""HTTP in a world: sockets over its simulated network, with the gateway's own HTTP server at one end."""
 
 import asyncio
 from collections import deque
@@ -14,18 +14,18 @@ from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node
 
 _PATIENCE_S = 7200.0
-"""What the kernel waits for a peer that says nothing."""
+"""Seconds that the kernel waits for a silent peer."""
 _CONNECT_S = 10.0
 _HIGH_WATER = 64 * 1024
 _SPLIT = 0.2
 """The share of writes that arrive in two parts, cut anywhere."""
 _LOSSES = frozenset({"Connection reset by peer", "ping timeout"})
-"""What the kernel says by an error; other ends of a connection are the end of its bytes."""
+"""Reasons that the kernel reports as an error; other ends of a connection are an end of file."""
 
 
 class Socket(asyncio.Transport):
-    """One end of a connection, as asyncio's transports are: what is written waits until the other end's window has
-    room, and reading makes room there."""
+    """One end of a connection, as an asyncio transport: written data waits until the other end's window has room, and
+    reading makes room there."""
 
     def __init__(self, network: Network, connection: Connection, *, is_client: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Socket(asyncio.Transport):
         return self._is_closing
 
     def close(self) -> None:
-        """What is written still goes out."""
+        """Closes after the written data has gone out."""
         if not self._is_closing:
             self._is_closing = True
             self._end_if_written()
@@ -110,13 +110,13 @@ class Socket(asyncio.Transport):
             self._protocol.resume_writing()
 
     def arrive(self, part: bytes) -> None:
-        """Bytes have come. Where nobody wants them any more the kernel drops them."""
+        """Receives bytes. The kernel drops them if this end is closing."""
         if not self._is_closing:
             self._unread.append(part)
             self._read()
 
     def give_room(self, num_bytes: int) -> None:
-        """The other end has read."""
+        """The other end has read bytes."""
         self._room += num_bytes
         self._flush()
         if self._is_closing:
@@ -156,7 +156,7 @@ class Socket(asyncio.Transport):
 
 
 class _Port:
-    """Where an HTTP server listens, with the surface of a socket and of asyncio's server."""
+    """The listening port of an HTTP server, with the surface of a socket and of asyncio's server."""
 
     def __init__(self, network: Network, node: Node, address: TcpAddress) -> None:
         self._network, self._node, self._address = network, node, address
@@ -180,11 +180,11 @@ class _Port:
             del self._network.listeners[self._place]
 
     async def wait_closed(self) -> None:
-        """At once."""
+        """Returns at once."""
 
 
 class _Connections(dict[Any, None]):
-    """A set in the order of arrival: protocols have no order of their own that is the same in every process."""
+    """A set in the order of arrival: protocols have no order that is the same in every process."""
 
     def add(self, connection: Any) -> None:
         self[connection] = None
@@ -211,7 +211,7 @@ class SimHttpServer(HttpServer):
 
 
 async def connect(network: Network, node: Node, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connects a client. Raises OSError where nobody answers."""
+    """Connects a client. Raises OSError if no server answers."""
     place = network.resolve(node.host, address)
     listener = network.listeners.get(place)
     network.world.note("connect", node.name, address)

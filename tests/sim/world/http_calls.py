@@ -1,4 +1,4 @@
-"""Calls over HTTP: what clients of OpenAI's and Anthropic's APIs send, what they may get, and how they call."""
+"""Calls over HTTP: requests of OpenAI's and Anthropic's APIs, the answers that they may get, and the client."""
 
 import asyncio
 import json
@@ -24,14 +24,14 @@ from tests.sim.world.world import Node
 from tests.support.fronts import Answer, Completions, Messages, OpenAiChat, Refusal, Responses
 
 _SILENCE_S = 80.0
-"""What a client waits for bytes: streams have comments every fifteen seconds."""
+"""Maximum seconds that a client waits for bytes: streams have a comment every fifteen seconds."""
 _KEPT_S = 60.0
-"""For how long a client uses an idle connection again: shorter than the gateway keeps it."""
+"""Maximum age of an idle connection that a client uses again, less than the gateway's limit."""
 _MAX_VISITS, _RETURN_S = 8, 1.0
-"""How often the client of a durable stream comes, and how long it waits where its connection was cut."""
+"""Maximum calls of a durable stream's client, and its pause after a cut connection."""
 _FRONTS = {each.path: each(cast(Any, None)) for each in (Completions, OpenAiChat, Responses, Messages)}
 _OPENAI = (Front.COMPLETIONS, Front.CHAT)
-# What an error in a stream may be, which has no status, and one of Anthropic's, which have no reasons.
+# Candidates for an error in a stream, which has no status, and for Anthropic's errors, which have no reasons.
 _CODES = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "ABORTED", "DEADLINE_EXCEEDED", "NOT_FOUND")
 _REASONS: Mapping[str, Sequence[str]] = {
     "UNAVAILABLE": ("MODEL_CHANGED",),
@@ -42,10 +42,10 @@ _ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
 class HttpWitness(Witness):
-    """Compares an answer that has texts in place of token ids with the undisturbed one."""
+    """Compares an answer with texts in place of token ids with the undisturbed one."""
 
     def piece(self, index: int, text: str, logprobs: Sequence[float]) -> None:
-        """The next text of a sequence, and the log probabilities of its tokens where it has any."""
+        """The next text of a sequence, and the log probabilities of its tokens if the request asks for them."""
         self.num_events += 1
         said, expected = self._of(index)
         said.text += text
@@ -55,7 +55,7 @@ class HttpWitness(Witness):
         self._demand([*logprobs] == wanted, f"has {logprobs} at {start}, not {wanted}")
 
     def end_of(self, index: int, finish: str, stop: str | int | None) -> None:
-        """A sequence has ended, as the API says it."""
+        """The end of a sequence, in the API's terms."""
         said, expected = self._of(index)
         front, options = self.request.front, self.request.options
         self._demand(said.text == expected.text, f"it ends with {said.text!r}, not {expected.text!r}")
@@ -68,7 +68,7 @@ class HttpWitness(Witness):
         said.is_finished = True
 
     def over(self, usage: tuple[int, int] | None) -> None:
-        """The answer is whole."""
+        """The answer is complete."""
         self._demand(len(self._said) == self.request.num_returned, "a sequence has said nothing")
         self._demand(all(said.is_finished for said in self._said.values()), "it completes before a sequence")
         counts = self.expected.num_generated
@@ -79,17 +79,17 @@ class HttpWitness(Witness):
 
 
 def testimony_of(request: Generate, models: Sequence[int]) -> Testimony:
-    """What a client is to see of a request, by whatever API it asks."""
+    """The expected answer of a request, in the form of its API."""
     if request.front is None:
         return Testimony.of(request, models)
     return Testimony([HttpWitness.of(request, model) for model in models])
 
 
-# Which requests go over HTTP.
+# Requests that go over HTTP.
 
 
 def with_http(draw: Random, requests: Sequence[Request], clients: Sequence[str]) -> tuple[Request, ...]:
-    """A share of the requests goes over HTTP, and some calls have mistakes."""
+    """Sends a share of the requests over HTTP, and adds wrong calls."""
     share = draw.choice((0.0, 0.0, 0.0, 0.3, 0.3, 1.0))
     if not share:
         return tuple(requests)
@@ -111,7 +111,7 @@ def _over_http(draw: Random, request: Generate) -> Generate:
     if front in _OPENAI or request.deadly_at is not None:
         front, options = front if front in _OPENAI else Front.CHAT, replace(options, prompt_logprobs=None)
     else:
-        # These have neither seeds nor several sequences, nor an id by which another call cancels them.
+        # Other fronts have neither seeds nor several sequences, nor an id by which another call could cancel them.
         stop, logprobs = (options.stop, None) if front is Front.MESSAGES else ((), options.logprobs)
         options = GenerationOptions(temperature=0.0, max_tokens=options.max_tokens, logprobs=logprobs, stop=stop)
         request = replace(request, cancels_after_s=None)
@@ -119,7 +119,7 @@ def _over_http(draw: Random, request: Generate) -> Generate:
 
 
 def with_returns(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Many of the requests are durable streams over HTTP, whose clients leave and come back again and again."""
+    """Makes many of the requests durable streams over HTTP, whose clients leave and come back repeatedly."""
     return tuple(_returning(draw, each) if isinstance(each, Generate) else each for each in requests)
 
 
@@ -128,7 +128,7 @@ def _returning(draw: Random, request: Generate) -> Generate:
     is_bound = request.others or request.adapter is not None or request.deadly_at is not None
     if is_bound or over_http.front is None or draw.random() < 0.3:
         return request
-    # A call that comes back counts for the rates of its key.
+    # A call that comes back counts towards the rate limits of its key.
     return replace(
         over_http,
         verb=Verb.STREAM,
@@ -141,7 +141,7 @@ def _returning(draw: Random, request: Generate) -> Generate:
 
 
 def with_several_prompts(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Many of the requests are completions of several prompts, of which some begin alike."""
+    """Makes many of the requests completions of several prompts, some with a common prefix."""
     return tuple(
         _of_several_prompts(draw, each) if isinstance(each, Generate) and draw.random() < 0.6 else each
         for each in requests
@@ -167,7 +167,7 @@ def _salt_text_of(request: Generate) -> str:
 
 
 def salt_of(request: Generate) -> bytes:
-    """The digest of its salt of the prefix cache; empty without one."""
+    """The digest of the request's prefix cache salt; empty without a salt."""
     return salt_digest(_salt_text_of(request))
 
 
@@ -191,12 +191,12 @@ def _body_of(request: Generate) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads the answer of one call, and tells its witnesses.
+    """Reads the answer of one call, and passes it to its witnesses.
 
     Attributes:
-        is_over: Whether the last event has come: nothing may follow.
-        num_events: How many events have come.
-        last_id: That of the last event that had one.
+        is_over: Whether the last event has arrived: no other one may follow.
+        num_events: Number of events so far.
+        last_id: The id of the last event that had one.
     """
 
     def __init__(self, request: Generate, testimony: Testimony) -> None:
@@ -210,12 +210,12 @@ class _Reader:
         self.last_id: str | None = None
 
     def whole(self, data: Any) -> None:
-        """An answer that is no stream."""
+        """Reads an answer that is not a stream."""
         self._take(data, is_whole=True)
         self._end()
 
     def event(self, event_id: str | None, name: str | None, data: str) -> Refusal | None:
-        """An event of a stream; returns the error that it is."""
+        """Reads an event of a stream; returns its error, if it is one."""
         self._demand(not self.is_over, f"{data} comes after the end")
         if data == "[DONE]":
             self._end()
@@ -237,7 +237,7 @@ class _Reader:
         return None
 
     def _number(self, event_id: str | None, data: str) -> None:
-        """Events of durable streams are numbered, and those of others are not."""
+        """Checks event ids: events of durable streams are numbered, other events have no id."""
         if self._request.returns_after is None:
             self._demand(event_id is None, f"{data} has the id {event_id}")
             return
@@ -259,7 +259,7 @@ class _Reader:
             self._tell(choice["index"])
 
     def _tell(self, index: int) -> None:
-        """What is new of a sequence."""
+        """Passes the new part of a sequence to the witnesses."""
         answer = self._answers[index]
         text, logprobs, finish, stop = answer.text, answer.logprobs, answer.finish, answer.stop
         answer.pieces, answer.logprobs, answer.finish = [], [], None
@@ -288,7 +288,7 @@ class _Reader:
 
 
 def _refusal_of(front: Front | None, status: str, value: Any, headers: Mapping[str, str] | None = None) -> Refusal:
-    """Raises FalseAnswerError where an error has not the form of its API."""
+    """Raises FalseAnswerError if an error does not have the form of its API."""
     is_anthropic, error = front is Front.MESSAGES, value["error"]
     has_form = {*error} == ({"type", "message"} if is_anthropic else _ERROR_FIELDS)
     if not has_form or (is_anthropic and value["type"] != "error"):
@@ -312,12 +312,12 @@ class _CutError(Exception):
 
 
 class _Line:
-    """A connection of a client."""
+    """A client's connection."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers_within_s: float | None
     ) -> None:
-        """A whole answer may take as long as the world does; `answers_within_s` is for where connections break."""
+        """A whole answer may take as long as the world runs; `answers_within_s` is the limit if connections break."""
         self._reader, self.writer = reader, writer
         self._answers_within_s = answers_within_s
         self._state = h11.Connection(h11.CLIENT)
@@ -325,13 +325,13 @@ class _Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether another call may use it."""
+        """Whether another call may use the connection."""
         is_idle = self._state.states == {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
         is_kept = asyncio.get_running_loop().time() - self._used_at < _KEPT_S
         return is_idle and is_kept and not self._reader.at_eof()
 
     async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes, part: float = 1.0) -> None:
-        """Sends a request, or a part of its body. What the other end takes slowly is sent slowly."""
+        """Sends a request, or a part of its body, as slowly as the other end reads it."""
         named = {"host": "world", "content-length": str(len(body)), "content-type": "application/json", **headers}
         events = [h11.Request(method=method, target=path, headers=[*named.items()])]
         events += [h11.Data(body[: int(part * len(body))]), *([h11.EndOfMessage()] if part == 1.0 else [])]
@@ -383,7 +383,7 @@ class _Line:
 
 @dataclass(slots=True)
 class HttpClient:
-    """Makes calls of gateways over HTTP. It uses connections again, and makes no call twice."""
+    """Makes calls of gateways over HTTP. It reuses connections, and repeats no call."""
 
     network: Network
     node: Node
@@ -392,8 +392,8 @@ class HttpClient:
     _idle: list[_Line] = field(default_factory=list[_Line])
 
     async def ask(self, request: Generate, testimony: Testimony) -> None:
-        """Makes a call, or several of a durable stream, each of which gets the rest. Raises QuireError where it fails
-        for a reason, and else FalseAnswerError."""
+        """Makes a call, or several calls of a durable stream, where each gets the rest. Raises QuireError if it fails
+        for a valid reason, and else FalseAnswerError."""
         reader = _Reader(request, testimony)
         for number in range(_MAX_VISITS):
             is_last = request.returns_after is None or number == _MAX_VISITS - 1
@@ -403,7 +403,7 @@ class HttpClient:
     async def _visit(
         self, request: Generate, testimony: Testimony, reader: _Reader, number: int, *, is_last: bool
     ) -> bool:
-        """Makes one of the calls of a request. Returns whether no other one is to follow."""
+        """Makes one of the calls of a request. Returns whether it was the last one."""
         assert request.front is not None
         refused, before = None, reader.num_events
         try:
@@ -439,7 +439,7 @@ class HttpClient:
             raise self._meant(request, error.refusal, testimony) from error
 
     async def err(self, mistake: Mistake) -> None:
-        """Makes a call that is wrong, and checks that it is refused as it must be."""
+        """Makes a wrong call, and checks that it is refused as expected."""
         status, code, how = _MISTAKES[mistake.what]
         fields = _FRONTS[mistake.front.value]._body("abc", {"max_tokens": 4}) | how.get("fields", {})
         headers = {"authorization": f"Bearer {key_of(TENANT[mistake.tenant])}"} | how.get("headers", {})
@@ -470,8 +470,8 @@ class HttpClient:
                 raise FalseAnswerError(f"{mistake} gets {value}")
 
     async def command(self, number: int, method: str, path: str) -> tuple[int, Any]:
-        """Makes a call of an operator, of the gateway of this number first. Returns the status and the answer. Raises
-        as `ask` does."""
+        """Makes an operator's call, of the gateway with this number first. Returns the status and the answer. Raises as
+        `ask` does."""
         try:
             async with self._line(number) as line:
                 await line.send(method, path, {"authorization": f"Bearer {key_of(OPERATOR)}"}, b"")
@@ -484,7 +484,7 @@ class HttpClient:
         return status, value
 
     def close(self) -> None:
-        """Closes the connections that are kept."""
+        """Closes the idle connections."""
         while self._idle:
             self._idle.pop().writer.close()
 
@@ -494,7 +494,7 @@ class HttpClient:
         return Unavailable(f"cut: {error}", reason="CONNECTION_CUT")
 
     def _meant(self, request: Generate, refusal: Refusal, testimony: Testimony) -> QuireError:
-        """Of what the error may stand for, something that there is a reason for."""
+        """The first error that the refusal may stand for and that has a valid reason."""
         for code in (refusal.status,) if refusal.status else _CODES:
             for reason in (None, *_REASONS.get(code, ())) if refusal.reason is None else (refusal.reason,):
                 found = error_for_code(grpc.StatusCode[code], refusal.message, reason=reason)
@@ -505,7 +505,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def _line(self, number: int, *, is_new: bool = False) -> AsyncIterator[_Line]:
-        """A connection to some gateway. It is kept where the call is over."""
+        """A connection to some gateway, which is kept if the call is over."""
         line = await self._connected(number, is_new=is_new)
         try:
             yield line
@@ -531,7 +531,7 @@ class HttpClient:
 
 
 _UNREAD = ("prompt_embeds", "conversation", "container")
-"""Each API refuses one of them."""
+"""Fields that an API refuses; each API refuses one of them."""
 _STATUSES = {
     400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 409: "ABORTED", 429: "RESOURCE_EXHAUSTED", 499: "CANCELLED",
     500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
@@ -551,4 +551,4 @@ _MISTAKES: Mapping[str, tuple[int, str, dict[str, Any]]] = {
     "client that leaves": (0, "", {"part": 0.5}),
     "no HTTP": (400, "", {"raw": b"what is this\r\n\r\n"}),
 }
-"""Status and code of the refusal, and what is wrong."""
+"""Status and code of the refusal, and the mistake."""

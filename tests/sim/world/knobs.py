@@ -1,4 +1,4 @@
-"""Limits of services that only long outputs or large pools reach. In some worlds they are so low that small ones do; no
+"""Service limits that only long outputs or large pools reach. In some worlds they are so low that small ones do; no
 answer may depend on them."""
 
 from collections.abc import Iterator
@@ -36,28 +36,28 @@ _OF_MOVES: dict[str, int] = {
     "worker_svc.device.disk_tier._AT_ONCE": 2,
 }
 MOVES = tuple(_OF_MOVES)
-"""The limits by which blocks that move take many messages, between which steps run."""
+"""Limits that make moves of blocks take many messages, between which steps run."""
 
 
 _OF_LEASES: dict[str, float] = {"worker_svc.protocol.transfers._TOLD_EVERY_S": 0.02}
 LEASES = (*MOVES, *_OF_LEASES)
-"""Leases are renewed while blocks that move take so many messages, too."""
+"""Leases are also renewed while moves of blocks take many messages."""
 
 
 _OF_TIES: dict[str, int] = {"tests.sim.world.model._LEAST_STEP": 256}
 TIES = tuple(_OF_TIES)
-"""Candidates of beams have few different log probabilities, so that many beams are equally likely."""
+"""Candidates of beams have few distinct log probabilities, so that many beams are equally likely."""
 
 _OF_CROWDS: dict[str, int] = {"scheduler_svc.core.policy._MANY": 2}
 CROWDS = tuple(_OF_CROWDS)
-"""Few requests leave a queue together as many do."""
+"""Even a few requests leave a queue by the path for many."""
 
 TURNS = ("gateway.request.durable.TOKENS_PER_TURN", "gateway.turns.clock")
-"""Turns of long work last, so that others wait for theirs."""
+"""Turns of long work take time, so that others wait for theirs."""
 
 
 class _SlowClock:
-    """A millisecond of work passes with each look at it."""
+    """A clock on which each reading takes a millisecond."""
 
     def __init__(self) -> None:
         self._num_looks = 0
@@ -68,7 +68,7 @@ class _SlowClock:
 
 
 def draw_low_limits(draw: Random) -> tuple[str, ...]:
-    """The names of the limits that are low in a world: none of them in half of all worlds."""
+    """The names of the limits that are low in a world; empty in half of all worlds."""
     is_usual = draw.random() < 0.5
     low = tuple(name for name in _LOWEST if draw.random() < 0.6)
     return () if is_usual else low
@@ -79,7 +79,7 @@ REPLAYS = (
     "gateway.replicas.link._MESSAGES_AHEAD",
     "scheduler_svc.service.outbox._REPLAYED_AT_ONCE",
 )
-"""The limits by which an output that is read again takes many messages."""
+"""Limits that make an output that is read again take many messages."""
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""In which order what is kept makes way: blocks of a pool, leases, adapters in slots. What was used last stays
-longest."""
+"""The order of eviction of blocks in a pool, leases, and adapters in slots: least recently used first."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,17 +14,16 @@ from scheduler_svc.core.moves import Leases
 from scheduler_svc.core.request import Adapter
 
 _NEWEST = BlockId(-1)
-"""No block: in its place is the time of the one that was freed last."""
+"""A key that is no block, for the time of the block that was freed last."""
 _FREED_AT: WeakKeyDictionary[BlockPool, dict[BlockId, int]] = WeakKeyDictionary()
-"""When blocks of pools were freed last, in this world, as numbers that rise. Recordings have no class of tests."""
+"""Times of the last free of blocks, by pool, in this world, as increasing numbers. Recordings use no test classes."""
 
 
 @contextmanager
 def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash], BlockHash | None]) -> Iterator[None]:
-    """Inside the block leases make way in the order in which they were given, and it is known in which order blocks
-    were freed, and so in which they are to be handed out: those without a name first, and then those that were freed
-    first; of blocks freed together the ends of prefixes first. `parent_of` says which block comes before one of this
-    name."""
+    """Checks inside the block that leases make way in the order in which they were granted, and records the order in
+    which blocks are freed. Blocks must be handed out in that order after all blocks without a name; of blocks freed
+    together, the ends of prefixes first. `parent_of` returns the block before the one with this name."""
     free_blocks, restore_block, end_one = BlockPool.free, BlockPool.restore, Leases.give_way
 
     def note(pool: BlockPool, blocks: Iterable[BlockId]) -> None:
@@ -36,9 +34,9 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
     def free(pool: BlockPool, *tables: Sequence[BlockId]) -> None:
         for table in tables:
             later = set[BlockHash]()
-            # Host memory frees what a step loads as one table, with a block for each sequence that it is loaded for.
-            # Its last reference is that of the first sequence. A block without a name may be the copy that this
-            # sequence has of the block before, which has its name for another one.
+            # Host memory frees the blocks that a step loads as one table, with a block for each sequence that loads it.
+            # Their last reference is the first sequence's. A block without a name may be this sequence's copy of the
+            # block before, whose name belongs to another block.
             names = pool.hashes_of([*dict.fromkeys(table)])
             for before, name in reversed([*pairwise([BlockHash(b""), *names])]):
                 if name is None:
@@ -69,7 +67,7 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
 
 
 def out_of_order(pool: BlockPool) -> str | None:
-    """What is wrong with the order of the free blocks; None where nothing is."""
+    """The error in the order of the free blocks; None if it is right."""
     free, times = pool.free_blocks(), _FREED_AT.get(pool, {})
     names = pool.hashes_of(free)
     num_unnamed = names.count(None)
@@ -80,7 +78,7 @@ def out_of_order(pool: BlockPool) -> str | None:
 
 
 class AdapterUse:
-    """When rows used the adapters that are loaded, and when these were loaded."""
+    """Times at which loaded adapters were loaded, and last used by rows."""
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
@@ -89,7 +87,7 @@ class AdapterUse:
         self._loaded_at = dict[Adapter, int]()
 
     def observe(self) -> None:
-        """To be called after each operation."""
+        """Records the present uses. Call it after each operation."""
         self._now += 1
         rows = self._slots.num_rows()
         for adapter, count in rows.items():
@@ -100,8 +98,8 @@ class AdapterUse:
             del self._loaded_at[gone], self._used_at[gone]
 
     def wrong_choice(self, before: dict[Adapter, int], drained: set[Adapter], kept: set[Adapter]) -> str | None:
-        """What is wrong with the adapter that a slot was taken from, or that is drained now, where `before` had so many
-        rows and `drained` made way already; None where nothing is."""
+        """The error in the choice of an adapter that lost its slot or is drained now; None if it is right. `before` has
+        the number of rows of each adapter, and `drained` the adapters that made way already."""
         left = before.keys() - self._slots.num_rows().keys()
         free = {adapter for adapter, count in before.items() if not count and adapter not in kept} | left
         for adapter in left:
@@ -116,6 +114,6 @@ class AdapterUse:
         return None
 
     def drained(self) -> set[Adapter]:
-        """Those that make way for others."""
+        """The adapters that make way for others."""
         slots = self._slots
         return {adapter for adapter, slot in slots._of_adapter.items() if slots._slots[slot].is_drained}

@@ -1,4 +1,4 @@
-"""The event loop of one simulated process. It never waits: the world calls `turn`, and keeps the timers."""
+"""The event loop of one simulated process. It never waits: the world calls `turn`, and has the timers."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Process(Protocol):
-    """What a loop needs of the process that it belongs to."""
+    """The process that a loop belongs to, as the loop uses it."""
 
     context: Context
 
@@ -24,16 +24,16 @@ class Process(Protocol):
         ...
 
     def run_job(self, job: Callable[[], None]) -> None:
-        """Runs what a thread would run, later."""
+        """Runs the work of a thread later."""
         ...
 
     def failed(self, context: dict[str, Any]) -> None:
-        """Takes an error that nobody caught."""
+        """Receives an uncaught error."""
         ...
 
 
 class _NodeTask(asyncio.Task[Any]):
-    """A task whose place in a set is the same in every process. asyncio has sets of tasks, as in a TaskGroup."""
+    """A task with the same hash in every process, since asyncio puts tasks into sets, for example in a TaskGroup."""
 
     def __init__(self, number: int, coro: Coroutine[Any, Any, Any], **options: Any) -> None:
         self._number = number
@@ -44,16 +44,16 @@ class _NodeTask(asyncio.Task[Any]):
 
 
 class NodeLoop(asyncio.AbstractEventLoop):
-    """First come, first served, as asyncio's own loops are: another order would invent impossible faults.
+    """Runs callbacks in order, as asyncio's own loops do: another order would invent impossible faults.
 
-    After `cut` it does nothing any more, as a process does that was killed. Its tasks stay suspended where they are,
-    and are kept, so that no `finally` of them runs.
+    After `cut` it does nothing any more, as the loop of a killed process. Its suspended tasks stay as they are, and are
+    referenced, so that no `finally` of them runs.
     """
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self.ready: deque[asyncio.Handle] = deque()
-        """What the next turn calls."""
+        """Callbacks of the next turn."""
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._num_tasks = 0
         self._is_cut = False
@@ -62,11 +62,11 @@ class NodeLoop(asyncio.AbstractEventLoop):
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """Those that are not done, in the order of their start; `asyncio.all_tasks` has them in order of addresses."""
+        """Tasks that are not done, in the order of their start; `asyncio.all_tasks` has them in order of addresses."""
         return [task for task in self._tasks.values() if not task.done()]
 
     def turn(self) -> None:
-        """Calls what is ready now; what that makes ready waits for the next turn."""
+        """Calls the callbacks that are ready now; callbacks that become ready meanwhile run in the next turn."""
         outer, hooks = events._get_running_loop(), sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=None, finalizer=self._finish_agen)
         events._set_running_loop(self)
@@ -85,14 +85,14 @@ class NodeLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def watch_waits(self, task: asyncio.Task[Any], ended: Callable[[], bool]) -> None:
-        """Calls `ended` at the end of each turn in which something happened that the task waited for, before it goes on
-        in the next one; until that returns True."""
+        """Calls `ended` at the end of each turn in which a wait of the task ended, before the task continues in the
+        next turn. Stops when `ended` returns True."""
         self._on_wait_ended[id(task)] = task, ended
         task.add_done_callback(lambda _: self._on_wait_ended.pop(id(task), None))
 
     def _look_at_waits(self) -> None:
         for handle in list(self.ready):
-            # The step of a task is a method of it.
+            # A task's step is a bound method of the task.
             number = id(getattr(handle._callback, "__self__", None))
             if number in self._on_wait_ended and self._on_wait_ended[number][1]():
                 del self._on_wait_ended[number]
@@ -103,7 +103,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
             self.ready.append(handle)
 
     def cut(self) -> list[Any]:
-        """Stops for good, in the middle of whatever runs. Returns what must be kept as it is."""
+        """Stops for good, in the middle of running code. Returns the objects that must stay referenced."""
         self._is_cut = True
         kept: list[Any] = [*self.ready, *self._tasks.values()]
         for task in self._tasks.values():
@@ -115,7 +115,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         if not self._is_cut:
             self.call_soon(self.create_task, agen.aclose())
 
-    # What asyncio calls
+    # Calls from asyncio
 
     def time(self) -> float:
         return self._process.monotonic()
@@ -139,10 +139,10 @@ class NodeLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """The world drops it when its time comes."""
+        """The world drops the timer when its time comes."""
 
     def _default_context(self) -> Context | None:
-        """Outside of the loop's own turns, callbacks belong to the process all the same."""
+        """The process's context for callbacks that are added outside of the loop's own turns."""
         return None if events._get_running_loop() is self else self._process.context
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -152,7 +152,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
         if self._is_cut:
-            # Only what is closed at the end of a world comes here: it must not begin anything.
+            # Only coroutines that are closed at the end of a world come here: they must not start anything.
             coro.close()
             return self.create_future()  # type: ignore[return-value]
         self._num_tasks += 1
@@ -164,7 +164,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
         return task
 
     def begin_task(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task whose first part runs at once, and not in a turn of its own."""
+        """Starts a task whose first part runs at once, not in a later turn."""
         task, outer = self.create_task(coro), asyncio.current_task(self)
         if not self._is_cut and outer is not None:
             first = self.ready.pop()
@@ -178,7 +178,7 @@ class NodeLoop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         outcome: Future[Any] = Future()
 
-        # A thread has it at once: nobody cancels it any more.
+        # A thread starts the work at once, so it cannot be cancelled.
         outcome.set_running_or_notify_cancel()
 
         def run() -> None:

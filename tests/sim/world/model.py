@@ -1,6 +1,6 @@
-"""The model of a world: pure functions of what is in the slots that a row reads.
+"""The model of a world: pure functions of the contents of the slots that a row reads.
 
-`mixed` makes one number of the contents; tokens, log probabilities and candidates of beams follow from it, so one slot
+`mixed` hashes the contents to one number; tokens, log probabilities and candidates of beams follow from it, so one slot
 that is wrong, stale or early changes each of them.
 """
 
@@ -17,15 +17,15 @@ _MAX_POSITIONS = 1 << 14
 _WEIGHTS = np.arange(_MAX_POSITIONS, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) | np.uint64(1)
 _MODEL = 0x5851_F42D_4C95_7F2D
 _STRIDE = 37
-"""Has no factor in common with the size of the vocabulary, so candidates differ."""
+"""Coprime to the size of the vocabulary, so that candidates differ."""
 _EOS_OF_256 = 3
 _LEAST_STEP = 1
-"""Log probabilities of candidates are multiples of so many 1024ths."""
+"""Log probabilities of candidates are multiples of this number of 1024ths."""
 
 
 class Draw(NamedTuple):
-    """How a row chooses: greedily without a temperature, and only letters where it has a pattern such as [a-e]+. The
-    next tokens stand for those that it may not choose."""
+    """The sampling of a row: greedy without a temperature, and only letters if it has a pattern such as [a-e]+. A
+    banned token is replaced by the next allowed one."""
 
     temperature: float
     top_k: int
@@ -35,12 +35,12 @@ class Draw(NamedTuple):
 
 
 def mixed(content: np.ndarray, model: int) -> int:
-    """Contents [n] int64 as one number, another one for each model."""
+    """Hashes contents [n] int64 to one number, which differs between models."""
     return int((content.view(np.uint64) * _WEIGHTS[: len(content)]).sum()) + model * _MODEL
 
 
 def mixed_prefixes(content: np.ndarray, model: int) -> list[int]:
-    """Of each prefix of contents [n] but the empty one, what `mixed` gives."""
+    """The results of `mixed` for all prefixes of contents [n], without the empty one."""
     sums = (content.view(np.uint64) * _WEIGHTS[: len(content)]).cumsum(dtype=np.uint64).tolist()
     return [each + model * _MODEL for each in sums]
 
@@ -67,15 +67,15 @@ def _drawn(mix: int, draw: Draw, position: int) -> int:
 
 
 def line_of(mix: int, token_id: int, count: int) -> Line:
-    """The log probabilities of a token there, and of `count` that are the most likely."""
+    """The log probabilities of a token at this position and of the `count` most likely tokens."""
     number = _scrambled(mix ^ token_id)
     ids, logprobs = candidates(mix, count)
     return Line(-(1 + number % 4096) / 512, 1 + number % 7, ids, logprobs)
 
 
 def candidates(mix: int, count: int, pattern: str = "") -> tuple[list[int], list[float]]:
-    """The most likely tokens, best first, and their log probabilities, which float32 holds exactly. With a pattern such
-    as [a-e]+ all but these letters and, now and then, the end are banned."""
+    """The most likely tokens, best first, and their log probabilities, which float32 represents exactly. A pattern such
+    as [a-e]+ allows only these letters and, now and then, the end."""
     if pattern:
         first, size = NUM_SPECIAL_TOKENS + ord(pattern[1]) - ord("a"), ord(pattern[3]) - ord(pattern[1]) + 1
         number = _scrambled(mix + 1)

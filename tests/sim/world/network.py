@@ -10,18 +10,18 @@ from typing import Any
 from tests.sim.world.world import Node, World
 
 _ATTEMPTS, _ATTEMPTS_S = 40, 3.0
-"""No service tries more often than that to connect to an address within so many seconds."""
+"""Maximum attempts of a service to connect to an address, in this many seconds."""
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "0.0.0.0", "[::]", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How the network of a world is.
+    """Properties of a world's network.
 
     Attributes:
-        min_delay_s, max_delay_s: What a message takes from host to host; each connection has its own order.
+        min_delay_s, max_delay_s: Range of a message's delay between hosts; each connection has its own order.
         bytes_per_s: The bandwidth of a connection.
-        window_bytes: How much of a stream's messages may be on the way to a reader that does not read.
+        window_bytes: Maximum bytes of a stream's messages on the way to a reader that does not read.
     """
 
     min_delay_s: float = 0.000_05
@@ -31,10 +31,9 @@ class Weather:
 
 
 class Network:
-    """Who listens where, and which ways are cut.
+    """The listeners of all hosts, and the directions that are cut.
 
-    A way that is cut loses nothing: what is sent waits, as TCP sends it again and again, until the way is open or an
-    end gives the connection up.
+    A cut loses no data: TCP retransmits it until the direction is open again or one end gives up the connection.
     """
 
     def __init__(self, world: World, weather: Weather | None = None) -> None:
@@ -42,9 +41,9 @@ class Network:
         self.weather = weather or Weather()
         self.listeners: dict[tuple[str, str], Listener] = {}
         self.dark: set[str] = set()
-        """Hosts without power: they answer nothing, not even that nobody listens."""
+        """Hosts without power: they answer nothing, not even that a port is closed."""
         self.names: dict[str, str] = {}
-        """The host of each IP address that one has."""
+        """Hosts by their IP addresses, if they have one."""
         self._cut: set[tuple[str, str]] = set()
         self._pipes: list[Pipe] = []
         self.connections: list[Connection] = []
@@ -56,7 +55,7 @@ class Network:
         return next(self._ports)
 
     def attempt(self, node: Node, address: str) -> None:
-        """A process tries to connect. Services that nobody answers try less and less often."""
+        """Records an attempt to connect. A service must back off if its attempts fail."""
         times = self._attempts.setdefault((node.name, address), deque(maxlen=_ATTEMPTS))
         is_service = node.host.startswith(("gateway", "scheduler"))
         if is_service and len(times) == _ATTEMPTS and self.world.now - times[0] < _ATTEMPTS_S:
@@ -64,14 +63,14 @@ class Network:
         times.append(self.world.now)
 
     def resolve(self, host: str, address: str) -> tuple[str, str]:
-        """The host and the port, or the path, that an address means on a host."""
+        """The host, and the port or path, of an address as seen from a host."""
         if address.startswith("unix:"):
             return host, address
         name, _, port = address.rpartition(":")
         return (host if name in _OWN_NAMES else self.names.get(name, name)), port
 
     def next_number(self, client: Node, server: Node) -> int:
-        """How many connections there have been from one process to the other, with this one."""
+        """The number of connections from one process to the other so far, with this one."""
         return next(self._numbers.setdefault((client.name, server.name), itertools.count(1)))
 
     def is_open(self, source: str, destination: str) -> bool:
@@ -80,7 +79,7 @@ class Network:
         )
 
     def cut(self, source: str, destination: str) -> None:
-        """From one host to the other; the way back stays open."""
+        """Cuts one direction; the opposite one stays open."""
         self.world.note("cut", source, destination)
         self._cut.add((source, destination))
         self._doubt(source, destination)
@@ -93,7 +92,7 @@ class Network:
                 pipe.flush()
 
     def power_off(self, host: str) -> None:
-        """All processes of the host end, and nobody is told: their connections stay half open."""
+        """Ends all processes of the host without notice: their connections stay half open."""
         self.world.note("power off", host)
         self.dark.add(host)
         for node in self.world.nodes:
@@ -104,7 +103,7 @@ class Network:
                 connection.watch()
 
     def power_on(self, host: str) -> None:
-        """It answers again: that it knows nothing of the connections from before."""
+        """Lets the host answer again: it knows nothing of its old connections."""
         self.world.note("power on", host)
         self.dark.discard(host)
         for connection in list(self.connections):
@@ -129,7 +128,7 @@ class Network:
 
 
 class Listener:
-    """A server's end: takes connections."""
+    """A server's listening end, which accepts connections."""
 
     def __init__(
         self, node: Node, accept: Callable[["Connection", Callable[[], None]], None], patience_s: float
@@ -140,7 +139,7 @@ class Listener:
 
 
 class Pipe:
-    """One direction of a connection, or of its beginning."""
+    """One direction of a connection, or of an attempt to connect."""
 
     def __init__(self, network: Network, source: Node, destination: Node, name: str) -> None:
         self.source = source
@@ -150,26 +149,26 @@ class Pipe:
         self._chance = network.world.generator(name)
         self._arrives_at = 0.0
         self._sent: deque[tuple[str, Callable[[], None]]] = deque()
-        """What has not arrived, in its order: what waited for a way to open is overtaken by nothing."""
+        """Messages that have not arrived, in order: nothing overtakes a message that waits for an open direction."""
         self._num_held = 0
-        """How much of it would have arrived, were the way open."""
+        """Number of these messages that would have arrived if the direction were open."""
         self.is_silent = False
-        """Nothing that is sent arrives any more."""
+        """Whether sent messages no longer arrive."""
         network.add_pipe(self)
 
     def send(self, what: str, action: Callable[[], None], size: int = 0) -> None:
-        """Does `action` in the process at the other end, when the message has arrived there. A process that is dead
-        sends nothing: what still runs of it are the last moments of the call that it was killed in."""
+        """Runs `action` in the process at the other end when the message arrives there. A dead process sends nothing,
+        even if the call in which it was killed still runs for a moment."""
         if not self.source.is_dead:
             self.deliver(what, action, size)
 
     def deliver(self, what: str, action: Callable[[], None], size: int = 0) -> None:
-        """The same for what the kernel sends."""
+        """The same for messages of the kernel."""
         self._sent.append((what, action))
         self._carry(size)
 
     def flush(self) -> None:
-        """The way is open again."""
+        """Delivers the held messages, since the direction is open again."""
         num_held, self._num_held = self._num_held, 0
         for _ in range(num_held):
             self._carry(0)
@@ -195,7 +194,7 @@ class Pipe:
 
 
 class Connection:
-    """A connection between two processes. `on_lost` of an end is called once, where it learns of the other's end."""
+    """A connection between two processes. The `on_lost` of an end is called once, when it learns of the other's end."""
 
     def __init__(
         self, network: Network, client: Node, server: Node, *, client_patience_s: float, server_patience_s: float
@@ -224,7 +223,7 @@ class Connection:
         return self._client_open and self._server_open
 
     def close_client(self) -> None:
-        """The client leaves; the server learns of it."""
+        """Closes the client's end; the server learns of it."""
         if self._client_open:
             self._client_open = False
             self.up.send("close", lambda: self._lose_server("the client closed the connection"))
@@ -237,13 +236,13 @@ class Connection:
             self._forget_if_over()
 
     def reset(self) -> None:
-        """Something between them ends it: both learn of it."""
+        """Resets the connection from between its ends: both learn of it."""
         self.network.world.note("reset", *self.hosts)
         self.close_client_end("Connection reset by peer")
         self.close_server_end("Connection reset by peer")
 
     def go_silent(self) -> None:
-        """What is between its ends has forgotten it: it is half open until the ends notice that by pings."""
+        """Makes a device between the ends forget the connection: it is half open until the ends' pings fail."""
         self.network.world.note("silent", *self.hosts)
         self.up.is_silent = self.down.is_silent = True
         self.watch()
@@ -259,7 +258,7 @@ class Connection:
             node.loop.put(asyncio.Handle(self._lose_server, (why,), node.loop, node.context))
 
     def watch(self) -> None:
-        """A way is cut: each end pings, and gives the connection up when it gets no answer for its patience."""
+        """Starts the pings of both ends after a cut: an end without an answer within its patience gives up."""
         for patience, give_up in zip(self._patience, (self.close_client_end, self.close_server_end), strict=True):
             jitter = self.network.world.random.uniform(0.5, 1.0)
 

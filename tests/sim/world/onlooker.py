@@ -1,4 +1,4 @@
-"""Somebody who watches memory: what it is told by changes alone is what there is."""
+"""An observer of memory: the changes that a `View` reports must add up to the present state."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -10,7 +10,7 @@ from scheduler_svc.core.view import Changes, View
 
 
 class Onlooker:
-    """What one knows by the changes of a `View`."""
+    """The state that the changes of a `View` add up to."""
 
     def __init__(self) -> None:
         self._view = View()
@@ -21,7 +21,7 @@ class Onlooker:
         self._pins = dict[BlockId, int]()
 
     def look(self, scheduler: Scheduler) -> str | None:
-        """What it is told wrong by another look; None where nothing is."""
+        """The error in the state after another look; None if it is right."""
         changes = self._view.look(scheduler).changes
         for part in [changes] if changes is not None else self._view.picture().parts():
             self._apply(part)

@@ -1,4 +1,4 @@
-"""What must hold of every answer and of every refusal, whatever breaks."""
+"""Invariants of every answer and of every refusal, whatever breaks."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,16 +34,16 @@ from tests.support.logprobs import Line
 
 _TOLERANCE = 1e-4
 _PATIENCE_S = 30.0
-"""Less than the time for which clients try to go on with durable streams."""
+"""Less than the time for which clients try to continue durable streams."""
 
 
 class FalseAnswerError(AssertionError):
-    """An answer says something else than undisturbed, or a refusal has no reason in this world."""
+    """An answer differs from the undisturbed one, or a refusal has no reason in this world."""
 
 
 @dataclass(slots=True)
 class _Said:
-    """What one sequence has said so far."""
+    """The output of one sequence so far."""
 
     num_tokens: int = 0
     text: str = ""
@@ -66,13 +66,13 @@ class Witness:
         return cls(request, answer_of(request, model))
 
     def resumed(self) -> "Witness":
-        """A witness of a call that goes on from here. The ends of sequences come to it once more."""
+        """A witness of a call that continues from here. It sees the ends of sequences once more."""
         said = {index: _Said(each.num_tokens, each.text) for index, each in self._said.items()}
         return Witness(self.request, self.expected, _said=said)
 
     @property
     def offsets(self) -> list[tuple[int, int, int]]:
-        """Of each sequence that has said something: its index, and the number of its tokens and characters."""
+        """Index, number of tokens and number of characters of each sequence that has output."""
         return [(index, each.num_tokens, len(each.text)) for index, each in self._said.items()]
 
     @property
@@ -136,7 +136,7 @@ class Witness:
         self.is_complete, self.usage = True, usage
         self._demand(request_id == self.request.request_id, f"it is {request_id}")
         self._demand(usage.prompt_tokens == len(self.request.prompt), f"{usage} of {len(self.request.prompt)} tokens")
-        # All of it where the request goes on elsewhere after some tokens.
+        # All of the prompt may be cached if the request continues elsewhere after some tokens.
         self._demand(usage.cached_tokens <= usage.prompt_tokens, f"{usage} has more cached than there is")
         counts = self.expected.num_generated
         self._demand(counts is None or usage.generated_tokens in counts, f"{usage}, not {counts} tokens")
@@ -172,12 +172,11 @@ class Witness:
 
 @dataclass(slots=True)
 class Testimony:
-    """What a client sees of a request: one of the models that its world has says all of it.
+    """The answer to a request as its client sees it, which must come from one of the world's models.
 
     Attributes:
-        witnesses: Of the models that may have said it.
-        may_mix: Whether the client has submitted the tokens that it holds anew, where nobody knows any more which model
-            they came from.
+        witnesses: Witnesses of the models that the answer may come from.
+        may_mix: Whether the client has submitted its tokens again when no process knew their model any more.
     """
 
     witnesses: list[Witness]
@@ -189,11 +188,11 @@ class Testimony:
         return cls([Witness.of(request, model) for model in models])
 
     def resumed(self) -> "Testimony":
-        """That of a call that goes on from here."""
+        """The testimony of a call that continues from here."""
         return Testimony([witness.resumed() for witness in self.witnesses], origin=self)
 
     def watched(self, go_on: Continue) -> Continue:
-        """Submits anew, and notes it."""
+        """Submits the request again, and records that."""
 
         def submit(held: Sequence[HeldSequence], left_s: float | None) -> Any:
             self.may_mix = True
@@ -203,7 +202,7 @@ class Testimony:
 
     @property
     def last(self) -> Witness:
-        """One of those that may have said it."""
+        """A witness of a model that the answer may come from."""
         return self.witnesses[0]
 
     def event(self, event: StreamEvent) -> None:
@@ -216,7 +215,7 @@ class Testimony:
         self.demand(lambda witness: witness.generation(answer))
 
     def demand(self, check: Callable[[Any], None]) -> None:
-        """Checks what has come by each model that may have said it."""
+        """Checks new output against each model that the answer may come from."""
         errors: list[FalseAnswerError] = []
         believed: list[Witness] = []
         for witness in self.witnesses:
@@ -232,14 +231,14 @@ class Testimony:
 
 
 def check_tokens(request: Tokenize, answer: Tokenization) -> None:
-    """A text has one token a character."""
+    """Checks that a text has one token for each character."""
     spelled = tuple(character_of(token_id) for token_id in request.prompt)
     if answer.token_ids != request.prompt or answer.tokens != spelled:
         raise FalseAnswerError(f"the tokens of text {request.number} are {answer}")
 
 
 def check_pin(request: Pin, pin: PinnedPrefix, block_sizes: Collection[int]) -> None:
-    """A pin holds the whole blocks of its prefix, of one of these sizes."""
+    """Checks that a pin holds the whole blocks of its prefix, in one of these block sizes."""
     whole = [(len(request.prompt) // size, len(request.prompt) // size * size) for size in block_sizes]
     if (pin.pinned_blocks, pin.pinned_tokens) not in whole:
         raise FalseAnswerError(f"pin {request.number} of {len(request.prompt)} tokens: {pin}")
@@ -247,22 +246,21 @@ def check_pin(request: Pin, pin: PinnedPrefix, block_sizes: Collection[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What there is in a world that a call can fail by.
+    """Causes for which a call may fail in a world.
 
     Attributes:
-        block_sizes: Of all workers.
-        has_short_queue, has_few_durable: Whether a scheduler refuses requests that wait, or durable ones.
-        trouble_s: How long things are broken, in all.
-        may_fail_loads, may_be_slow: Whether some adapters cannot be loaded, and whether some of these and of the
-            constraints take too long.
-        may_glitch: Whether a device may compute what is not finite.
+        block_sizes: Block sizes of all workers.
+        has_short_queue, has_few_durable: Whether a scheduler refuses waiting requests, or durable ones.
+        trouble_s: Total duration of faults.
+        may_fail_loads, may_be_slow: Whether some adapters cannot be loaded, or some preparations take too long.
+        may_glitch: Whether a device may compute non-finite values.
         models: The numbers of the models that workers have.
-        may_lose_model: Whether at some time no replica may have the model that all workers begin with.
-        may_mix_models: Whether a client may have to go on from the tokens that it holds where another model is by then.
+        may_lose_model: Whether at some time no replica may have the model that all workers start with.
+        may_mix_models: Whether a client may have to continue from its tokens with another model.
         deadly: The position of a token whose computation kills a worker, by the seed of its request.
         deadly_need: The adapter or the pattern of a constraint that kills each worker that prepares it.
-        may_hang: Whether a step of a worker may take longer than it may.
-        may_cut: Whether a connection between a client and a gateway may end before its time.
+        may_hang: Whether a step of a worker may take longer than its limit.
+        may_cut: Whether a connection between a client and a gateway may end early.
     """
 
     block_sizes: tuple[int, ...]
@@ -282,9 +280,9 @@ class Circumstances:
     may_cut: bool = False
 
     def check_refusal(self, request: Request, error: QuireError, witness: Witness | None = None) -> None:
-        """A call fails only by what its client wants, by the limits of its key, or by what breaks. Full queues refuse
-        nothing that has begun, as its witness has seen: its client waits for a place. Of a call with several prompts
-        one may be refused while another one has begun."""
+        """Checks that a call fails only because of its client's wishes, the limits of its key, or faults. Full queues
+        refuse no request that has begun, as its witness has seen: its client waits for a place. One prompt of a call
+        with several may be refused while another one has begun."""
         is_one = not (isinstance(request, Generate) and request.others)
         has_begun = is_one and witness is not None and witness.num_events > 0 and self.trouble_s <= _PATIENCE_S
         is_full = error.reason in ("QUEUE_FULL", "DURABLE_LIMIT")
@@ -293,11 +291,11 @@ class Circumstances:
 
     @property
     def may_wait(self) -> bool:
-        """Whether calls may wait for what is away, and not just for their turn."""
+        """Whether calls may wait for processes that are away, and not only for their turn."""
         return bool(self.has_faults or self.deadly or self.deadly_need)
 
     def check_takeover(self, request: Generate, error: QuireError) -> None:
-        """A call that resumes a stream fails where there is none, or no longer, or where its client takes it back."""
+        """Checks why a call that resumes a stream fails: the stream does not exist, is over, or is taken back."""
         may_be_late = self.may_wait and isinstance(error, DeadlineExceeded)
         if not isinstance(error, NotFound | Aborted) and not may_be_late:
             self.check_refusal(replace(request, verb=Verb.STREAM), error)
@@ -323,20 +321,20 @@ class Circumstances:
             case ResourceExhausted(reason="QUEUE_FULL"):
                 yield self.has_short_queue
             case ResourceExhausted(reason="DURABLE_LIMIT"):
-                # A call that took the stream over hears of it, too.
+                # A call that took the stream over gets this error, too.
                 yield self.has_few_durable and (is_durable or is_taken_over or returns)
             case ResourceExhausted(reason="PIN_QUOTA"):
                 yield isinstance(request, Pin)
             case ResourceExhausted(reason="CONCURRENCY_LIMIT"):
                 yield limits.max_concurrent_requests is not None
             case Unavailable(reason="PIN_LOST"):
-                # Its time was over before its blocks were computed, or it gave way to a request that needs them.
+                # The pin expired before its blocks were computed, or made way for a request that needs them.
                 yield True
             case Unavailable(reason="MODEL_CHANGED"):
-                # What began with the model that a worker had for a while is said by no other one.
+                # No other model continues an output that began with the model that a worker had for a while.
                 yield self.may_lose_model or "weights 0 and" not in str(error)
             case Unavailable():
-                # A durable stream outlives what its client's patience does.
+                # A durable stream outlives failures that are shorter than its client's patience.
                 yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)
             case _ if error.reason == "ADAPTER_NOT_LOADED":
                 may_fail = self.may_fail_loads or self.may_be_slow
@@ -349,10 +347,10 @@ class Circumstances:
                 yield generate is not None and generate.deadly_at is not None
                 yield generate is not None and self.deadly_need is not None and self.deadly_need in generate.needs
             case NotFound():
-                # A part of what is chosen at the end cannot be continued where nobody has it any more.
+                # A choice among sequences cannot be completed if no process has a part of it any more.
                 ends = generate is not None and (generate.chooses or is_cancelled or is_limited)
                 yield self.has_faults and is_durable and (ends or self.trouble_s > _PATIENCE_S)
-                # Over HTTP nobody submits anew what all processes that had it have lost.
+                # Over HTTP a request that all its processes have lost is not submitted again.
                 yield returns and (self.has_faults or is_cancelled)
             case _:
                 pass

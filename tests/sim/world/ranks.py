@@ -1,5 +1,5 @@
-"""The ranks of a worker in a world: their rendezvous, what they agree on before each step, and how each learns that
-another one ended. In the place of `worker_svc.parallel`, which needs sockets and torch; `agree` follows its rules."""
+"""The ranks of a worker in a world: their rendezvous, their agreement before each step, and the detection of ranks that
+ended. It replaces `worker_svc.parallel`, which needs sockets and torch; `agree` follows its rules."""
 
 import asyncio
 import threading
@@ -14,13 +14,13 @@ from tests.sim.world.world import Node
 from worker_svc.step import SupersededError
 
 Place = tuple[int, int]
-"""An epoch, and a step of it; step 0 is the beginning of the epoch."""
+"""An epoch and one of its steps; step 0 is the beginning of the epoch."""
 _HEARTBEAT_S, _SILENCE_S = 0.25, 10.0
 _EXCHANGE_S = 0.000_1
 
 
 class Undecided(BaseException):
-    """Leaves what a thread of a rank does, which has to wait for other ranks."""
+    """Interrupts the work of a rank's thread, which must wait for other ranks."""
 
     def __init__(self, wait: "Future[None]") -> None:
         self.wait = wait
@@ -37,11 +37,11 @@ def worker_of(host: str) -> str:
 
 
 class Group:
-    """Ranks that have found each other. Any of them ends with the first that ends, and a new group is formed.
+    """Ranks that have found each other. When one of them ends, all end, and a new group is formed.
 
     Attributes:
-        generation: Of the worker that they are.
-        deviated: The epochs in which a rank was made to draw something else than the others.
+        generation: Worker generation of these ranks.
+        deviated: Epochs in which a fault made a rank draw another token than the others.
     """
 
     def __init__(self, network: Network, nodes: Mapping[int, Node], generation: int) -> None:
@@ -57,13 +57,13 @@ class Group:
         return node in self._nodes.values()
 
     def is_heard(self, node: Node, other: Node) -> bool:
-        """Whether messages go both ways."""
+        """Whether messages between the two processes arrive in both directions."""
         is_open = self._network.is_open(node.host, other.host) and self._network.is_open(other.host, node.host)
         return is_open and not other.is_dead and not other.is_stopped
 
     async def watch(self, node: Node, is_current: Callable[[Node], bool], stopping: threading.Event) -> None:
-        """Returns when the process cannot go on, as another rank has ended, was started again or is silent. While it is
-        stopping, that is no reason."""
+        """Returns when the process cannot continue, since another rank has ended, restarted or is silent. While the
+        process is stopping, that is no reason to return."""
         others = [other for other in self._nodes.values() if other is not node]
         ended = asyncio.Event()
         for other in others:
@@ -71,7 +71,7 @@ class Group:
         heard_at = dict.fromkeys(others, clock.monotonic())
         while stopping.is_set() or (not ended.is_set() and all(map(is_current, others))):
             if stopping.is_set():
-                # Where that is called off, only silence tells of what ended meanwhile.
+                # If the stop is called off, only silence shows ranks that ended meanwhile.
                 ended.clear()
                 heard_at = dict.fromkeys(others, clock.monotonic())
                 await asyncio.sleep(_HEARTBEAT_S)
@@ -109,10 +109,10 @@ class Group:
                 self._nodes[rank].run_job(lambda wait=wait: wait.set_result(None), _EXCHANGE_S)
 
     def agree(self, rank: int, epoch: int, step_id: int) -> None:
-        """`Ranks.agree`: a rank is about to do something.
+        """`Ranks.agree`: a rank is about to begin a step or an epoch.
 
         Raises:
-            Undecided: it has to wait for other ranks, and to ask again then.
+            Undecided: it must wait for other ranks, and then call again.
             SupersededError: another rank is at a higher epoch.
         """
         decided, are_all = self._verdicts.get(rank, (None, False))
@@ -125,8 +125,8 @@ class Group:
             raise SupersededError(f"epoch {epoch} ended before step {step_id}: another rank is at a higher epoch")
 
     def compare(self, place: Place, told: object) -> None:
-        """What a rank has read and drawn in a step, and where. AssertionError where another rank did not do the same,
-        and was not made to."""
+        """Compares the data that a rank has read and drawn in a step with another rank's. Raises AssertionError if they
+        differ and no fault made them differ."""
         other = self._told.pop(place, None)
         if other is None:
             self._told[place] = told
@@ -136,7 +136,7 @@ class Group:
 
 @dataclass
 class Rendezvous:
-    """Where the ranks of a worker meet, each time that they start."""
+    """The rendezvous of a worker's ranks, each time that they start."""
 
     network: Network
     num_ranks: int
@@ -158,5 +158,5 @@ class Rendezvous:
         return self._group
 
     def has(self, node: Node) -> bool:
-        """Whether no process came after this one in its place."""
+        """Whether no later process has replaced this one."""
         return node in self._came.values()

@@ -1,4 +1,4 @@
-"""What each request says undisturbed: a straightforward implementation, which shares nothing with the services."""
+"""The undisturbed answer to each request, from a plain implementation that shares no code with the services."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tests.support.logprobs import Line
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSequence:
-    """One sequence, whole. `lines` are the log probabilities of its tokens."""
+    """One whole sequence. `lines` are the log probabilities of its tokens."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -32,10 +32,10 @@ class ExpectedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All that a request says. `prompt_lines` are of the prompt's second token and on, or of what is asked for.
+    """The whole answer to a request. `prompt_lines` begin at the prompt's second token, or at the requested position.
 
     Attributes:
-        num_generated: What its usage may say of generated tokens: of a scheduler, or of a gateway that lost it.
+        num_generated: Numbers of generated tokens that its usage may have, from a scheduler or a gateway that lost it.
     """
 
     sequences: tuple[ExpectedSequence, ...]
@@ -134,7 +134,7 @@ class _Beam:
 
 
 def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
-    """As transformers searches: all beams' candidates in one list; the best that do not end go on."""
+    """Searches as transformers does: one list of all beams' candidates; the best ones that do not end continue."""
     options, ending = request.options, _ending(request.options)
     search, pattern = options.beam_search, "" if options.constraint is None else options.constraint.regex or ""
     assert search is not None
@@ -158,7 +158,7 @@ def _beams(request: Generate, model: int) -> tuple[ExpectedSequence, ...]:
             ends = beam.token_ids[-1] in ending
             if ends or is_last:
                 finished.append((beam.logprob / length**penalty, beam, ends))
-        # Of equal ones those that were finished earlier stay.
+        # Among equal hypotheses, earlier ones stay.
         finished = sorted(finished, key=lambda each: -each[0])[:width]
         beams = [beam for beam in likely if beam.token_ids[-1] not in ending][:width]
         if is_last or not beams:

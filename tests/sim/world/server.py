@@ -1,4 +1,4 @@
-"""Servers of the simulated transport: what gRPC's core and cygrpc do below handlers and interceptors."""
+"""Servers of the simulated transport: they replace gRPC's core and cygrpc below handlers and interceptors."""
 
 import asyncio
 import functools
@@ -32,7 +32,7 @@ class SimServer(_server.Server):
         self._server: Any = ServerCore(network, node, tuple(interceptors), options)
 
     def __del__(self) -> None:
-        """The base class schedules a shutdown: where there are sockets, they would outlive it."""
+        """Omits the shutdown that the base class schedules: with real sockets, these would outlive the server."""
 
 
 class ServerCore:
@@ -67,7 +67,7 @@ class ServerCore:
         if (host, port) in self.network.listeners:
             return 0
         self._bound.append((host, port))
-        # Bound now, it listens from `start` on; between the two a connection would wait, and here it is refused.
+        # A port bound now accepts from `start` on. A real connection would wait in between; this one is refused.
         return int(port) if port.isdigit() else 1
 
     def add_secure_port(self, address: bytes, credentials: Any) -> int:
@@ -148,7 +148,7 @@ class ServerCore:
 
 
 class ServerEnd:
-    """The server's end of a connection: its calls by stream."""
+    """The server's end of a connection: its calls by stream id."""
 
     def __init__(self, server: ServerCore, connection: Connection) -> None:
         self.server, self.connection = server, connection
@@ -235,7 +235,7 @@ class ServerCall:
         self.inbox.put(message)
 
     def client_left(self) -> None:
-        """It cancelled, its deadline passed, or the connection is gone."""
+        """The client cancelled the call, its deadline passed, or the connection is gone."""
         if self.client_closed:
             return
         self.client_closed = True
@@ -245,7 +245,7 @@ class ServerCall:
             self.task.cancel()
 
     def cancel_by_server(self) -> None:
-        """The server stops, and the call is not over."""
+        """Cancels the call, since the server stops before it is over."""
         if not self.status_sent:
             self._send_status(Status(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls"))
             self.status_sent = False
@@ -354,7 +354,7 @@ class ServerCall:
 
 
 class SimContext:
-    """What handlers know of their call, as grpc.aio's ServicerContext."""
+    """A call as its handlers see it, with the surface of grpc.aio's ServicerContext."""
 
     def __init__(self, call: ServerCall, deserialize: Any, serialize: Any) -> None:
         self._call = call
@@ -433,7 +433,7 @@ class SimContext:
         return self._call.code is grpc.StatusCode.CANCELLED
 
     def disable_next_message_compression(self) -> None:
-        """Nothing is compressed."""
+        """Does nothing: messages are not compressed."""
 
 
 class _Requests:

@@ -1,5 +1,5 @@
-"""Sleep in a world: what must hold where a scheduler says that it sleeps, or that it is awake; and operators, who put
-replicas to sleep and wake them over HTTP."""
+"""Sleep in a world: invariants of schedulers that report to be asleep or awake, and operators that put replicas to
+sleep and wake them over HTTP."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from tests.sim.world.world import Node
 
 _TRY_EVERY_S = 1.0
 _LOAD_S = 100.0
-"""Models may take so long to load."""
+"""Maximum seconds that a model takes to load."""
 _HEALTHY_S = 1.0
-"""By then a gateway has heard what a scheduler said before it answered."""
+"""By then a gateway has received the state that a scheduler reported before it answered."""
 
 
 class Memory(Protocol):
-    """What the workers of a scheduler have in memory."""
+    """The memory of a scheduler's workers."""
 
     @property
     def now(self) -> float:
@@ -32,20 +32,20 @@ class Memory(Protocol):
         ...
 
     def kept(self, scheduler: str, since_s: float, *, is_without_weights: bool) -> str | None:
-        """What a worker has that it gave back for a sleep which began then; None where there is nothing."""
+        """Memory that a worker still has though it was released for the sleep that began then, or None."""
         ...
 
     def leaving(self, scheduler: str) -> str | None:
-        """A worker that is about to begin anew; None where there is none."""
+        """A worker that is about to reload; None if there is none."""
         ...
 
 
 class CheckedLoop(CheckedDrains):
-    """A step loop that is what it says."""
+    """A step loop whose reported sleep state is checked."""
 
     memory: Memory
     _slept = 0
-    """The level of its sleep, 0 where it is awake."""
+    """The level of its sleep, 0 if it is awake."""
     _since_s = 0.0
 
     async def sleep(self, *, discard_weights: bool) -> None:
@@ -53,7 +53,7 @@ class CheckedLoop(CheckedDrains):
         try:
             await super().sleep(discard_weights=discard_weights)
         except (Exception, asyncio.CancelledError) as error:
-            # Else another call has its turn.
+            # Otherwise another call has its turn.
             if not self._sleep.lock.locked() and self.is_asleep != (self._slept > 0):
                 self._report(f"a sleep that fails leaves it {'asleep' if self.is_asleep else 'awake'}: {error}")
             if isinstance(error, Unimplemented) and epoch not in (None, self.epoch) and not self._slept:
@@ -121,11 +121,11 @@ def _host() -> str:
 
 @dataclass(slots=True)
 class Operator:
-    """Who puts all replicas to sleep.
+    """An operator that puts all replicas to sleep.
 
     Attributes:
         has_pool_on_device: Whether workers refuse the first level.
-        is_alone: Whether no other operator does something now.
+        is_alone: Whether no other operator is active now.
         sleeping: The schedulers that sleep.
     """
 
@@ -136,7 +136,7 @@ class Operator:
     sleeping: Callable[[], list[str]]
 
     async def nap(self, nap: Nap) -> None:
-        """Puts all replicas to sleep, and wakes them; tries that again until it is done."""
+        """Puts all replicas to sleep and wakes them; retries until it is done."""
         for level in nap.levels:
             await self._sleep(nap, level)
             await asyncio.sleep(nap.sleeps_s)
@@ -148,7 +148,7 @@ class Operator:
 
     @property
     def _is_undisturbed(self) -> bool:
-        """Whether a call must have its effect."""
+        """Whether a call must take effect."""
         told = self.circumstances
         return self.is_alone() and not (told.has_faults or told.deadly or told.deadly_need)
 
@@ -175,7 +175,7 @@ class Operator:
         return status == 200 and not self.sleeping()
 
     async def _see_health(self, nap: Nap, wanted: int, reason: str) -> None:
-        """A gateway soon knows it, too."""
+        """Checks that a gateway soon reports the state, too."""
         for is_last in (False, True):
             status, value = await self._call(nap, "GET", "/health")
             if status == wanted and reason in value.get("reason", ""):
@@ -185,7 +185,7 @@ class Operator:
             await asyncio.sleep(_HEALTHY_S)
 
     async def _call(self, nap: Nap, method: str, path: str) -> tuple[int, Mapping[str, Any]]:
-        """The status and the answer; 503 where the connection ends before."""
+        """The status and the answer; 503 if the connection ends before."""
         try:
             return await self.http.command(nap.gateway, method, path)
         except QuireError:

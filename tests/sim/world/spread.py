@@ -14,7 +14,7 @@ _Connectivity = grpc.ChannelConnectivity
 
 
 class SpreadCore(ChannelCore):
-    """Has a channel for each address, keeps all of them connected once it was called, and takes them in turn."""
+    """Has a channel for each address, keeps all of them connected after the first call, and uses them in turn."""
 
     def __init__(self, network: Network, node: Node, addresses: list[str], options: dict[str, int | str]) -> None:
         super().__init__(network, node, addresses[0], options)
@@ -83,7 +83,7 @@ class SpreadCore(ChannelCore):
                 self._failing[place] = True
                 self._last_problem = core.problem
             case _Connectivity.IDLE if not self._is_closed:
-                # The policy connects again at once what was lost.
+                # The policy reconnects lost channels at once.
                 self.loop.call_soon(core.connect)
             case _:
                 return

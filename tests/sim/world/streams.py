@@ -1,4 +1,4 @@
-"""What both ends of a simulated stream have: unread messages, a window of what may be sent, a status."""
+"""State of both ends of a simulated stream: unread messages, the flow-control window, and a status."""
 
 import asyncio
 from collections import deque
@@ -31,7 +31,7 @@ class Status:
 
 
 class Stream:
-    """The messages of one direction that have arrived and are not read yet."""
+    """Messages of one direction that have arrived and are unread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -50,7 +50,7 @@ class Stream:
             self._wake()
 
     def end(self, *, drop_unread: bool) -> None:
-        """No more come."""
+        """No more messages arrive."""
         self._has_ended = True
         if drop_unread:
             self._unread.clear()
@@ -66,7 +66,7 @@ class Stream:
         return self._unread.popleft()
 
     def credit(self, num_bytes: int, window_bytes: int) -> int:
-        """How much the sender may now send more, where it is worth a message to tell; else 0."""
+        """Additional bytes that the sender may send now, if they are worth a message; else 0."""
         self._num_uncredited += num_bytes
         if self._num_uncredited < window_bytes // 4:
             return 0
@@ -79,7 +79,7 @@ class Stream:
 
 
 class Window:
-    """How many bytes may be sent before the other end has read some. A message may exceed what is left of it."""
+    """Number of bytes that may be sent before the other end has read some. A message may exceed the rest."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_bytes: int) -> None:
         self._loop = loop
@@ -99,7 +99,7 @@ class Window:
         self._wake()
 
     async def is_open(self) -> bool:
-        """Waits until what was sent fits the window; False where the stream has ended before."""
+        """Waits until the sent bytes fit the window; False if the stream has ended before."""
         while self._left < 0 and not self._is_closed:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)

@@ -1,4 +1,4 @@
-"""What keeps the service of a host running, by the rules of `quire serve`: its back-off, and what counts as a death."""
+"""The supervisor of a host's service, by the rules of `quire serve`: its back-off, and its definition of a death."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -11,18 +11,18 @@ from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, World
 
 _MIN_START_S, _MAX_START_S = 0.05, 1.4
-"""What the start of a process takes until it listens, besides the wait that the supervisor decides on."""
+"""Range of the seconds from the start of a process until it listens, in addition to the supervisor's back-off."""
 _GRACE_S = 20.0
-"""After so long a process that was told to stop is killed."""
+"""Seconds after which a process that was asked to stop is killed."""
 
 
 class Supervised:
-    """A host, and its one service, which is started again whenever it ends and the host has power.
+    """A host and its one service, which restarts whenever it ends and the host has power.
 
     Attributes:
-        node: The process that lives, or that died last.
-        cannot_start_until: Before that time, starting a process fails: there is no memory or no process left.
-        is_anew: Whether the process was another one before, and the supervisor has not seen that.
+        node: The live process, or the last one that died.
+        cannot_start_until: Until this time a process cannot be started, for lack of memory or processes.
+        is_anew: Whether the process replaced itself by exec, which the supervisor has not seen.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Supervised:
         main: Callable[[Node], Coroutine[Any, Any, Any]],
         on_start: Callable[[Node], object],
     ) -> None:
-        """`main` is what each process runs; `on_start` is told of each one before it runs."""
+        """`main` is the coroutine that each process runs; `on_start` is called with each process before it runs."""
         self.host = host
         self.cannot_start_until = 0.0
         self.is_anew = False
@@ -47,7 +47,7 @@ class Supervised:
         self._start()
 
     def stop_in_order(self) -> None:
-        """SIGTERM: the service ends by itself, as its `finally` blocks say, or is killed when that takes too long."""
+        """SIGTERM: the service ends by itself, with its `finally` blocks, or is killed if that takes too long."""
         node = self.node
         if not node.is_dead:
             self._world.note("terminate", node.name)
@@ -55,17 +55,17 @@ class Supervised:
             self._world.after(_GRACE_S, node.kill)
 
     def leave(self) -> None:
-        """The process ends, and is not at fault: it has lost another one without which it cannot go on."""
+        """The process ends, but not by its own fault: it has lost another process that it needs."""
         self._has_died = False
         self.node.kill()
 
     def begin_anew(self) -> None:
-        """exec: the process, which has come to its end, becomes another one."""
+        """exec: the process ends and becomes another one."""
         self._world.note("begins anew", self.node.name)
         self._becomes = True
 
     def power_off(self, seconds: float) -> None:
-        """The machine is gone for a while, without a word to anybody."""
+        """Powers the machine off for a while, without notice to its peers."""
         self._network.power_off(self.host)
         self._world.after(seconds, self._power_on)
 
@@ -73,7 +73,7 @@ class Supervised:
         if self.host in self._network.dark:
             self._network.power_on(self.host)
             if self.node.is_dead:
-                # The supervisor is a new one, too.
+                # The supervisor is a new process, too.
                 self._backoff, self._becomes = RestartBackoff(), False
                 self._start_after(0.0)
 
@@ -102,9 +102,9 @@ class Supervised:
         return not hasattr(self, "node") or self.node.is_dead
 
     def _exit(self, node: Node, task: asyncio.Task[Any]) -> None:
-        """The service has ended by itself."""
+        """Handles a service that has ended by itself."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            # A disk that fails is no reason.
+            # A disk that fails is no reason to end.
             if not isinstance(error, ConfigurationError) or "--record" in str(error):
                 node.fail(error)
             self._world.note("refused", node.name, str(error).partition(";")[0])

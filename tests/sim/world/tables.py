@@ -1,8 +1,8 @@
-"""What the tables of a process hold: dicts, lists, sets and queues that the objects of our packages have.
+"""Contents of a process's tables: dicts, lists, sets and queues in attributes of objects of our packages.
 
-Whatever outlives a request, a link or a session belongs to somebody who takes it out again, on every path. So when all
-is quiet, a table is empty, or it is one of `KEPT`, which says why it is not. Whoever makes a new one that is not empty
-then says who takes entries out, or what their bound is.
+Each entry that outlives a request, a link or a session has an owner that removes it on every path. So when the cluster
+is quiet, a table is empty, or `KEPT` lists it with a reason. A new table that is not empty needs a reason there: the
+code that removes its entries, or their bound.
 """
 
 import asyncio
@@ -58,12 +58,12 @@ KEPT: dict[str, str] = {
         Scheduler._own_losses Scheduler._pinned_until Scheduler._place_of Scheduler._started_at Scheduler._times_of
         Scheduler.asked Scheduler.forgotten SealInventory._arriving SealInventory._names _ObservedHashes._hashes""",
 }
-"""Tables that may hold something when all is quiet, by the reason."""
+"""Tables that may have entries when the cluster is quiet, by reason."""
 _KEPT = frozenset(name for names in KEPT.values() for name in names.split())
 
 
 def held_by(*roots: object) -> dict[str, int]:
-    """How many entries tables have that are to be empty, by class and attribute."""
+    """The number of entries in tables that should be empty, by class and attribute."""
     counts = Counter[str]()
     seen, waiting = set[int](), list[object](roots)
     while waiting:
@@ -84,7 +84,7 @@ def held_by(*roots: object) -> dict[str, int]:
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object of ours, each with the name of its class."""
+    """The attributes of an object of our packages, each with the name of its class."""
     kind = next((each for each in type(owner).__mro__ if each.__module__.startswith(_PACKAGES)), None)
     if kind is None or isinstance(owner, type) or kind.__module__.endswith(("_pb2", "_pb2_grpc")):
         return

@@ -1,4 +1,4 @@
-"""What metrics and usage say, counted once more from what happens."""
+"""Independent counts of the numbers that metrics and usage report."""
 
 import math
 from collections import Counter, defaultdict
@@ -29,16 +29,16 @@ from tests.sim.world.traffic import Generate
 from tests.sim.world.watch import report
 
 _HEADROOM = 1.25
-"""A replica may have so many times its share of the load."""
+"""Maximum load of a replica relative to its share."""
 
 
 class Tally:
-    """What one core does, as its process should count it."""
+    """Counts of one core's work, which its process should report."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
         self._of_drafts: dict[RequestKey, tuple[int, int]] = {}
-        # Requests that have run, which also keeps others from having their identities.
+        # Requests that have run; the references also ensure that no other request gets their identity.
         self._begun: dict[int, SequenceGroup] = {}
 
     def count(self, name: str, number: int = 1) -> None:
@@ -50,7 +50,7 @@ class Tally:
             self.count("batched_tokens", plan.num_tokens)
 
     def begun(self, group: SequenceGroup) -> None:
-        """A request runs, perhaps not for the first time."""
+        """A request starts to run, perhaps not for the first time."""
         if id(group) not in self._begun:
             self._begun[id(group)] = group
             self.count("prefix_cache_queries", len(group.request.prompt))
@@ -63,7 +63,7 @@ class Tally:
         self.count("in", arriving.source is not None)
 
     def applying(self, core: Scheduler, result: StepResult) -> Callable[[Mapping[Any, ClientEvents]], None]:
-        """What it returns is to be called with the events of a step that was applied."""
+        """Begins to count a step; call the returned function with the events of the step once it is applied."""
         step, table = core.in_flight[0] if core.in_flight else None, core.batch.rows
         drafted: list[tuple[Any, int, int, int]] = []
         if step is not None and result.num_tokens is not None and result.num_drafts is not None:
@@ -98,7 +98,7 @@ class Tally:
             report(AssertionError(f"{end.usage} of a request with {counted[0]} drafts, {counted[1]} of them right"))
 
     def wrong(self, metrics: SchedulerMetrics) -> list[str]:
-        """What the metrics of a scheduler say otherwise, when no request is live."""
+        """Differences between these counts and the metrics of a scheduler, when no request is live."""
         labels = {"in": "direction", "out": "direction"}
         names = [
             *("steps", "batched_tokens", "generated_tokens", "preemptions", "swap_outs", "draft_samples", "drafts"),
@@ -119,7 +119,7 @@ class Tally:
         outcomes = ("completed", "failed", "aborted")
         ended = sum(_read(metrics, "quire_scheduler_requests_total", {"outcome": each}) for each in outcomes)
         left = ended + self._counts["out"] - self._counts["submitted"]
-        # Offers that can come no more fail, too.
+        # Offers that cannot arrive any more fail, too.
         if not 0 <= left <= self._counts["offered"]:
             wrong.append(f"{ended:g} requests have ended, of {self._counts['submitted']}")
         return wrong
@@ -130,7 +130,7 @@ def _read(metrics: Any, name: str, labels: Mapping[str, str] | None = None) -> f
 
 
 def wrong_at(gateway: Gateway) -> str | None:
-    """What the metrics of a gateway contradict each other in; None where they do not."""
+    """A contradiction between the metrics of a gateway; None if there is none."""
     metrics = gateway._generator.metrics
     completed = _read(metrics, "quire_gateway_requests_total", {"outcome": "completed"})
     others, counted = sum(each.value for each in _uncompleted(metrics)), metrics.statistics
@@ -141,7 +141,7 @@ def wrong_at(gateway: Gateway) -> str | None:
 
 @contextmanager
 def counted_once() -> Iterator[None]:
-    """Inside the block, tokens that a stream had before it was resumed are not counted again."""
+    """Checks inside the block that tokens that a stream had before it was resumed are not counted again."""
     accept, track_resumed = LiveRequest.accept, GatewayMetrics.track_resumed
     counted = WeakKeyDictionary[LiveRequest, int]()
 
@@ -167,13 +167,13 @@ def counted_once() -> Iterator[None]:
 
 
 def _uncompleted(metrics: GatewayMetrics) -> list[Any]:
-    """How many requests have ended in each way but one."""
+    """The number of requests of each outcome except completion."""
     samples = [each for family in metrics._requests.collect() for each in family.samples]
     return [each for each in samples if each.name.endswith("_total") and each.labels["outcome"] != "completed"]
 
 
 def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> list[str]:
-    """What the metrics of all gateways say together that is more or less than their clients saw. To be called where
+    """Metrics of all gateways together that are below or above the numbers that their clients saw. Call it only if
     nothing broke and nothing runs."""
     metrics = [gateway._generator.metrics for gateway in gateways]
     least, most = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -188,16 +188,16 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
             if story.has_ended and story.witness is not None:
                 expected = story.witness.last.expected.sequences
                 wanted["generated_tokens"] = sum(len(each.token_ids) for each in expected)
-                # What came between two calls is counted by nobody.
+                # Tokens that arrive between two calls are not counted.
                 for name in wanted:
                     least[name] += 0 if again and name == "generated_tokens" else wanted[name]
-                # Candidates that were not returned count, too; a beam search's are not foretold.
+                # Candidates that were not returned count, too; their number is not predicted for a beam search.
                 counts = story.witness.last.expected.num_generated
                 wanted["generated_tokens"] = math.inf if counts is None else max(counts)
             elif request.chooses:
                 wanted["generated_tokens"] = math.inf
             num_calls = 1 + request.num_takeovers if request.taken_over_after_s is not None else 1
-            # A call that is refused is made again.
+            # A refused call is made again.
             num_calls = math.inf if not story.has_ended or request.returns_after is not None else num_calls
             for name in filter(wanted.get, wanted):
                 most[name] += wanted[name] * num_calls
@@ -207,7 +207,7 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
         "generated_tokens": sum(_read(each, "quire_gateway_generated_tokens_total") for each in metrics),
     }
     if any(each.value for own in metrics for each in _uncompleted(own)):
-        # Perhaps it was refused, and then made again.
+        # A request may have been refused, and then made again.
         most["prompt_tokens"] = math.inf
     wrong = [
         f"{name} is {value:g}, not {least[name]} to {most[name]}"
@@ -221,8 +221,8 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
 
 @contextmanager
 def checked_routing() -> Iterator[None]:
-    """Inside the block, a prompt goes where most of it is, where that is not much busier than others; and where
-    replicas have roles, to one that is for it, where it delays the least."""
+    """Checks inside the block that a prompt goes to the replica that has most of it cached, unless that is much busier
+    than others. If replicas have roles, it goes to one with the right role, where it delays the least."""
     choose, narrow, by_prefix = routing.choose_replica, routing.narrowed, routing._by_prefix
 
     def choose_checked(key: bytes, loads: Mapping[str, float], cached_tokens: Mapping[str, float] | None = None) -> str:
@@ -261,6 +261,7 @@ def checked_routing() -> Iterator[None]:
 
 
 def _delay(place: Place) -> int:
-    """Tokens that are computed before: of the prompts there, and for each stream that waits for this one."""
+    """Delay in tokens: prompts computed before this one, and its own tokens, once more for each stream that waits for
+    it."""
     delayed = 0 if place.role is ReplicaRole.PREFILL else len(place.work.streams)
     return sum(place.work.prompts.values()) + (1 + delayed) * place.num_new_tokens

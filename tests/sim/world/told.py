@@ -1,4 +1,5 @@
-"""What those are told who watch a prefix cache: all that is in it and below it, and nothing that is as it was."""
+"""Changes of a prefix cache that its watchers receive: all blocks in it and in the tiers below, none of them
+unchanged."""
 
 from typing import Any
 
@@ -9,14 +10,14 @@ from tests.sim.world.watch import Names, report
 
 
 def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
-    """A new log of a scheduler, which notes what watchers know by it. `names` are those of all blocks."""
+    """A new log of a scheduler, which records the knowledge of watchers. `names` are the names of all blocks."""
     take, stored, restored, read = log.take, log.stored, log.restored, log.read
     pool = scheduler.batch.blocks.pool
-    # What was there before the log is asked for apart.
+    # Watchers request the earlier blocks separately.
     told = set(pool.sealed_hashes())
     on_disk, on_host = set(scheduler.tier._slots), set(scheduler.batch.blocks.host.pool.sealed_hashes())
     changed, unread = set[BlockHash](), set[BlockHash]()
-    # Of which the tokens are known now, and that are on disk or in host memory since before.
+    # Blocks on disk or in host memory that were there before, and whose tokens are known now.
     read_on_disk, read_on_host = set[BlockHash](), set[BlockHash]()
 
     def note(call: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Traffic as values: what clients ask for, when, and how they behave."""
+"""Traffic as values: the requests of clients, their times, and the clients' behaviour."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,11 @@ ADAPTERS = ("adapter-1", "adapter-2", "adapter-3")
 _DEADLY_SEED = 666_000
 _DEADLY_PATTERN = "[q-t]+"
 LONGEST = _MAX_PROMPT + MAX_OUTPUT
-"""The most tokens that a sequence of a drawn request has."""
+"""Maximum number of tokens in a sequence of a drawn request."""
 
 
 class Kind(Enum):
-    """What a world is about. In a mixture what must come together does so rarely; so most worlds have much of one
-    thing."""
+    """The subject of a world. In a mixture, rare coincidences stay rare; so most worlds have much of one thing."""
 
     MIXED = "a little of everything"
     TIGHT = "pools too small for what runs at once"
@@ -53,7 +52,7 @@ TENANTS = (
 )
 TENANT = {each.name: each for each in TENANTS}
 OPERATOR = Tenant("operator")
-"""Who asks for no tokens."""
+"""A tenant that asks for no tokens."""
 
 
 class Verb(Enum):
@@ -89,22 +88,22 @@ class Generate:
     """A request for tokens at a time, in seconds since the world's beginning.
 
     Attributes:
-        number: Names it in its world; what follows from it is the same where other requests are left out.
+        number: Identifies it in its world; its draws stay the same if other requests are left out.
         client: The host that asks.
         timeout_s: The deadline of the call.
-        leaves_after_s: When its client leaves; None where it waits for the end.
+        leaves_after_s: When its client leaves; None if it waits for the end.
         cancels_after_s: When another call of the tenant cancels it by its id.
-        pause_s: How long its client takes for each event.
-        taken_over_after_s: When another call resumes the stream, which is durable, from where its client is by then.
-        num_takeovers: How many calls do so, one after the other.
-        leaves_at_wait: The wait of its call at a gateway with whose end its client leaves; None if it stays.
+        pause_s: Seconds that its client takes for each event.
+        taken_over_after_s: When another call resumes its durable stream, from the client's position at that time.
+        num_takeovers: Number of successive calls that do so.
+        leaves_at_wait: Its client leaves when the n-th wait of its call at a gateway ends; None if it stays.
         takeovers_leave_at: The same of each call that resumes the stream.
         adapter: The name of the adapter that it chooses.
-        deadly_at: The position of a token whose computation kills the worker, where it has one.
-        front: The API by which it goes over HTTP, as a stream or not; None where it does not.
-        others: Further prompts of its call, which has an answer with the sequences of all.
-        returns_after: Of a durable stream over HTTP, after how many events its client leaves and comes back for the
-            rest, through any gateway; None where it stays.
+        deadly_at: The position of a token whose computation kills the worker; None if there is none.
+        front: The API of a call over HTTP, with or without a stream; None if the call does not use HTTP.
+        others: Further prompts of its call, whose answer has the sequences of all prompts.
+        returns_after: Number of events of a durable stream over HTTP after which its client leaves and comes back for
+            the rest, through any gateway; None if it stays.
     """
 
     number: int
@@ -153,7 +152,7 @@ class Generate:
 
     @property
     def needs(self) -> set[str | None]:
-        """What a worker prepares for it: an adapter by its name, a constraint by its pattern."""
+        """The preparations that a worker makes for it: an adapter by name, a constraint by pattern."""
         constraint = self.options.constraint
         return {self.adapter, None if constraint is None else constraint.regex}
 
@@ -178,7 +177,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """A text whose tokens a client wants to know, and theirs again."""
+    """A text that a client tokenizes, and whose tokens it detokenizes."""
 
     number: int
     at: float
@@ -189,7 +188,7 @@ class Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A call over HTTP that is to be refused."""
+    """A wrong call over HTTP, which must be refused."""
 
     number: int
     at: float
@@ -204,7 +203,7 @@ Request = Generate | Pin | Tokenize | Mistake
 
 @dataclass(frozen=True, slots=True)
 class Mood:
-    """What the requests of one world are like."""
+    """Common properties of the requests of one world."""
 
     kind: Kind
     count: int
@@ -218,7 +217,7 @@ class Mood:
 def draw_requests(
     draw: Random, kind: Kind, clients: Sequence[str], pool_tokens: int, over_s: float
 ) -> tuple[Request, ...]:
-    """Requests within so many seconds; many begin alike. None needs more than the pool of a replica holds."""
+    """Requests within `over_s` seconds, many with a common prefix. Each fits the pool of a replica."""
     mood = Mood(
         kind=kind,
         count=draw.choice((10, 20) if kind is Kind.TIGHT else (4, 10, 10, 20)),
@@ -230,7 +229,7 @@ def draw_requests(
     )
     match draw.choice(("mixed", "mixed", "mixed", "flood", "followers")):
         case "flood":
-            # One tenant asks for much at once, and others for a little.
+            # One tenant makes many requests at once, and others a few.
             count = mood.count + 10
             flood = [_generate(draw, number, mood, at=0.0) for number in range(count)]
             few = [_generate(draw, count + number, mood) for number in range(3)]
@@ -238,7 +237,7 @@ def draw_requests(
                 [replace(each, tenant="bob") for each in flood] + [replace(each, tenant="ann") for each in few]
             )
         case "followers":
-            # One long prompt, and others that wait for its blocks.
+            # One long prompt, and requests that wait for its blocks.
             stem = tuple(_token(draw) for _ in range(_MAX_PROMPT - 2))
             first = _generate(draw, 0, mood, at=0.0)
             rest = [_generate(draw, number, mood, at=draw.uniform(0, 0.05)) for number in range(1, mood.count)]
@@ -251,7 +250,7 @@ def draw_requests(
 
 
 def grown(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
-    """The same requests almost at once, with prompts so short that many run together before they need their room."""
+    """The same requests almost at once, with prompts so short that many run together before they fill the pool."""
     return tuple(
         replace(each, at=draw.uniform(0, 0.03), prompt=each.prompt[: draw.randint(1, 9)])
         if isinstance(each, Generate)
@@ -261,7 +260,7 @@ def grown(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
 
 
 def with_takeovers(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...]:
-    """More of the streams are durable, and calls take these from each other."""
+    """Makes more of the streams durable, and adds calls that take them over from each other."""
     changed: list[Request] = []
     for each in requests:
         if isinstance(each, Generate) and each.verb in (Verb.STREAM, Verb.DURABLE, Verb.DURABLE_CHAT):
@@ -308,8 +307,8 @@ def with_deadly(draw: Random, requests: Sequence[Request]) -> tuple[Request, ...
 
 
 def with_deadly_need(draw: Random, requests: Sequence[Request]) -> tuple[tuple[Request, ...], str | None]:
-    """Some requests need an adapter, or a constraint, that kills each worker that prepares it. Returns also what it is;
-    None where no request could need one."""
+    """Some requests need an adapter or a constraint that kills each worker that prepares it. Also returns its name or
+    pattern; None if no request could need one."""
     if adapters := sorted({each.adapter for each in requests if isinstance(each, Generate) and each.adapter}):
         return tuple(requests), draw.choice(adapters)
     changed = list(requests)

@@ -23,7 +23,7 @@ class SimTransport:
 
     @classmethod
     def install(cls, network: Network, node: Node) -> None:
-        """All that runs in the process uses it from now on."""
+        """Makes it the transport of everything that runs in the process from now on."""
         node.context.run(TRANSPORT.set, cls(network, node))
 
     def check_bindable(self, address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is with the workers: of the tenants that want something prepared one after the other."""
+"""The order in which workers serve tenants that wait for preparations."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ from scheduler_svc.core.request import Constraint, Need
 
 
 class Turns:
-    """Since when each tenant wants something prepared, or had its last turn."""
+    """The time since which each tenant waits for a preparation, or of its last turn."""
 
     def __init__(self) -> None:
         self._since = dict[str, int]()
         self._now = 0
 
     def wanted(self, preparations: Preparations) -> dict[str, list[Need]]:
-        """Notes who wants something. To be called after each operation. Returns what each tenant waits for, nothing
-        where a suspect is among it: that goes before all others."""
+        """Records the waiting tenants. Call it after each operation. Returns the needs that each tenant waits for;
+        empty if one of them is a suspect, which goes before all others."""
         self._now += 1
         wanted = preparations._wanted
         self._since = {tenant: self._since.get(tenant, self._now) for tenant in wanted}
@@ -27,7 +27,7 @@ class Turns:
         }
 
     def wrong(self, wanted: dict[str, list[Need]], begun: Sequence[Need]) -> str | None:
-        """What is wrong with the order in which these begin; None where nothing is."""
+        """The error in the order in which these preparations begin; None if it is right."""
         for need in begun:
             if waiting := [tenant for tenant, needs in wanted.items() if need in needs]:
                 first = min(waiting, key=self._since.__getitem__)

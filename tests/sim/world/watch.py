@@ -1,6 +1,5 @@
-"""What must hold inside of services, though no answer may show it: sealed blocks hold what their names say, no token is
-missed on the way, a worker keeps the scheduler that started last, nobody goes on with what nobody wants, and nothing
-waits where it cannot run."""
+"""Invariants inside services that hold even if no answer shows them: sealed blocks match their names, no token is lost
+on the way, a worker stays with the scheduler that started last, unwanted work stops, and runnable work runs."""
 
 import itertools
 from collections import Counter
@@ -51,25 +50,25 @@ from worker_svc.step import SealedBlocks
 _LOOK_EVERY_S = 0.25
 _IDLE_S = 1.0
 _SILENCE_S = 13.0
-"""A scheduler that is not stopped itself has noticed by then that its worker is silent."""
+"""By then a scheduler that is not paused itself has noticed that its worker is silent."""
 
 Names = dict[BlockHash, tuple[int, int, str, CachedTokens]]
-"""The names that schedulers gave to blocks, with what the first and the last slot of such a block hold, whose it is -
-tenants share no blocks, and neither do requests of one tenant with other salts - and what watchers are told of it."""
+"""The names that schedulers gave to blocks, each with the contents of the block's first and last slot, its owner, and
+the tokens that watchers receive. Tenants share no blocks, nor do requests of one tenant with different salts."""
 
 
 def parent_of(names: Names, name: BlockHash) -> BlockHash | None:
-    """The block before one; None where it is the first, or has a name of another kind, as in recordings."""
+    """The block before one; None if it is the first, or has a name of another kind, as in recordings."""
     known = names.get(name)
     return None if known is None else known[3].parent
 
 
 class FalseSealError(BlockError):
-    """A worker calls a block final that does not hold what its name says."""
+    """A worker seals a block whose contents do not match its name."""
 
 
 class NamingBlocks(BlockManager):
-    """Notes what the blocks hold that get a name."""
+    """Records the contents of blocks that get a name."""
 
     def __init__(self, config: SchedulerConfig, names: Names) -> None:
         super().__init__(config.num_blocks, config.block_size, config.watermark)
@@ -90,8 +89,8 @@ class NamingBlocks(BlockManager):
         return super().seal(sequence, first, end)
 
     def take(self, count: int) -> list[BlockId]:
-        """What could be hit in them is in host memory then, where it keeps that, as far as that has room, and makes way
-        there last."""
+        """Takes blocks, and checks that their cached contents move to host memory, if it caches evicted blocks and has
+        room, and are evicted there last."""
         host, evicted, lost = self.host, list[BlockHash](), list[BlockHash]()
         if host.caches:
             evicted = list(filter(None, self.pool.hashes_of(list(itertools.islice(self.pool._free, count)))))
@@ -105,7 +104,7 @@ class NamingBlocks(BlockManager):
         return blocks
 
     def reclaim(self) -> bool:
-        """Requests give back their blocks in the order in which they have ended."""
+        """Checks that finished requests release their blocks in the order in which they ended."""
         before = self.retired
         done = super().reclaim()
         if self.retired != before[len(before) - len(self.retired) :]:
@@ -120,18 +119,18 @@ def report(error: Exception) -> None:
 
 
 class CheckedSeals(SealInventory):
-    """Knows what the blocks must hold that are sealed."""
+    """Knows the contents that sealed blocks must have."""
 
     def __init__(self, num_gpu_blocks: int, names: Names) -> None:
         super().__init__(num_gpu_blocks)
         self._names = names
         self.on_add = lambda: None
-        """Is told when blocks were sealed."""
+        """Called when blocks were sealed."""
         self._expected = np.zeros((num_gpu_blocks, 2), np.int64)
         self._arriving = set[int]()
 
     def keep(self, sealed: NDArray[np.uint8], hashes: NDArray[np.uint8]) -> None:
-        """The inventory of a worker before this one, in memory that outlived it."""
+        """Takes over the inventory of an earlier worker, in memory that outlived it."""
         self._sealed, self._hashes = sealed, hashes
         for block in sealed.nonzero()[0].tolist():
             self._expected[block] = self._names[BlockHash(hashes[block].tobytes())][:2]
@@ -156,11 +155,11 @@ class CheckedSeals(SealInventory):
             report(FalseSealError(f"blocks {late} are sealed for a session that is over"))
 
     def end_session(self) -> None:
-        """What comes for the session before gets no seal any more."""
+        """Forgets arriving blocks: blocks of the previous session are not sealed any more."""
         self._arriving.clear()
 
     def check(self, slots: np.ndarray) -> None:
-        """Raises FalseSealError unless sealed blocks hold what their names say; `slots` [n, block size] is the pool."""
+        """Raises FalseSealError unless sealed blocks match their names; `slots` [n, block size] is the pool."""
         blocks = self._sealed.nonzero()[0]
         wrong = slots[blocks][:, [0, -1]] != self._expected[blocks]
         if np.count_nonzero(wrong):
@@ -169,7 +168,7 @@ class CheckedSeals(SealInventory):
 
 
 class CheckedSessions(Sessions):
-    """A worker that a newer scheduler comes to must take it, and an older one only where nobody else came for long."""
+    """Checks that a worker accepts newer schedulers, and an older one only after a long time without any scheduler."""
 
     def __init__(self, node: Node, worker_generation: int, max_steps_in_flight: int, seals: CheckedSeals) -> None:
         super().__init__(worker_generation, max_steps_in_flight)
@@ -177,7 +176,7 @@ class CheckedSessions(Sessions):
         self._newest = -1
         self._highest = -1
         self._refused_at: float | None = None
-        """When an older scheduler first came since somebody had the worker."""
+        """When an older scheduler was first refused since the worker was last attached."""
 
     def attach(self, epoch: int, now: float) -> Session:
         is_newer, self._newest = epoch > self._newest, max(epoch, self._newest)
@@ -210,8 +209,7 @@ class CheckedSessions(Sessions):
 
 
 class CheckedWorker(Worker):
-    """A session that is superseded takes nothing with it to the next one, and its end changes nothing of what that has
-    underway."""
+    """Checks that a superseded session leaves no work to the next one, and that its end does not affect that."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -233,7 +231,7 @@ class CheckedWorker(Worker):
             report(AssertionError("the end of a session that was superseded ends what the next one has underway"))
 
     def _underway(self) -> tuple[object, ...]:
-        """The session and what it is told by, and then its loads and moves, and the blocks that it offers."""
+        """The session and its callbacks, then its loads and moves, and the blocks that it offers."""
         moves = self.transfers
         moved = () if moves is None else ({*moves._moving}, {*moves._offers})
         return self._session, self._supersede, moves and moves._tell, {**self._reads}, *moved
@@ -245,7 +243,7 @@ class RequestsViolationError(AssertionError):
 
 @dataclass(slots=True)
 class _Wait:
-    """A request, since when it has a reader or none, and since when it is over."""
+    """A request, the time since which it has or lacks a reader, and the time since which it is over."""
 
     owned: OwnedRequest
     since: float
@@ -255,13 +253,14 @@ class _Wait:
 
     @property
     def due_at(self) -> float:
-        """When it may be dropped."""
+        """The earliest time at which it may be dropped."""
         is_from_end = self.owned.durable is not None and self.is_over
         return (self.over_since if is_from_end else self.since) + self.owned.retention_s
 
 
 _DROPPING = ("cancel", "forget", "forget_outputs", "admit", "resubmit")
-"""What may drop a request that waits for a reader: its tenant, its gateway, its timer, and what takes its room."""
+"""Operations that may drop a request that waits for a reader: its tenant's, its gateway's, its timer's, and requests
+that take its room."""
 _TIMER_S = 1e-6
 
 
@@ -270,12 +269,12 @@ def _now() -> float:
 
 
 class CheckedRequests(Requests):
-    """The table of requests, whose invariants hold after each operation: the first failure ends the world, also where
-    no answer shows it."""
+    """The table of requests, with invariants checked after each operation: a failure ends the world, even if no answer
+    shows it."""
 
     _depth = 0
     is_ready = False
-    """Whether gateways were told that it runs steps."""
+    """Whether gateways were notified that it runs steps."""
     num_times_ready = 0
 
     def __init__(self, *arguments: Any) -> None:
@@ -299,8 +298,8 @@ class CheckedRequests(Requests):
         super().report_readiness(readiness)
 
     def dropped(self, operation: str, gateway_id: object) -> None:
-        """Raises RequestsViolationError where an operation, which is about this gateway, drops what is to wait longer
-        for its reader."""
+        """Raises RequestsViolationError if an operation of this gateway drops a request that must still wait for a
+        reader."""
         for handle in self._waits.keys() - self._by_handle.keys():
             wait = self._waits.pop(handle)
             is_plain, is_its = wait.owned.durable is None, wait.owned.gateway_id == gateway_id
@@ -316,7 +315,7 @@ class CheckedRequests(Requests):
         _demand(is_bounded, "has room that is kept without an end", offer)
 
     def _check_wait(self, handle: Handle, owned: OwnedRequest) -> None:
-        """What nobody reads waits for its time from when its reader left, a durable request from its end on."""
+        """Checks timers: unread requests expire a fixed time after their reader left, durable ones after their end."""
         wait = self._waits.get(handle)
         if wait is None:
             wait = self._waits[handle] = _Wait(owned, _now(), _now())
@@ -331,7 +330,7 @@ class CheckedRequests(Requests):
             _demand(abs(off_s) < _TIMER_S, f"has a timer that is off by {off_s:.3f} s", owned)
 
     def check(self) -> None:
-        """Raises RequestsViolationError."""
+        """Raises RequestsViolationError if an invariant does not hold."""
         plain = dict[Handle, int]()
         for handle, owned in self._by_handle.items():
             reader, is_timed = owned.reader, owned.reader is None or (owned.durable is not None and owned.is_over)
@@ -406,7 +405,8 @@ for _name in ("forget", "forget_outputs", "deliver"):
 
 
 class CheckedDrains(StepLoop):
-    """A drain ends no sooner than leases do, where it has the time. A worker that hung is none whose link broke."""
+    """Checks that a drain ends no earlier than leases, if it has time, and that a hung worker is not judged as a lost
+    link."""
 
     _hung = False
 
@@ -429,7 +429,7 @@ class CheckedDrains(StepLoop):
 
 
 class MissedTokenError(TokenGapError):
-    """Tokens were lost between a scheduler and a gateway. Connecting again mends it, so only the world is told."""
+    """Tokens were lost between a scheduler and a gateway. A new connection repairs that, so the world is notified."""
 
     def __init__(self, *what: object) -> None:
         super().__init__(*what)
@@ -437,27 +437,27 @@ class MissedTokenError(TokenGapError):
 
 
 _RELEASED = set[tuple[str, Any]]()
-"""Durable requests that gateways have ended at their schedulers, by the address and the nonce, in this world."""
+"""Durable requests that gateways have ended at their schedulers, by address and nonce, in this world."""
 
 
 @contextmanager
 def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block, a gateway that misses tokens or miscounts submissions ends the world, and so does a scheduler
-    that gives up its worker for a step that is not late."""
+    """Inside the block, the world ends if a gateway misses tokens or miscounts submissions, or if a scheduler gives up
+    its worker for a step that is not late."""
 
     class CheckedHangsError(WorkerHangsError):
         def __init__(self, *what: object) -> None:
             super().__init__(*what)
             node = CLOCK.get()
             assert isinstance(node, Node)
-            # What came while it was stopped is not read yet.
+            # After a pause, earlier messages are still unread.
             if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
     release, hashes_of, refused = Replicas.release, routing.prompt_hashes, Replicas._refused
 
     def note_refused(replicas: Replicas, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
-        """A refusal by a scheduler that drains is no submission. The request goes to another one, or waits for one."""
+        """Checks that a refusal by a draining scheduler is not counted as a submission: the request tries again."""
         num_before = request.submissions
         refused(replicas, link, error, request)
         if error.reason == "DRAINING" and request.submissions != num_before - (request.replica is None):
@@ -490,22 +490,22 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
 
 
 _USAGE_S = 1.5
-"""Gateways wait for a second."""
+"""Longer than the second that gateways wait."""
 _FOR_WORKERS = ("_move_from_unready", "_leave_unready")
-"""What gateways do with requests whose replica runs no steps."""
+"""Timers of gateways for requests whose replica runs no steps."""
 _HEARD_S = 1.0
-"""By then a scheduler has heard what its gateways have written to it, if nothing was in the way."""
+"""By then a scheduler has received its gateways' messages, if nothing was in the way."""
 
 
 @dataclass(slots=True, eq=False)
 class _Cancelled:
-    """A request that a tenant has cancelled by its id, as it is at a scheduler: by the nonces that were known there.
-    Without `connections` the scheduler may not have heard of it, and who reads it is not to go on.
+    """A request that a tenant has cancelled by its id, at one scheduler, with the nonces that were known there. Without
+    `connections` the scheduler may not have heard of it, and then the request may run on unless it has a reader.
 
     Attributes:
-        unwritten: What gateways had yet to write to the scheduler when the client was told: the end of a plain request
-            may be among it, behind submissions that go out slowly. Of a durable one a call has told the scheduler.
-        at: Since when that is written, and nothing is in the way.
+        unwritten: Messages to the scheduler that gateways had not written when the client got its answer. They may
+            include the end of a plain request, behind slow submissions. Durable requests are ended by a call.
+        at: The time since which these are written, and nothing is in the way.
     """
 
     named: tuple[str, str]
@@ -520,12 +520,12 @@ class _Cancelled:
 
 @dataclass(slots=True)
 class Watch:
-    """Looks now and then at what must not go on for long.
+    """Looks now and then for states that must not last long.
 
     Attributes:
-        address_of: The address of a scheduler that gateways know, by its host.
+        address_of: Returns the address by which gateways know a scheduler's host.
         failover_delay_s, reconnect_grace_s: Settings of all gateways.
-        patience_s: Longer than anything that a gateway sends is on its way where nothing is broken.
+        patience_s: Longer than any message of a gateway takes if nothing is broken.
     """
 
     network: Network
@@ -543,8 +543,7 @@ class Watch:
     def cancelling(
         self, named: tuple[str, str], gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
     ) -> Callable[[float], None]:
-        """A client is about to cancel a request of a tenant and an id. What is returned is to be called with the time
-        when it was told that this is done."""
+        """A client is about to cancel a tenant's request by its id. Call the result with the time of its answer."""
         connected = self._connected(gateways, tables)
         owned = [(host, table, list(table._by_id.get(named, ()))) for host, table in tables.items()]
         known = [each for each in owned if each[2]]
@@ -563,14 +562,14 @@ class Watch:
         return done
 
     def _unwritten(self, gateways: Mapping[str, Gateway], host: str) -> list[object]:
-        """What gateways have yet to write to a scheduler."""
+        """Messages that gateways have yet to write to a scheduler."""
         links = (gateway._generator.replicas.links.get(self.address_of(host)) for gateway in gateways.values())
         return [mail for link in links if link is not None for mail in link._outbox]
 
     def _connected(
         self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
     ) -> dict[Requests, list[Connection]]:
-        """The tables of schedulers that all gateways are connected to, with their connections."""
+        """The tables of the schedulers that all gateways are connected to, with their connections."""
         found: dict[Requests, list[Connection]] = {}
         for (host, table), address in ((each, self.address_of(each[0])) for each in tables.items()):
             links = [gateway._generator.replicas.links.get(address) for gateway in gateways.values()]
@@ -582,7 +581,7 @@ class Watch:
     def _cancelled_runs(
         self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]
     ) -> Iterator[str]:
-        """Requests that go on though their tenant has ended them, at schedulers that heard of it."""
+        """Requests that run on though their tenant has cancelled them, at schedulers that heard of it."""
         connected = self._connected(gateways, tables)
         for each in self._cancelled:
             unwritten = set(map(id, () if each.is_heard else self._unwritten(gateways, each.host)))
@@ -599,7 +598,7 @@ class Watch:
                 yield f"{each.named} runs, and was cancelled"
 
     def look(self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> str | None:
-        """What has gone on for too long; None where nothing has."""
+        """A state that has lasted too long; None if there is none."""
         if now < self._next_s:
             return None
         self._next_s = now + _LOOK_EVERY_S
@@ -623,8 +622,8 @@ class Watch:
         return next((what for what, patience_s in found.items() if now - self._since[what] > patience_s), None)
 
     def _orphans(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Requests that a scheduler goes on with, or keeps for a reader, though their gateway is connected and has them
-        no longer, or elsewhere."""
+        """Requests that a scheduler runs, or keeps for a reader, though their connected gateway has ended or moved
+        them."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             address = self.address_of(host)
             link = gateway._generator.replicas.links.get(address)
@@ -635,7 +634,7 @@ class Watch:
             offers = gateway._generator.replicas._offers._open.values()
             known |= {offer.live.request.nonce for offer in offers if address in offer.asked}
             for owned in table._by_handle.values():
-                # The end of one that is read is kept until that is taken in.
+                # The end of a request with a reader is kept until the reader has taken it in.
                 is_kept = owned.durable is None and not (owned.is_over and owned.reader)
                 is_released = not owned.is_over and (address, owned.nonce) in _RELEASED
                 if (is_kept or is_released) and owned.gateway_id == gateway_id and owned.nonce not in known:
@@ -643,20 +642,20 @@ class Watch:
 
     @property
     def _abort_s(self) -> float:
-        """Longer than an abort is on its way, behind submissions."""
+        """Longer than an abort takes behind submissions."""
         weather, queued = self.network.weather, 1e4
         per_byte_s = 1 / weather.bytes_per_s + 2 * weather.max_delay_s / weather.window_bytes
         return 0.2 + 4 * weather.max_delay_s + queued * per_byte_s
 
     def _without_usage(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Requests that stop strings have ended, and whose clients wait for usage that a scheduler does not tell."""
+        """Requests that stop strings have ended, and whose clients wait for usage that a scheduler does not send."""
         for host, gateway in gateways.items():
             waiting = (each for each in gateway._ledger if each.awaits_usage and not each.is_over)
             if not self.running[host].is_stopped:
                 yield from (f"{host} waits for the usage of {each.request.request_id}" for each in waiting)
 
     def _computed_on(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Sequences that a scheduler computes though a stop string has ended them at the gateway that reads them."""
+        """Sequences that a scheduler computes though a stop string has ended them at their gateway."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             link = gateway._generator.replicas.links.get(self.address_of(host))
             core = self.loops[host].scheduler if host in self.loops else None
@@ -675,7 +674,7 @@ class Watch:
                         yield f"{host} computes sequence {each.index} of {owned.request_id}, which has ended"
 
     def _unread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Requests that a gateway waits for at a scheduler that it is connected to, and that sends them to nobody."""
+        """Requests that a gateway waits for at a connected scheduler that sends them to no reader."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             link = gateway._generator.replicas.links.get(self.address_of(host))
             if link is None or not link.is_connected or self._is_disturbed(host, gateway_host):
@@ -687,7 +686,7 @@ class Watch:
                 if each.reader is not None and each.reader.connection.gateway_id == gateway_id
             }
             outboxes = [each.outbox for each in table._connections.values() if each.gateway_id == gateway_id]
-            # A durable request may be forgotten before a slow reader has its end.
+            # A durable request may be forgotten before a slow reader has received its end.
             sent = {handle for outbox in outboxes for handle in outbox._replays}
             sent |= {handle for outbox in outboxes for each in outbox.untaken() for handle in each.ended}
             for each in gateway._ledger:
@@ -700,7 +699,7 @@ class Watch:
                     yield f"{gateway_host} waits for {each.request.request_id} at {host}, which sends it nothing"
 
     def _silent(self, tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Schedulers that count on a worker that is stopped."""
+        """Schedulers that rely on a paused worker."""
         for host, table in tables.items():
             if host not in self.running:
                 # A rival, which ends soon.
@@ -711,9 +710,9 @@ class Watch:
                 yield from (f"{host} has not noticed that {each} is silent" for each in stopped)
 
     def _left(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Requests that wait at a replica that runs no steps while another one with their model does: only that one can
-        go on from the tokens that they have. Where the first one runs again they are tried there, however soon its
-        worker dies of that."""
+        """Requests that wait at a replica that runs no steps, while another replica with their model does: only that
+        one can continue from their tokens. If the first replica runs again, they are tried there, however soon its
+        worker dies of them."""
         times = {host: each.num_times_ready for host, each in tables.items() if isinstance(each, CheckedRequests)}
         for host, gateway in gateways.items():
             replicas = gateway._generator.replicas
@@ -723,7 +722,7 @@ class Watch:
             for each in gateway._ledger:
                 model = each.model if each.num_generated_tokens else UNKNOWN_MODEL
                 ready = [at for at, own in running.items() if own == model or UNKNOWN_MODEL in (own, model)]
-                # Its own clock: here no process runs.
+                # The process's own clock, since no process is current here.
                 is_silent = self.running[host].monotonic() - each._last_token_at > 1
                 is_left = each.replica is not None and each.replica not in running and is_silent
                 if ready and is_left and not (each.is_over or each.moves or each.awaits_usage):
@@ -731,7 +730,7 @@ class Watch:
                     yield f"{each.request.request_id} of {host} waits at {at}, and {ready[0]} runs steps"
 
     def _attached(self) -> Iterator[tuple[str, CoreScheduler, list[str]]]:
-        """Schedulers that nothing keeps from their workers, with their cores, and the hosts of these workers."""
+        """Schedulers with undisturbed connections to their workers, with their cores and their workers' hosts."""
         for host, loop in self.loops.items():
             ranks = [each for each in self.running if worker_of(each) == host.replace("scheduler", "worker")]
             lives = host in self.running and not self.running[host].is_dead and loop.is_attached
@@ -739,7 +738,7 @@ class Watch:
                 yield host, loop.scheduler, ranks
 
     def _useless_leases(self) -> Iterator[str]:
-        """Leases of blocks that nobody can fetch, since no worker offers them any more."""
+        """Leases of blocks that cannot be fetched, since no worker offers them any more."""
         for host, core, ranks in self._attached():
             transfers = [self.workers[each].transfers for each in ranks if each in self.workers]
             offered = {lease for each in transfers if each is not None for lease in each._offers}
@@ -747,8 +746,8 @@ class Watch:
             yield from (f"{host} keeps blocks under lease {lease}, which nobody offers" for lease in useless)
 
     def _idle(self) -> Iterator[str]:
-        """Requests that wait for nothing, at schedulers that have nothing to do: nobody woke them. And answers that
-        schedulers wait for, though nobody owes them any more."""
+        """Requests that wait without a reason at idle schedulers, since they were never woken. Also answers that
+        schedulers wait for though no process owes them."""
         for host, core, _ in self._attached():
             loop, waits = self.loops[host], core.preparations
             owed = ((loop._steps, {each.step_id for each in core.in_flight}), (loop._preparations, waits._underway))
@@ -763,7 +762,7 @@ class Watch:
                 yield f"{host} is idle, and requests wait for what it could have prepared"
 
     def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Keys whose limits count more requests than run: one that is over and waits for its client does not."""
+        """Keys whose limits count more requests than run; finished requests that wait for their client do not count."""
         for host, gateway in gateways.items():
             keys, keeps = gateway.authenticator, gateway._generator.durable_reads.keeps
             assert isinstance(keys, KeyRing)
@@ -774,7 +773,7 @@ class Watch:
                     yield f"{host} counts requests of {caller.tenant} that are over"
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Schedulers that run steps and get nothing new."""
+        """Schedulers that run steps, but that a gateway takes to be draining, so that they get no new requests."""
         for host, gateway in gateways.items():
             replicas = gateway._generator.replicas
             if self.running[host].is_stopped:
@@ -784,8 +783,8 @@ class Watch:
                     yield f"{host} takes {address} for draining"
 
     def _needless_timers(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Timers of requests that are over, or that another entry of the same gateway goes on with; and those that wait
-        for a worker which is back."""
+        """Timers of requests that are over or continued by another entry of the gateway, or that await a running
+        worker."""
         for host, gateway in gateways.items():
             if not self.running[host].is_stopped:
                 replicas = gateway._generator.replicas
@@ -798,8 +797,7 @@ class Watch:
                         yield f"{host} has {known[handle].request.request_id} wait for a worker that is back"
 
     def _misinformed(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Gateways that take a replica for one that runs steps, or for one that does not, and it is the other way
-        round."""
+        """Gateways whose belief that a replica runs steps, or does not, is wrong."""
         for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
             link = gateway._generator.replicas.links.get(self.address_of(host))
             if host not in self.running or link is None or not link.is_connected:
@@ -808,14 +806,14 @@ class Watch:
                 yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.is_ready}"
 
     def _misread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
-        """Durations that cross messages, and come as others."""
+        """Durations in messages that the receiver misreads."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             if host in self.loops and not self._is_disturbed(host, gateway_host):
                 address, grace_s = self.address_of(host), self.reconnect_grace_s
                 yield from misread_by_gateway(gateway, address, self.loops[host], table, grace_s)
 
     def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Gateways that know another pool of a replica than its worker has."""
+        """Gateways that know another pool size of a replica than its worker has."""
         for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
             link = gateway._generator.replicas.links.get(self.address_of(host))
             if host not in self.running or link is None or not (link.is_connected and loop.is_attached):
@@ -828,7 +826,7 @@ class Watch:
                 yield f"{gateway_host} takes {host} to have blocks {known}, and it has {there}"
 
     def _untold(self) -> Iterator[str]:
-        """Schedulers without a worker that have yet to tell what has left their caches."""
+        """Schedulers without a worker that have yet to report that their caches are empty."""
         for host, loop in self.loops.items():
             log = loop.cache._log
             if host not in self.running or self.running[host].is_stopped or loop.is_attached or log is None:

@@ -1,7 +1,7 @@
 """A world: simulated processes on one virtual clock. All that happens in it is a function of its seed.
 
-Between two events no time passes. The seed picks which process goes on first where several can, how long messages and
-jobs take, and how far each clock is off. The world knows its history by a hash, so that two runs can be compared.
+No time passes between two events. The seed decides the order of processes that are ready at the same time, the duration
+of messages and jobs, and the error of each clock. The world hashes its history, so that two runs can be compared.
 """
 
 import asyncio
@@ -34,24 +34,24 @@ _MAX_CLOCK_OFFSET_S = 2.0
 
 
 class StuckError(Exception):
-    """Nothing can happen any more, or the time is over, and what was waited for has not happened."""
+    """Nothing can happen any more, or the time is over, and the awaited condition does not hold."""
 
 
 class ServiceFailedError(Exception):
-    """A service did what it must not, as `__cause__` says: the world ends with that."""
+    """A service failed as `__cause__` says, which ends the world."""
 
 
 class KilledError(BaseException):
-    """Leaves the code of a process that was killed in the middle of it. What `finally` blocks on the way do stays in
-    the process, which is dead: its loop is cut and nothing that it sends leaves it."""
+    """Unwinds the code of a process that is killed in the middle of it. Effects of `finally` blocks on the way stay in
+    the dead process: its loop is cut and its messages are not sent."""
 
 
 class Node:
-    """A simulated process, from its start to its end; one that is restarted is another node of the same host.
+    """A simulated process, from its start to its end; a restarted process is another node of the same host.
 
     Attributes:
         host: The machine that it runs on.
-        errors: Errors that nobody caught.
+        errors: Uncaught errors.
     """
 
     def __init__(self, world: "World", host: str, number: int) -> None:
@@ -60,7 +60,7 @@ class Node:
         self.is_dead = False
         self.is_stopped = False
         self.went_on_s = -1.0
-        """When it went on after it was stopped."""
+        """The time at which it continued after a stop."""
         self.errors: list[dict[str, Any]] = []
         self._world = world
         self._random = world.generator(self.name)
@@ -68,7 +68,7 @@ class Node:
         self._rate = 1.0 + self._chance.uniform(-_MAX_CLOCK_DRIFT, _MAX_CLOCK_DRIFT)
         self._boot_s = self._chance.uniform(10, 1e6)
         offset_s = self._chance.uniform(-_MAX_CLOCK_OFFSET_S, _MAX_CLOCK_OFFSET_S)
-        # All processes of a host see the same one.
+        # All processes of a host see the same Unix clock.
         self._unix_offset_s = _START_UNIX_S + world.clock_offsets_s.setdefault(host, offset_s)
         self.context = copy_context()
         self.context.run(CLOCK.set, self)
@@ -76,7 +76,7 @@ class Node:
         self.context.run(FAILPOINTS.set, self)
         self.loop = NodeLoop(self)
         self.on_end: list[Callable[[], None]] = []
-        """Called where the process ends, as the kernel closes what it held."""
+        """Callbacks at the end of the process, as the kernel closes its sockets and files."""
 
     def monotonic(self) -> float:
         return self._boot_s + self._world.now * self._rate
@@ -89,13 +89,13 @@ class Node:
         return self.monotonic()
 
     def sleep(self, seconds: float, /) -> None:
-        """What a thread would wait is part of its job."""
+        """Does nothing: a thread's wait is part of the duration of its job."""
 
     def random_bytes(self, count: int) -> bytes:
         return self._random.randbytes(count)
 
     def passed(self, name: str) -> None:
-        """The process passes a failpoint, and dies there where that was arranged."""
+        """The process passes a failpoint, and dies there if the world decides so."""
         if not self.is_dead and self._world.is_due(self, name):
             self.kill()
             raise KilledError(name)
@@ -105,7 +105,7 @@ class Node:
         return self.context.copy().run(lambda: self.loop.create_task(main()))
 
     def kill(self) -> None:
-        """kill -9: nothing of it runs any more, not even a `finally`; the kernel closes its connections."""
+        """kill -9: no code of the process runs any more, not even a `finally`; the kernel closes its connections."""
         if self.is_dead:
             return
         self._world.note("kill", self.name)
@@ -115,12 +115,12 @@ class Node:
             try:
                 close()
             except Exception as error:
-                # Its loop is cut, and catches errors no more.
+                # The loop is cut, and does not catch errors any more.
                 self.fail(error)
                 raise
 
     def stop(self) -> None:
-        """SIGSTOP: nothing runs until `go_on`, and nobody is told."""
+        """SIGSTOP: nothing runs until `go_on`, and no other process is notified."""
         self._world.note("stop", self.name)
         self.is_stopped = True
 
@@ -128,7 +128,7 @@ class Node:
         self._world.note("continue", self.name)
         self.is_stopped, self.went_on_s = False, self.monotonic()
 
-    # What the loop needs
+    # The surface of `loop.Process`
 
     def wake_at(self, when: float, handle: Any) -> None:
         at = (when - self._boot_s) / self._rate
@@ -140,7 +140,7 @@ class Node:
         self._world.at(at, fire)
 
     def run_job(self, job: Callable[[], None], seconds: float | None = None) -> None:
-        """What a thread does: takes time, then happens at once. While the process is stopped, it waits."""
+        """Runs a thread's work: it takes time, and then happens at once. While the process is stopped, it waits."""
         duration = self._chance.uniform(0, _MAX_JOB_S) if seconds is None else seconds
 
         def run() -> None:
@@ -160,16 +160,16 @@ class Node:
         self.fail(error if isinstance(error, BaseException) else AssertionError(context.get("message")))
 
     def fail(self, error: BaseException) -> None:
-        """The process did what it must not. The world ends, whoever may catch the error now."""
+        """Reports a failure of the process, which ends the world even if some code catches the error now."""
         self._world.fail(self, error)
 
 
 class World:
-    """Everything that there is. Use it as a context manager: `with World(seed) as world`.
+    """The whole simulation. Use it as a context manager: `with World(seed) as world`.
 
     Attributes:
         now: Seconds since its beginning.
-        random: Draws which process goes on first, and whatever has no generator of its own.
+        random: Draws the order of processes, and everything that has no generator of its own.
     """
 
     def __init__(self, seed: int) -> None:
@@ -180,17 +180,17 @@ class World:
         self._live: list[Node] = []
         self.num_events = 0
         self.has_errors = False
-        """Whether a process has an error that nobody caught."""
+        """Whether a process has an uncaught error."""
         self.set_back_s: dict[str, float] = {}
-        """By how much the clocks of hosts were set back since the beginning."""
+        """The seconds by which the clocks of hosts were set back since the beginning."""
         self.clock_offsets_s: dict[str, float] = {}
-        """How far the clocks of hosts are off."""
+        """The errors of the hosts' clocks."""
         self.num_passed: Counter[str] = Counter()
-        """How often each failpoint was passed, by any process."""
+        """The number of passes of each failpoint, by any process."""
         self._deaths: dict[tuple[str, str], int] = {}
         self._failure: ServiceFailedError | None = None
         self.story: list[tuple[float, tuple[object, ...]]] | None = None
-        """When what happens, where somebody wants to read it."""
+        """Events with their times, if a reader wants them."""
         self._numbers: dict[str, itertools.count[int]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -202,7 +202,7 @@ class World:
         # Collections would run finalizers at moments that depend on what the process did before.
         self._collected = gc.isenabled()
         gc.disable()
-        # What is there already need not be visited at the end.
+        # Objects that exist already need not be visited at the end.
         gc.freeze()
         # Services configure the log of their process, which here is that of the tests.
         root = logging.getLogger()
@@ -212,7 +212,7 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self._kept.extend(node.loop.cut() for node in self._live)
-        # Suspended coroutines are closed now. Whatever their `finally` blocks do, it happens to no one.
+        # Suspended coroutines are closed now. Their `finally` blocks have no effect on any process.
         with _silent_finalizers():
             for thing in itertools.chain.from_iterable(self._kept):
                 if isinstance(thing, asyncio.Task):
@@ -227,17 +227,17 @@ class World:
         root.setLevel(self._log_level)
 
     def generator(self, name: str) -> random.Random:
-        """A generator of its own for something that has a name: what it draws does not depend on what others draw, so
-        that a world changes little where a request or a fault is left out."""
+        """A separate generator for something with a name. Its draws do not depend on other draws, so that a world
+        changes little if a request or a fault is left out."""
         return random.Random(f"{self.seed} {name}")
 
     @property
     def digest(self) -> str:
-        """A hash of all that has happened."""
+        """A hash of the world's history."""
         return self._hash.hexdigest()
 
     def note(self, *what: object) -> None:
-        """Something happened: it counts for the digest. To be called only with what is the same in every process."""
+        """Adds an event to the digest. Its arguments must be the same in every process that runs the world."""
         self.num_events += 1
         if self.now is not self._noted_at:
             self._noted_at, self._when = self.now, repr(self.now)
@@ -255,19 +255,19 @@ class World:
         return node
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Does something at a time; at once where that is past."""
+        """Runs an action at a time; at once if that is past."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.at(self.now + seconds, action)
 
     def set_back(self, host: str, seconds: float) -> None:
-        """An operator corrects the clock of a host, by less than nothing to the future; what is monotonic stays so."""
+        """Corrects the clock of a host, by a negative number to the future; monotonic time is unchanged."""
         self.note("clock", host, round(seconds, 6))
         self.set_back_s[host] = self.set_back_s.get(host, 0.0) + seconds
 
     def kill_at(self, host: str, failpoint: str, number: int) -> None:
-        """The process of the host that passes the failpoint for this time from now on dies there."""
+        """Kills the process of the host that makes this pass of the failpoint, counted from now on."""
         self.note("arm", host, failpoint, number)
         self._deaths[host, failpoint] = number
 
@@ -285,7 +285,7 @@ class World:
         return True
 
     def fail(self, node: Node, error: BaseException) -> None:
-        """The first failure of a process ends the world."""
+        """Records the first failure of a process, which ends the world."""
         if self._failure is None:
             self.note("failed", node.name)
             where = f"(seed {self.seed}, second {self.now:.3f})"
@@ -293,16 +293,16 @@ class World:
             self._failure.__cause__ = error
 
     def end(self, node: Node) -> None:
-        """A process was killed. What it had in the middle of something is kept as it is."""
+        """Removes a killed process. Its suspended objects stay as they are."""
         self._kept.append(node.loop.cut())
         self._live.remove(node)
 
     def run(self, until: Callable[[], bool], limit_s: float) -> None:
-        """Lets things happen until a condition holds.
+        """Runs events until a condition holds.
 
         Raises:
-            StuckError: it does not hold after so many virtual seconds, or nothing can happen any more.
-            ServiceFailedError: a process did what it must not.
+            StuckError: it does not hold after `limit_s` virtual seconds, or nothing can happen any more.
+            ServiceFailedError: a process failed.
         """
         end = self.now + limit_s
         num_turns = 0
@@ -332,7 +332,7 @@ class World:
 
 
 def _close(task: asyncio.Task[Any]) -> None:
-    """Closes the coroutine of a task whose loop is cut. One that goes on waiting in a `finally` is closed again."""
+    """Closes the coroutine of a task whose loop is cut. One that waits again in a `finally` is closed again."""
     outer = events._get_running_loop()
     events._set_running_loop(task.get_loop())
     try:
