@@ -163,7 +163,7 @@ async def test_tensors_are_bytes_in_both_directions_where_the_client_says_so(cli
     [
         (*binary_body(size=99), "binary_data_size 99"),
         (*binary_body(size=4), "bytes that are not a sequence"),
-        (binary_body()[0] + b"x", binary_body()[1], "leave 1 bytes"),
+        (binary_body()[0] + b"x", binary_body()[1], "do not use 1 bytes"),
         (b"{}", {"inference-header-content-length": "3"}, "must be the bytes of JSON"),
         (b"{}", {"inference-header-content-length": "-1"}, "must be the bytes of JSON"),
     ],
