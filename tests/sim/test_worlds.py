@@ -51,11 +51,13 @@ def test_worlds_that_once_failed() -> None:
     check_world(replace(draw_plan(54), faults=(), low_limits=()))
 
 
+@pytest.mark.extended
 def test_a_request_enters_for_which_rows_are_lacking_that_are_kept_for_those_behind_it() -> None:
     """Once such a request waited for ever, and so did all requests behind it."""
     check_world(draw_moves_of_one_rank(1, Random("x 1")))
 
 
+@pytest.mark.extended
 def test_naps_that_once_failed() -> None:
     """The failures were a second sleep that failed and woke the sleeping replicas (170), and a scheduler that was
     stopped while its workers discarded their weights, and attached them before they ended."""

@@ -258,6 +258,7 @@ def test_a_replay_that_is_interrupted_says_how_far_it_came(
     assert told.err == "quire replay: interrupted: the rest of the recording was not replayed\n"
 
 
+@pytest.mark.extended
 def test_a_large_recording_goes_on_in_other_files_and_its_start_becomes_a_snapshot(
     tmp_path: Path, large: Large
 ) -> None:
@@ -303,6 +304,7 @@ def test_names_of_blocks_that_are_nowhere_any_more_are_not_kept() -> None:
     assert len(core._restored.hashes) < 100
 
 
+@pytest.mark.extended
 def test_a_snapshot_that_names_other_code_is_refused(
     tmp_path: Path, large: Large, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +335,7 @@ def test_a_disk_that_is_slow_ends_the_recording(
     assert ["the disk is too slow" in each.getMessage() for each in caplog.records] == [True]
 
 
+@pytest.mark.extended
 def test_an_earlier_recording_is_set_aside_and_another_file_is_not_overwritten(
     tmp_path: Path, large: Large, monkeypatch: pytest.MonkeyPatch
 ) -> None:
