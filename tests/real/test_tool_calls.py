@@ -20,8 +20,8 @@ from tests.support.serving import serving
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-# The model, a template if it is not its own, and the tokens that a call begins with: one that a bias makes the model
-# write, or a chain of which each token follows the one before it. Llama's call is not constrained, and is whole here.
+# The model, a template if it is not its own, and the first tokens of a call: one token, which a bias makes the model
+# write, or a chain, which changed weights make it write in order. Llama's call is not constrained: the chain has all.
 MODELS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "Qwen 2.5": ("qwen2_5", None, ("<tool_call>",)),
     "Qwen 3": ("qwen3", None, ("<tool_call>",)),
