@@ -118,7 +118,7 @@ check-types: setup ## types
 check-imports: setup ## who may import whom (.importlinter)
 	$(BIN)/lint-imports
 
-check-clocks: setup ## services take time and randomness from quire.clock and quire.entropy
+check-clocks: setup ## services take time and randomness from quire.runtime.clock and quire.runtime.entropy
 	$(BIN)/python -m tools.check_clocks
 
 check-words: setup ## no more words of a private dialect than tools/allowed_words.tsv allows

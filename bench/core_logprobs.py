@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from bench.core_load import Load, steady_load
-from quire.arrays import encode_int32, encode_logprobs
-from quire.logprob_columns import LogprobColumns
+from quire.messages.arrays import encode_int32, encode_logprobs
+from quire.messages.logprob_columns import LogprobColumns
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.gateway_messages import events_message

@@ -2,9 +2,9 @@
 
 from bench.parts import Part
 from scheduler_svc.core.admission import TokenShares
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.results import Results
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.scheduler import Scheduler
 
 

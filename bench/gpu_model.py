@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from worker_svc.models.llama import LlamaForCausalLM
 from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 

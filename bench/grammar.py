@@ -25,8 +25,8 @@ from bench.report import Series, write_results
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
 
 _LARGE = 128_000
 _SPECIAL = ("<pad>", "<s>", "</s>")

@@ -17,7 +17,7 @@ from bench.grammar_schemas import all_schemas, closed, list_of
 from bench.report import Series, median_ratio, write_results
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters
 from quire.constraints.matcher import MaskMaker, Vocabulary
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from worker_svc import step as steps
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.runner import ModelRunner

@@ -44,8 +44,8 @@ from bench.quality_variants import PagedModel, Variant
 from bench.report import Series, write_results
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from worker_svc.gguf_writer import write_gguf
 
 _SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -33,13 +33,13 @@ from safetensors.torch import save_file
 from bench.kills_processes import Cluster, Held, held_by, scheduler_address, shared_memory, until_none_left
 from bench.kills_traffic import DURABLE_KINDS, KINDS, AnswerError, Caller, Output
 from bench.report import Series, write_results
-from quire import failpoint
-from quire.adapters import CONFIG_FILE, WEIGHTS_FILE
 from quire.client import AsyncClient, GenerationOptions, RetryPolicy
-from quire.model_directory import ModelDirectory, is_gguf
-from quire.model_source import resolve_model
+from quire.model_files.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from quire.model_files.model_directory import ModelDirectory, is_gguf
+from quire.model_files.model_source import resolve_model
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError
+from quire.runtime import failpoint
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 _READY_TIMEOUT_S, _FAULT_TIMEOUT_S, _CALL_TIMEOUT_S = 90.0, 240.0, 600.0

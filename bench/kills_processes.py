@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire import failpoint
+from quire.runtime import failpoint
 
 _CHUNK_BYTES = 64 * 1024
 _RESTART_S, _END_TIMEOUT_S = 0.3, 60

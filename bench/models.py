@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-160m": {

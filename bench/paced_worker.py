@@ -16,9 +16,9 @@ from enum import Enum
 
 import numpy as np
 
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from quire.rpc.process import run_service
-from quire.settings import load_settings
+from quire.runtime.settings import load_settings
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.seals import SealInventory
 from worker_svc.metrics import WorkerMetrics

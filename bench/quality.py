@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from bench.models import write_model
 from bench.quality_variants import VARIANTS, PagedModel, Variant
 from bench.report import Series, median_ratio, write_results
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 
 _BASE = "bfloat16"
 _END = "</s>"

@@ -20,7 +20,7 @@ from bench.in_process import InProcessEngine
 from bench.models import SHAPES, write_model
 from bench.report import Series, write_results
 from quire.load import Independent, LoadRequest, Lognormal, take
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepWork

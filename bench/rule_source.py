@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from quire.logprob_columns import LogprobColumns
+from quire.messages.logprob_columns import LogprobColumns
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler

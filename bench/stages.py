@@ -24,7 +24,7 @@ from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation
 from kernels.packed_weight import Quantization
 from kernels.recording import RecordedCall, Recording, record
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import room_for
 from worker_svc.models.base import NativeCausalLM

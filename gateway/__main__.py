@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from gateway.settings import GatewaySettings
-from quire import failpoint
-from quire.logs import begin_logging
 from quire.rpc.process import imports_that_stay, run_service
-from quire.settings import load_settings
+from quire.runtime import failpoint
+from quire.runtime.logs import begin_logging
+from quire.runtime.settings import load_settings
 
 _PROGRAM = "quire gateway"
 

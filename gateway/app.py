@@ -19,7 +19,7 @@ from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchStore
 from gateway.api.field_rule import FieldRule
 from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
-from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
+from gateway.api.kserve.inference_servicer import KServeServicer, UnservedMethods
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.calls import ResponseCall
@@ -32,7 +32,7 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.members import Resolver
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.routing import RoutingPolicy
-from gateway.request.adapters import Adapters
+from gateway.request.adapter_names import Adapters
 from gateway.request.body_memory import BodyMemory
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
@@ -44,17 +44,17 @@ from gateway.server.http import body_limits_of, make_http_app
 from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from gateway.vllm_metrics import VllmMetrics
-from quire import clock, entropy
-from quire.failpoint import failpoint
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
-from quire.metrics import MetricsServer, register_process
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
 from quire.rpc.process import DaemonThreads, return_freed_memory
 from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
+from quire.runtime import clock, entropy
+from quire.runtime.failpoint import failpoint
+from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import Tracer, open_tracer
 
 _GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]

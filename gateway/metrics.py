@@ -21,10 +21,10 @@ from prometheus_client.registry import Collector
 
 from gateway.replicas.events import FinishReason, Usage
 from gateway.replicas.live import Arrivals, LiveRequest
-from quire import clock
-from quire.histograms import COUNTS, SECONDS, SHORT_SECONDS, SMALL_COUNTS, Distribution, TenantLabels
-from quire.metrics import CallCounts
 from quire.rpc.errors import QuireError
+from quire.runtime import clock
+from quire.service.histograms import COUNTS, SECONDS, SHORT_SECONDS, SMALL_COUNTS, Distribution, TenantLabels
+from quire.service.metrics import CallCounts
 
 _PREFIX = "quire_gateway_"
 # Few buckets, since each tenant, and each HTTP route, has its own series.

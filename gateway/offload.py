@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
 from gateway.turns import LONG_BYTES
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import ResourceExhausted
 
 MAX_WAITING_BYTES = 64 << 20

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from gateway.text.formats.answer import REASONING_FORMATS, TOOL_FORMATS
 from quire.rpc.address import parse_target
-from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
-from quire.settings import parse_bytes, setting
+from quire.runtime.settings import parse_bytes, setting
+from quire.service.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
 
 MAX_KEY_LENGTH = 512
 KILLABLE = ("worker", "scheduler")

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
-from quire import clock
+from quire.runtime import clock
 
 LONG_BYTES = 64 * 1024
 """The size above which an input counts as long: a parser needs up to a millisecond for 64 KiB."""

@@ -17,9 +17,9 @@ from gateway.metrics import GatewayMetrics, ReplicaRecord
 from gateway.replicas.events import FinishReason
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
-from quire import clock
-from quire.histograms import Distribution
-from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
+from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
+from quire.runtime import clock
+from quire.service.histograms import Distribution
 
 _LABELS = ("model_name", "engine")
 # The engine label of requests that have no replica.

@@ -23,9 +23,9 @@ from gateway.api.batches.runner import ANSWER_BEGIN
 from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
 from gateway.auth.caller import DEFAULT_TENANT
 from gateway.request.counting import EntryLimits
-from quire.progress import ProgressLine
+from quire.model_files.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
 from quire_cli.supervisor.server import report_on_stderr
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.rpc.certificates import Authority, has_authority, hosts_of, share_authority
 from quire.rpc.tls import Role
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire certs"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

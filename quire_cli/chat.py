@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from quire.client import ChatMessage, Client, QuireError, Stream
-from quire.settings import load_settings, setting
+from quire.runtime.settings import load_settings, setting
 from quire_cli.flags import GenerationFlags, not_utf8
 from quire_cli.main import explain
 

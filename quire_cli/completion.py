@@ -9,7 +9,7 @@ from typing import TypeAlias
 import shtab
 
 from quire.rpc.process import missing_package
-from quire.settings import ConfigurationError, load_settings, make_parser, setting
+from quire.runtime.settings import ConfigurationError, load_settings, make_parser, setting
 
 PROGRAM = "quire completion"
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.finding import Finding, Verdict
-from quire.model_directory import HubName, ModelDirectory, weight_files
-from quire.model_source import hub_name, resolve_model
-from quire.processors import available_memory, cores, num_nodes, num_processors
+from quire.model_files.model_directory import HubName, ModelDirectory, weight_files
+from quire.model_files.model_source import hub_name, resolve_model
 from quire.rpc.process import missing_package
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.finding import Finding, Verdict
+from quire.runtime.processors import available_memory, cores, num_nodes, num_processors
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire.version import VERSION
 from quire_cli.bench.machine import cpu_field
 
@@ -206,7 +206,7 @@ def _model(name: str | None) -> Finding:
 def _cached(name: HubName) -> Path | None:
     """The model in the cache; None if it is not there, or if the hub's package is not installed."""
     try:
-        from quire.hub import cached
+        from quire.model_files.hub import cached
     except ModuleNotFoundError:
         return None
     return cached(name)

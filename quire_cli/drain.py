@@ -13,8 +13,8 @@ from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.channel import channel_options
 from quire.rpc.errors import from_rpc_error
 from quire.rpc.tls import Role, TlsIdentity
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire drain"
 

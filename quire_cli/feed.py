@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.rpc.errors import NotFound, PermissionDenied, Unauthenticated, Unavailable
-from quire.settings import ConfigurationError, setting
+from quire.runtime.settings import ConfigurationError, setting
 from quire_cli.flags import CredentialFlags
 
 DEFAULT_URL = "http://127.0.0.1:8000"

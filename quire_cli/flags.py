@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.client import BeamSearch, ClientTls, EarlyStopping, GenerationOptions
-from quire.settings import ConfigurationError, setting
+from quire.runtime.settings import ConfigurationError, setting
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 

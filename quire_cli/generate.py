@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.client import AsyncClient, Client, Generation, QuireError, RetryPolicy, SequenceFinished, Stream, TokenChunk
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire_cli.flags import GenerationFlags, read_text
 
 PROGRAM = "quire generate"

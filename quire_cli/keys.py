@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.auth.keys import KeyEntry, check_name, hash_of, make_key, read_keys, write_keys
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire keys"
 _USAGE = """usage: quire keys COMMAND FILE [FLAGS]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.client import QuireError
-from quire.logs import LOG_LEVELS
 from quire.rpc.admin_servicer import MAX_DURATION_MS, set_log_level
 from quire.rpc.tls import Role, TlsIdentity
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.logs import LOG_LEVELS
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire log-level"
 CONFIGURED = "configured"

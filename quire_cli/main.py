@@ -11,7 +11,7 @@ from typing import Self
 
 from quire.rpc.errors import QuireError, Unavailable
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, missing_package, report_configuration_error
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire.version import VERSION
 
 _INTERRUPTED_EXIT_STATUS = 130

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.gguf_header import SUFFIX, GgufHeader, part_names
-from quire.model_directory import ModelDirectory, is_gguf, weight_files
-from quire.model_source import resolve_model
-from quire.progress import of_bytes
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.model_files.gguf_header import SUFFIX, GgufHeader, part_names
+from quire.model_files.model_directory import ModelDirectory, is_gguf, weight_files
+from quire.model_files.model_source import resolve_model
+from quire.model_files.progress import of_bytes
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire models"
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.client import ChatMessage, Client
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire_cli.flags import ConnectionFlags, ModelFlags, read_text
 
 

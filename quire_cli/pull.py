@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quire.model_directory import HubName
-from quire.model_source import download
-from quire.progress import LoadProgress, ProgressLine
+from quire.model_files.model_directory import HubName
+from quire.model_files.model_source import download
+from quire.model_files.progress import LoadProgress, ProgressLine
 from quire.rpc.process import DaemonThreads
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire pull"
 _LOOK_EVERY_S = 1.0
@@ -67,7 +67,7 @@ def fetch(name: HubName, *, with_weights: bool = True) -> Path:
     """The model in the cache, with the progress of a download on stderr. Called in the main thread.
 
     Raises:
-        ConfigurationError: as in `quire.hub.pull`.
+        ConfigurationError: as in `quire.model_files.hub.pull`.
         Stopped: SIGINT or SIGTERM came.
     """
     shown = DownloadLine(name)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.model_source import resolve_model
-from quire.progress import ProgressLine, of_bytes
-from quire.settings import ConfigurationError, load_settings, setting
+from quire.model_files.model_source import resolve_model
+from quire.model_files.progress import ProgressLine, of_bytes
+from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire quantize"
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from quire.logs import json_line
-from quire.model_source import hub_name
-from quire.progress import ProgressLine
+from quire.model_files.model_source import hub_name
+from quire.model_files.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, stop_signals
-from quire.settings import load_settings, misspelt_variables
+from quire.runtime.logs import json_line
+from quire.runtime.settings import load_settings, misspelt_variables
 from quire_cli.pull import Stopped, fetch
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
 from quire_cli.supervisor.process import print_error

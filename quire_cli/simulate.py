@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from quire.load import LoadRequest, LoadResult, Report, Run
 from quire.load.plots import plot
-from quire.settings import ConfigurationError, load_settings, parse_bytes, setting, to_argv
+from quire.runtime.settings import ConfigurationError, load_settings, parse_bytes, setting, to_argv
 from quire.version import VERSION
 from quire_cli.bench.flags import MAX_REQUESTS, MAX_SECONDS, LoadFlags
 from quire_cli.bench.plan import Load, PlannedRun, read_file
@@ -19,7 +19,7 @@ from quire_cli.bench.progress import Progress
 from quire_cli.bench.table import make_errors, make_table
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from simulator.costs import CostModel
-from simulator.drafts import SyntheticDrafts, fixed_tokens
+from simulator.draft_acceptance import SyntheticDrafts, fixed_tokens
 from simulator.fleet import Fleet
 from simulator.hardware import Hardware
 from simulator.load import check_simulated

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.client import Client, Model, QuireError, Replica, ReplicaRole
 from quire.client.connection import open_channel, split_addresses
 from quire.rpc.errors import Unavailable, from_rpc_error
-from quire.settings import load_settings, setting
+from quire.runtime.settings import load_settings, setting
 from quire_cli.feed import DEFAULT_URL, Deployment, ReplicaNumbers, line_of, object_of, read_feed
 from quire_cli.flags import DEFAULT_ADDRESS, CredentialFlags
 from quire_cli.main import explain

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.rpc.errors import Unavailable
-from quire.settings import load_settings, setting
+from quire.runtime.settings import load_settings, setting
 from quire_cli.feed import Deployment, FeedFlags, ReplicaNumbers, line_of, milliseconds, read_feed
 
 PROGRAM = "quire top"

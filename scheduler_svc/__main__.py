@@ -4,10 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire import failpoint
-from quire.logs import begin_logging
 from quire.rpc.process import imports_that_stay, leave_out_of_collections, run_service
-from quire.settings import load_settings
+from quire.runtime import failpoint
+from quire.runtime.logs import begin_logging
+from quire.runtime.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
 
 PROGRAM = "quire scheduler"

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 from quire.rpc.address import check_address
-from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags, TenantFlags
-from quire.settings import parse_bytes, setting
+from quire.runtime.settings import parse_bytes, setting
+from quire.service.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags, TenantFlags
 
 _LAST_PORT = 65535
 

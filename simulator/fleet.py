@@ -15,7 +15,7 @@ import numpy as np
 
 from gateway.replicas.roles import Stage, Work, has_room
 from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import EmittedSequence, Request
 from scheduler_svc.core.step import ClientEvents

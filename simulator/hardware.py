@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from simulator.models import ModelShape
 
 _GB, _GIB, _TERA = 1e9, 1 << 30, 1e12

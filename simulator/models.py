@@ -6,8 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.logprob_columns import LogprobColumns
-from scheduler_svc.core.batch import RowTable
+from quire.messages.logprob_columns import LogprobColumns
 from scheduler_svc.core.beam_search import Candidates, num_candidates
+from scheduler_svc.core.running_batch import RowTable
 from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 
 TokenSource = Callable[[StepPlan, RowTable], StepResult]

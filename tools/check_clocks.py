@@ -1,5 +1,5 @@
-"""Finds services' modules that read a clock or a source of randomness by themselves, past `quire.clock` and
-`quire.entropy`. A simulation cannot run what such a module does as a function of its seed.
+"""Finds services' modules that read a clock or a source of randomness by themselves, past `quire.runtime.clock` and
+`quire.runtime.entropy`. A simulation cannot run what such a module does as a function of its seed.
 
 Usage: python -m tools.check_clocks
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CHECKED = ("gateway", "scheduler_svc", "worker_svc", "quire", "quire_cli/supervisor")
-_SEAMS = (Path("quire/clock.py"), Path("quire/entropy.py"))
+_SEAMS = (Path("quire/runtime/clock.py"), Path("quire/runtime/entropy.py"))
 _FORBIDDEN_MODULES = frozenset({"time", "random", "secrets", "uuid"})
 _FORBIDDEN_NAMES = frozenset({"os.urandom", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tools.kubernetes_manifests import NAMESPACE, RELEASE, Manifests, documents_of
 from tools.kubernetes_rules import breaches
 

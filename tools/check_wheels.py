@@ -25,8 +25,8 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 TRIAL = """
 import ctypes, importlib.util, pathlib, sys
 import quire.client, quire_cli.main
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
 assert pathlib.Path(quire.client.__file__).is_relative_to(sys.prefix), quire.client.__file__
 assert ModelDirectory.open(resolve_model(None)).architecture == "LlamaForCausalLM"
 library = pathlib.Path(importlib.util.find_spec("kernels").origin).parent / "cpu" / "libquire_cpu.so"

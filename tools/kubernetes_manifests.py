@@ -12,7 +12,7 @@ import yaml
 
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, parse_address
-from quire.settings import load_settings
+from quire.runtime.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from quire.settings import Option, flags_of
+from quire.runtime.settings import Option, flags_of
 from quire_cli.main import COMMANDS
 
 _SERVICES = ("serve", "gateway", "scheduler", "worker")

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from quire.failpoint import failpoint
-from quire.logs import configure_logging
-from quire.metrics import MetricsServer, register_process
-from quire.model_source import check_local_model
-from quire.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
+from quire.model_files.model_source import check_local_model
+from quire.model_files.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
 from quire.rpc.process import imports_that_stay
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
+from quire.runtime.failpoint import failpoint
+from quire.runtime.logs import configure_logging
+from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import open_tracer
 from worker_svc.device.device_loop import DeviceLoop, end_when_hung
 from worker_svc.metrics import WorkerMetrics

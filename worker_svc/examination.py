@@ -10,7 +10,7 @@ import torch
 from kernels import reference
 from kernels.backends import fastest_for
 from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
-from quire.finding import Finding, Verdict
+from quire.runtime.finding import Finding, Verdict
 
 _GIB = 1 << 30
 

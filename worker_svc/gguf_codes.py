@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from quire.processors import num_processors
+from quire.runtime.processors import num_processors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK = 256

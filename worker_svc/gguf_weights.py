@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from kernels.packed_weight import CodedWeight, Coding
-from quire.gguf_header import GgufFields, GgufHeader, GgufTensor
-from quire.processors import num_processors
-from quire.settings import ConfigurationError
+from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
+from quire.runtime.processors import num_processors
+from quire.runtime.settings import ConfigurationError
 
 _CHUNK_ELEMENTS = 1 << 22
 _MAX_EXPERTS = 1 << 14

@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 import torch
 
-from quire.gguf_fields import check_read_back, metadata_of, rotation_factors
-from quire.gguf_header import GgufHeader, GgufTensor
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.gguf_fields import check_read_back, metadata_of, rotation_factors
+from quire.model_files.gguf_header import GgufHeader, GgufTensor
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from worker_svc.gguf_codes import Array, encode
 from worker_svc.models.gpt2_opt import GPT2Config, GPT2LMHeadModel
 from worker_svc.models.llama import LlamaConfig, LlamaForCausalLM

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from kernels.packed_weight import CodedWeight, Coding, GroupScales
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from worker_svc.weights import Checkpoint, StoredTensor
 
 _FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I32", "I64")

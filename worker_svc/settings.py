@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.rpc.address import TcpAddress, check_address
-from quire.service_flags import ModelFlags, ProcessFlags, StepFlags
-from quire.settings import parse_bytes, setting
+from quire.runtime.settings import parse_bytes, setting
+from quire.service.service_flags import ModelFlags, ProcessFlags, StepFlags
 
 
 @dataclass(frozen=True)

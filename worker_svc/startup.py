@@ -17,19 +17,27 @@ import quire
 from kernels import ops
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.packed_weight import Quantization
-from quire import clock
-from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU
 from quire.common.v1.common_pb2 import SamplingParameters
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import EMBEDDING_MODULES, ModelDirectory
-from quire.model_source import resolve_model
-from quire.processors import available_memory, cores, num_processors
-from quire.progress import PROFILING, READING, RECORDING, WARMING_UP, LoadProgress, Report, no_report, shown_bytes
+from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU
+from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
+from quire.model_files.model_source import resolve_model
+from quire.model_files.progress import (
+    PROFILING,
+    READING,
+    RECORDING,
+    WARMING_UP,
+    LoadProgress,
+    Report,
+    no_report,
+    shown_bytes,
+)
 from quire.rpc.address import is_local
 from quire.rpc.tls import Role, TlsIdentity
-from quire.settings import ConfigurationError
-from worker_svc.adapters import AdapterSlots, takes_adapters
+from quire.runtime import clock
+from quire.runtime.processors import available_memory, cores, num_processors
+from quire.runtime.settings import ConfigurationError
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
 from worker_svc.device.draft_choice import PayingDrafts
@@ -39,6 +47,7 @@ from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
+from worker_svc.loaded_adapters import AdapterSlots, takes_adapters
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel.ranks import Ranks

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.thinking import ThinkingLimit
-from quire.logprob_columns import LogprobColumns
+from quire.messages.logprob_columns import LogprobColumns
 from quire.rpc.errors import FailedPrecondition, invalid_field
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 
 Int32Array = NDArray[np.int32]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire import clock
+from quire.runtime import clock
 
 
 class Mark(Protocol):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from quire.processors import cores, in_nodes_of, num_processors
+from quire.runtime.processors import cores, in_nodes_of, num_processors
 from worker_svc.settings import WorkerSettings
 
 OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -19,7 +19,7 @@ def processors_for(rank: int, num_ranks: int, num_threads: int, cores: Sequence[
     With fewer threads, the system moves a thread to a free core when another program runs, which is faster.
 
     Args:
-        cores: The processors of each core (`quire.processors.cores`).
+        cores: The processors of each core (`quire.runtime.processors.cores`).
     """
     first, every = [core[0] for core in cores], [processor for core in cores for processor in core]
     chosen = next((each for each in (first, every) if len(each) == num_threads * num_ranks), [])

@@ -29,9 +29,9 @@ from typing_extensions import TypedDict
 from gateway.request.generator import REFUSAL_S
 from gateway.request.violations import shortened
 from gateway.turns import Turns
-from quire import entropy
-from quire.logs import REQUEST_ID
 from quire.rpc.errors import QuireError
+from quire.runtime import entropy
+from quire.runtime.logs import REQUEST_ID
 
 _logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry")

@@ -18,7 +18,7 @@ from gateway.request.body_memory import count_memory
 from gateway.request.counting import EntryLimits, check_json, check_values, checking_json
 from gateway.request.violations import shortened
 from gateway.turns import LONG_BYTES, TenantTurns, Turns
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 Model = TypeVar("Model", bound=BaseModel)

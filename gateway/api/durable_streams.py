@@ -17,7 +17,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from gateway.api.answers import Dialect
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import NotFound, invalid_field
 
 MAX_FRONT_END_BYTES = 256 << 10

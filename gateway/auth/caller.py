@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.auth.quota import Account, Limits
-from quire import clock
 from quire.rpc.errors import PermissionDenied
+from quire.runtime import clock
 
 DEFAULT_TENANT = "default"
 HIGHEST_PRIORITY = 100

@@ -26,10 +26,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gateway.auth.caller import DEFAULT_TENANT, HIGHEST_PRIORITY, Access, Caller, anyone
 from gateway.auth.quota import Account, Limits
-from quire import clock, entropy
-from quire.replacement import replace_file
 from quire.rpc.errors import Unauthenticated
-from quire.settings import ConfigurationError
+from quire.runtime import clock, entropy
+from quire.runtime.replacement import replace_file
+from quire.runtime.settings import ConfigurationError
 
 KeyHash = NewType("KeyHash", bytes)
 

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from gateway.text.formats.output import ToolCallDelta
 from gateway.types import TokenIds, optional
-from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import KvSource
-from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.gateway.v1.generation_pb2 import ToolCall
-from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import SHORT_BYTES
-from quire.replica_role import ReplicaRole
+from quire.messages.arrays import decode_int32, decode_logprobs
+from quire.messages.logprob_columns import LogprobColumns
+from quire.messages.prefix_hashes import SHORT_BYTES
+from quire.messages.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
+from quire.service.compatibility import ModelFingerprint, ProtocolVersions
 
 # Columns become objects in pieces of this many positions.
 _PIECE = 64

@@ -22,8 +22,8 @@ from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from quire import clock
 from quire.rpc.errors import AlreadyExists, QuireError
+from quire.runtime import clock
 
 # Handles are int32 in messages.
 _END_OF_HANDLES = 2**31

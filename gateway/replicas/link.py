@@ -17,15 +17,16 @@ from gateway.replicas.request_messages import submit_message
 from gateway.replicas.routing import CachedBlocks
 from gateway.replicas.sequence import TokenGapError
 from gateway.turns import Turns
-from quire import compatibility, entropy
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
-from quire.failpoint import failpoint
-from quire.progress import LoadProgress
+from quire.model_files.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error
 from quire.rpc.tls import TlsIdentity
+from quire.runtime import entropy
+from quire.runtime.failpoint import failpoint
+from quire.runtime.settings import ConfigurationError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.settings import ConfigurationError
+from quire.service import compatibility
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 
 _CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _WELCOME_TIMEOUT_S = 10.0

@@ -23,12 +23,12 @@ from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.sequence import SequenceStream, TokenGapError, num_predicted
 from gateway.turns import Turns
 from quire.common.v1.common_pb2 import KvSource
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
-from quire.failpoint import failpoint
 from quire.gateway.v1.generation_pb2 import ToolCall
-from quire.logprob_columns import LogprobLog
-from quire.logs import REQUEST_ID
+from quire.messages.logprob_columns import LogprobLog
 from quire.rpc.errors import Internal, QuireError
+from quire.runtime.failpoint import failpoint
+from quire.runtime.logs import REQUEST_ID
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 
 _logger = logging.getLogger(__name__)
 

@@ -15,8 +15,14 @@ from gateway.replicas.offers import Offers
 from gateway.replicas.roles import Stage, Work, has_room
 from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy, loads_of
 from gateway.replicas.scheduler_calls import SchedulerCalls
-from quire import compatibility, entropy
-from quire.compatibility import (
+from quire.messages.replica_role import ReplicaRole
+from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.patience import LAST_LOOK_S
+from quire.rpc.tls import TlsIdentity
+from quire.runtime import entropy
+from quire.runtime.failpoint import failpoint
+from quire.service import compatibility
+from quire.service.compatibility import (
     UNKNOWN_MODEL,
     ModelFingerprint,
     are_of_one_start,
@@ -24,11 +30,6 @@ from quire.compatibility import (
     check_protocol,
     differing_parts,
 )
-from quire.failpoint import failpoint
-from quire.replica_role import ReplicaRole
-from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
-from quire.rpc.patience import LAST_LOOK_S
-from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
 _MAX_RETRY_S = 5.0

@@ -10,11 +10,11 @@ from gateway.text.formats.answer import PLAIN, AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
 from gateway.types import optional
-from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import unknown_field
+from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.errors import Unavailable, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
+from quire.service.compatibility import unknown_field
 from quire.tracing import TraceContext
 
 

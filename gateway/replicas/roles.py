@@ -12,7 +12,7 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
 
 
 class Stage(enum.Enum):

@@ -1,9 +1,9 @@
 """Prefix-aware routing: a request goes to the replica that has most of its prompt cached, unless that is too busy.
 
 Schedulers report the blocks in their prefix caches (`CachedBlocks`), and the gateway hashes the blocks of a prompt in
-the same way (`quire.prefix_hashes`). A block on a replica's disk is worth a little less than a block in its pool. If
-replicas have the same part of a prompt, or no replica has any, affinity decides: rendezvous hashing sends prompts with
-the same next blocks to the same replica. No replica may have much more than its fair share of requests.
+the same way (`quire.messages.prefix_hashes`). A block on a replica's disk is worth a little less than a block in its
+pool. If replicas have the same part of a prompt, or no replica has any, affinity decides: rendezvous hashing sends
+prompts with the same next blocks to the same replica. No replica may have much more than its fair share of requests.
 
 If replicas have roles, these narrow the choice first: see `roles`.
 """
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from gateway.replicas.events import CacheUpdate
 from gateway.replicas.roles import Place, Stage, Work, narrowed
-from quire.prefix_hashes import BlockHash, hash_chain, root_hash, short
-from quire.replica_role import ReplicaRole
+from quire.messages.prefix_hashes import BlockHash, hash_chain, root_hash, short
+from quire.messages.replica_role import ReplicaRole
 
 # Prompts that share this number of blocks after the cached ones go to the same replica. A larger number would separate
 # requests that share fewer blocks.

@@ -10,11 +10,11 @@ from google.protobuf.message import Message
 from gateway.replicas.generation_request import GenerationRequest, NamedAdapter
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.request_messages import adapter_message, request_from_submit
-from quire import clock
-from quire.arrays import encode_int32
-from quire.histograms import Distribution
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import DeadlineExceeded, NotFound, QuireError, Unavailable, error_for_code
+from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
+from quire.service.histograms import Distribution
 
 _TIMEOUT_S = 5.0
 _SLEEP_TIMEOUT_S, _WAKE_UP_TIMEOUT_S = 60.0, 630.0

@@ -12,7 +12,7 @@ from gateway.text.detokenizer import TextPieces
 from gateway.text.formats.output import NOTHING, Output, joined
 from gateway.text.formats.parser import OutputParser
 from gateway.text.stop import StopMatcher, StopStrings
-from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 
 
 class TokenGapError(Exception):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest, TokenBytes
-from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
-from quire.progress import shown_bytes
+from quire.messages.logprob_columns import POSITION_BYTES, TOP_BYTES
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FailedPrecondition, QuireError, invalid_field
 
 # Measured: an id in one list, and a piece of text in another.

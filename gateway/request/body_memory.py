@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 from gateway.auth.caller import current_tenant
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import ResourceExhausted
 
 _RETRY_MS = 1000

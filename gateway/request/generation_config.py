@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from gateway.request.validation import check_numbers
 from gateway.request.violations import Violations
 from gateway.types import RequestOptions, write
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import RowSampling, SamplingParameters, SequenceBias, StoppingParameters
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.messages.arrays import encode_int32
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters, by the names that they have in requests too."""

@@ -16,7 +16,7 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import no_such_request
-from gateway.request.adapters import Adapters
+from gateway.request.adapter_names import Adapters
 from gateway.request.answer_memory import (
     STREAMED,
     AnswerForm,
@@ -34,9 +34,9 @@ from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
 from gateway.types import ChatPrompt, RequestOptions
-from quire import entropy
-from quire.logs import set_request_id
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
+from quire.runtime import entropy
+from quire.runtime.logs import set_request_id
 from quire.tracing import Tracer
 
 REFUSAL_S = 0.5

@@ -22,8 +22,6 @@ from gateway.text.formats.answer import PLAIN, AnswerFormat, thinking_marks_of
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatPrompt, HeldSequence, Prompt, RequestOptions, TextPrompt, TokenPrompt
-from quire import entropy
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     OutputOptions,
@@ -33,8 +31,10 @@ from quire.common.v1.common_pb2 import (
     ThinkingLimit,
     TokenIds,
 )
-from quire.prefix_hashes import salt_digest
+from quire.messages.arrays import encode_int32
+from quire.messages.prefix_hashes import salt_digest
 from quire.rpc.errors import QuireError, invalid_field
+from quire.runtime import entropy
 from quire.tracing import TraceContext
 
 # The contract's own defaults.

@@ -11,9 +11,9 @@ from gateway.request.generation_config import ModelDefaults, model_defaults
 from gateway.text.chat import Chat, model_template, special_token_texts
 from gateway.text.request_template import TemplateProcess
 from gateway.text.tokenizer import Tokenizer
-from quire.compatibility import ModelFingerprint
 from quire.constraints.token_cache import has_large_tables
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
+from quire.service.compatibility import ModelFingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Self
 
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
-from quire import clock
 from quire.rpc.errors import QuireError
+from quire.runtime import clock
 from quire.tracing import AttributeValue, TraceContext, Tracer
 
 _incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)

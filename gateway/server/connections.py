@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, error_answer, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.settings import GatewaySettings
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.address import ALL_IPV6, TcpAddress, check_bindable
 from quire.rpc.errors import QuireError, ResourceExhausted
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer

@@ -30,7 +30,7 @@ from gateway.api.batches.runner import Batches
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import IGNORED_HEADER, FieldRule, begin_call
 from gateway.api.kserve import rest as kserve_rest
-from gateway.api.kserve.servicer import KServeServicer
+from gateway.api.kserve.inference_servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
 from gateway.api.responses.background import BackgroundResponses
@@ -49,9 +49,9 @@ from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
 from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
-from quire import clock
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import QuireError, Unauthenticated, invalid_field
+from quire.runtime import clock
 from quire.version import VERSION
 
 _ANY_HOST = "*"

@@ -36,11 +36,11 @@ from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer, named_tokens
 from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
-from quire import clock
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 
 # Up to this many characters are rendered on the event loop; more in a thread. A message costs some even if it is empty.
 _INLINE_CHARACTERS = 4096

@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 from gateway.text.bounded import own_memory
 from gateway.text.chat import ChatTemplate
 from gateway.types import ChatPrompt
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, Unavailable, invalid_field
 from quire.rpc.process import command_of, environ_of
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 MAX_PROCESSOR_S = 2
 MAX_MEMORY_BYTES = 256 << 20

@@ -16,8 +16,8 @@ from gateway.offload import FairExecutor
 from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
 from gateway.types import TokenIds
 from quire.constraints.tokens import byte_level_alphabet
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 
 # Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
 _INLINE_LENGTH = 4096

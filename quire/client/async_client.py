@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import grpc.aio
 
-from quire.client import convert
+from quire.client import client_messages as convert
 from quire.client.connection import ClientTls, make_stubs, open_channel, split_addresses
 from quire.client.retries import Attempts, CallTime, Recovery, Resumption, RetryPolicy, make_recovery
 from quire.client.types import (

@@ -28,7 +28,7 @@ from quire.rpc.address import TcpAddress, UnixAddress, is_local, parse_address
 from quire.rpc.channel import channel_options
 from quire.rpc.errors import Unauthenticated, Unavailable
 from quire.rpc.transport import TRANSPORT
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 _log = logging.getLogger(__name__)
 

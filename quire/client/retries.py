@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire import entropy
 from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk, ToolCallDelta
-from quire.clock import monotonic
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
+from quire.runtime import entropy
+from quire.runtime.clock import monotonic
 
 # Only the text of a gRPC status shows that no gateway was reached. Tests check the texts with unused ports.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")

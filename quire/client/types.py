@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from quire.progress import LoadProgress
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
+from quire.model_files.progress import LoadProgress
 
 
 class FinishReason(StrEnum):

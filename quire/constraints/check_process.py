@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 
 HEADER = struct.Struct("<IQ")
 """The length of the following content and the number of the request."""

@@ -21,7 +21,7 @@ from quire.constraints.json_schema import ConstraintError
 from quire.constraints.program import Free, Part, Program, fixed_texts, program_of
 from quire.constraints.token_cache import token_table
 from quire.constraints.tokens import Encode, Speller, TokenTable, tokenizer_encode
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 
 Mask = NDArray[np.int32]
 """One bit per token, the least significant bit first: [words of the vocabulary]."""

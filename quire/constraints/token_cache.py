@@ -14,8 +14,8 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from quire.constraints.tokens import TokenTable
-from quire.model_directory import ModelDirectory
-from quire.replacement import replace_file
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.replacement import replace_file
 
 MAX_FILES, MAX_BYTES = 32, 256 << 20
 """The maximum of all tables together. The least recently used ones are removed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 _UNIX_PREFIX = "unix:"
 _DNS_PREFIX = "dns:///"

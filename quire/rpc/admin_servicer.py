@@ -6,9 +6,9 @@ import grpc
 import grpc.aio
 
 from quire.common.v1 import admin_pb2, admin_pb2_grpc
-from quire.logs import LOG_LEVELS, change_level, configured_level
 from quire.rpc.errors import from_rpc_error, invalid_field
 from quire.rpc.tls import TlsIdentity
+from quire.runtime.logs import LOG_LEVELS, change_level, configured_level
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 MAX_DURATION_MS = 86_400_000

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from quire import entropy
-from quire.replacement import replace_file
 from quire.rpc.tls import AUTHORITY_FILE, ROLE_URI, Role
-from quire.settings import ConfigurationError
+from quire.runtime import entropy
+from quire.runtime.replacement import replace_file
+from quire.runtime.settings import ConfigurationError
 
 _AUTHORITY_KEY_FILE = "ca.key"
 # Clocks differ.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 import quire
-from quire.logs import change_level
-from quire.settings import ConfigurationError, TemporaryError
+from quire.runtime.logs import change_level
+from quire.runtime.settings import ConfigurationError, TemporaryError
 
 CONFIGURATION_EXIT_STATUS = 2
 TEMPORARY_EXIT_STATUS = LOST_PEER_EXIT_STATUS = 75

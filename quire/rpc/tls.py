@@ -24,7 +24,7 @@ import grpc.aio
 from quire.rpc.address import TcpAddress, UnixAddress, is_local
 from quire.rpc.errors import PermissionDenied
 from quire.rpc.interceptors import Continuation, abort_with, around, remake
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 AUTHORITY_FILE = "ca.pem"
 ROLE_URI = "quire://role/"

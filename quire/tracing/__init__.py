@@ -7,7 +7,7 @@ the exporter of OpenTelemetry, which the extra `quire-llm[tracing]` installs.
 
 from urllib.parse import urlsplit
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire.tracing.spans import AttributeValue, Span, TraceContext, Tracer
 
 __all__ = ["AttributeValue", "Span", "TraceContext", "Tracer", "check_installed", "open_tracer", "parse_endpoint"]

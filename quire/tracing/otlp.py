@@ -13,7 +13,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from quire import entropy
+from quire.runtime import entropy
 from quire.tracing.spans import Tracer
 from quire.version import VERSION
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from quire.load import LoadRequest, LoadResult, Report, Run, make_report
 from quire.load.plots import check_picture, plot
 from quire.rpc.process import loop_factory
-from quire.settings import ConfigurationError, load_settings
+from quire.runtime.settings import ConfigurationError, load_settings
 from quire.version import VERSION
 from quire_cli.bench.driver import CannotMeasureError, Driver, Outcome, Pacing, Server, ServerFacts
 from quire_cli.bench.flags import BenchFlags, PlotFlags, check_writable, try_to_write

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.load import LoadResult, Slo
 from quire.load.plots import SUFFIXES, check_picture
-from quire.settings import ConfigurationError, setting
+from quire.runtime.settings import ConfigurationError, setting
 from quire_cli.flags import CredentialFlags
 
 DATASETS = ("sharegpt", "alpaca", "fixed", "shared-prefix", "chat")

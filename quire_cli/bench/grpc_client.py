@@ -10,12 +10,12 @@ import grpc.aio
 import numpy as np
 
 from quire.client import AsyncClient, BeamSearch, ClientTls, GenerationOptions
+from quire.client.client_messages import to_chat_request, to_generate_request
 from quire.client.connection import make_stubs, open_channel
-from quire.client.convert import to_chat_request, to_generate_request
 from quire.gateway.v1 import generation_pb2
 from quire.load import LoadRequest
 from quire.rpc.errors import Unavailable, from_rpc_error
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.bench.driver import Answer, CannotMeasureError, Chunks, RequestFailedError, ServerFacts
 
 

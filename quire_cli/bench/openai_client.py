@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from quire.load import LoadRequest
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.bench.driver import (
     MALFORMED_ANSWER,
     Answer,

@@ -26,7 +26,7 @@ from quire.load import (
     with_arrivals,
     with_other_tokens,
 )
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.bench.flags import (
     DATASETS,
     DEFAULT_MAX_MODEL_LEN,

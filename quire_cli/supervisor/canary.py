@@ -9,7 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.client import AsyncClient, GenerationOptions
-from quire.progress import STARTING, LoadProgress
+from quire.model_files.progress import STARTING, LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.settings import MEMORY, SQLITE, GatewaySettings
-from quire import failpoint
-from quire.processors import cores, num_processors
 from quire.rpc.process import command_of, environ_of
-from quire.settings import to_argv
+from quire.runtime import failpoint
+from quire.runtime.processors import cores, num_processors
+from quire.runtime.settings import to_argv
 from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings

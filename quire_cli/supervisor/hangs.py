@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire import clock
 from quire.rpc.channel import open_channel
+from quire.runtime import clock
 from quire_cli.supervisor.process import RestartBackoff, SupervisedProcess
 
 _MAX_CHECK_INTERVAL_S = 2.0

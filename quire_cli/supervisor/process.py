@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from quire import clock
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 # The line that `run_service` prints before it exits with status 2.

@@ -21,11 +21,11 @@ from types import TracebackType
 from typing import Self
 
 from gateway.settings import KILLABLE
-from quire.adapters import MAX_RANK, MAX_RANK_ON_GPU, read_adapter
-from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, is_gguf, weight_files
-from quire.model_source import resolve_model
+from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU, read_adapter
+from quire.model_files.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, is_gguf, weight_files
+from quire.model_files.model_source import resolve_model
 from quire.rpc.address import AddressInUse, ReservedPort
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire.tracing import check_installed
 from quire_cli.supervisor.commands import Commands, Programs, child_environ, gateway_name, worker_name
 from quire_cli.supervisor.process import RestartBackoff, ServiceSpec, SupervisedProcess, print_error

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from gateway.settings import GatewayFlags
-from quire.logs import LOG_LEVELS
-from quire.service_flags import DrainFlags, ModelFlags
-from quire.settings import setting
+from quire.runtime.logs import LOG_LEVELS
+from quire.runtime.settings import setting
+from quire.service.service_flags import DrainFlags, ModelFlags
 from scheduler_svc.settings import SchedulerFlags
 from worker_svc.settings import WorkerFlags
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
 from scheduler_svc.core.moves import Lease, Leases
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import SequenceGroup
 
 _STEPS_AHEAD = 1

@@ -3,14 +3,14 @@
 The tensors live in the worker; here a block is a number with a reference count. A block whose content is final is
 **sealed** under its hash. When no table holds it any more, it can be found by that hash until it is handed out anew.
 
-Two sequences that agree on a hash agree on everything up to the end of that block (`quire.prefix_hashes`), so they can
-share the block (the paper's section 4.4, shared prefix). Hashes are computed here and never taken from others.
+Two sequences that agree on a hash agree on everything up to the end of that block (`quire.messages.prefix_hashes`), so
+they can share the block (the paper's section 4.4, shared prefix). Hashes are computed here and never taken from others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NewType, cast
 
-from quire.prefix_hashes import BlockHash, hash_chain, pack
+from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.cache_log import CacheLog
 
 BlockId = NewType("BlockId", int)

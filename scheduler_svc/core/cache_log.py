@@ -5,7 +5,7 @@ in the tiers below it."""
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from quire.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import Need, RequestKey
+from scheduler_svc.core.running_batch import RowTable
 from scheduler_svc.core.sequence import SequenceGroup
 
 LOSSES_BEFORE_TRIALS = 3

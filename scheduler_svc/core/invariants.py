@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from itertools import chain
 
-from quire.prefix_hashes import BlockHash, hash_chain, pack
+from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.request import max_blocks
 from scheduler_svc.core.scheduler import Scheduler

@@ -9,7 +9,7 @@ figures).
 
 import math
 
-from scheduler_svc.core.batch import RowTable
+from scheduler_svc.core.running_batch import RowTable
 from scheduler_svc.core.step import StepInFlight
 
 _MIN_RATIO = 4.0

@@ -2,10 +2,10 @@
 section 4.5). Other modules decide which groups move and when."""
 
 from scheduler_svc.core.admission import TokenShares
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.kv_cache import SwapSpace
 from scheduler_svc.core.policy import Queues
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import Milestone, SequenceGroup, SequenceStatus
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey, check_shared_bound
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, StepPlan
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple, NewType
 
-from quire.prefix_hashes import BlockHash, root_hash
+from quire.messages.prefix_hashes import BlockHash, root_hash
 from scheduler_svc.core.beam_search import BeamParameters, num_candidates
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import KvSource

@@ -8,11 +8,11 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from quire.logprob_columns import LogprobColumns, LogprobLog
-from scheduler_svc.core.batch import Batch, RowTable
+from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import ClientId, RequestKey
+from scheduler_svc.core.running_batch import Batch, RowTable
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step import (
     Array,

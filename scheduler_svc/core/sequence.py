@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from quire.logprob_columns import LogprobLog
+from quire.messages.logprob_columns import LogprobLog
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.block_pool import BlockId, CachedStart, PrefixHashes
 from scheduler_svc.core.moves import KvSource

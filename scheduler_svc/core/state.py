@@ -5,11 +5,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
 from scheduler_svc.core.admission import Room, Stop, TokenShares
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.drafts import DraftCounts
+from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
@@ -20,6 +19,7 @@ from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import StepInFlight
 

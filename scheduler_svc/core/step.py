@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling

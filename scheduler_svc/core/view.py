@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.admission import Obstacle
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.request import Constraint, MovedBlocks
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 

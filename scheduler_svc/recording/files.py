@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
 
-from quire import clock, entropy
-from quire.settings import ConfigurationError
+from quire.runtime import clock, entropy
+from quire.runtime.settings import ConfigurationError
 from quire.version import VERSION
 from scheduler_svc.recording.messages import Header
 

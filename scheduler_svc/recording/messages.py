@@ -12,9 +12,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.arrays import encode_int32
-from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import HASH_BYTES, hash_chain, hashes_of, pack
+from quire.messages.arrays import encode_int32
+from quire.messages.logprob_columns import LogprobColumns
+from quire.messages.prefix_hashes import HASH_BYTES, hash_chain, hashes_of, pack
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import numpy as np
 
-from quire import entropy
 from quire.rpc.process import command_of, environ_of
-from quire.settings import ConfigurationError
+from quire.runtime import entropy
+from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pins import Pin

@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from quire.prefix_hashes import hashes_of
+from quire.messages.prefix_hashes import hashes_of
 from scheduler_svc.core import invariants
 from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.block_pool import BlockHash
@@ -380,8 +380,8 @@ class _CoreUnpickler(pickle.Unpickler):
             ("numpy._core.multiarray", "_reconstruct"),
             ("numpy._core.multiarray", "scalar"),
             ("numpy._core.numeric", "_frombuffer"),
-            ("quire.logprob_columns", "LogprobColumns"),
-            ("quire.logprob_columns", "LogprobLog"),
+            ("quire.messages.logprob_columns", "LogprobColumns"),
+            ("quire.messages.logprob_columns", "LogprobLog"),
         }
     )
 

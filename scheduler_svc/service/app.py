@@ -7,19 +7,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc.aio
 
-from quire import clock
-from quire.logs import configure_logging
-from quire.metrics import MetricsServer, register_process
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
+from quire.runtime import clock
+from quire.runtime.logs import configure_logging
+from quire.runtime.settings import ConfigurationError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.settings import ConfigurationError
+from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import open_tracer
 from scheduler_svc.service.cache_feed import CacheFeed
 from scheduler_svc.service.durable import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
-from scheduler_svc.service.servicer import SchedulerServicer
+from scheduler_svc.service.scheduler_servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.tracing import RequestSpans
 from scheduler_svc.settings import SchedulerSettings

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from quire.prefix_hashes import BlockHash, short
+from quire.messages.prefix_hashes import BlockHash, short
 from scheduler_svc.core.cache_log import CacheChanges
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.service.cache_feed import CacheFeed

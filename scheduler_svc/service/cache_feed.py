@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from quire.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheChanges, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler

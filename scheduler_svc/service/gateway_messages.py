@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from google.rpc import code_pb2
 
-from quire import compatibility
-from quire.adapters import DIGEST_BYTES
-from quire.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.common.v1 import common_pb2
-from quire.logprob_columns import LogprobLog
-from quire.prefix_hashes import SALT_BYTES
-from quire.replica_role import ReplicaRole
+from quire.messages.arrays import decode_int32, encode_int32, encode_logprobs
+from quire.messages.logprob_columns import LogprobLog
+from quire.messages.prefix_hashes import SALT_BYTES
+from quire.messages.replica_role import ReplicaRole
+from quire.model_files.adapter_files import DIGEST_BYTES
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
+from quire.service import compatibility
 from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId

@@ -19,10 +19,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire import clock
-from quire.prefix_hashes import BlockHash, short
+from quire.messages.prefix_hashes import BlockHash, short
 from quire.rpc.address import UnixAddress, check_bindable
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.settings import SchedulerSettings

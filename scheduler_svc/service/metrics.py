@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire import clock
-from quire.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
-from quire.metrics import CallCounts
+from quire.runtime import clock
+from quire.service.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
+from quire.service.metrics import CallCounts
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup

@@ -10,8 +10,8 @@ from itertools import groupby
 
 import numpy as np
 
-from quire.logprob_columns import LogprobColumns, LogprobLog
-from quire.progress import LoadProgress
+from quire.messages.logprob_columns import LogprobColumns, LogprobLog
+from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import QuireError
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import Handle, Request

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from quire import clock
+from quire.runtime import clock
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.request import Adapter
 from scheduler_svc.core.scheduler import Scheduler

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire import clock
 from quire.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.runtime import clock
 from scheduler_svc.core.request import (
     DuplicateKeyError,
     NeverFitsError,

@@ -15,8 +15,8 @@ from functools import partial
 from itertools import chain, count
 from typing import Protocol
 
-from quire.failpoint import failpoint
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, Unavailable
+from quire.runtime.failpoint import failpoint
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage

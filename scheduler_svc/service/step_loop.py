@@ -11,16 +11,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from quire import clock, entropy
-from quire.compatibility import epoch_of_start
-from quire.failpoint import failpoint
-from quire.histograms import Distribution
-from quire.logs import REQUEST_ID
-from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
+from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
 from quire.rpc.errors import Unavailable, Unimplemented
 from quire.rpc.tls import TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime import clock, entropy
+from quire.runtime.failpoint import failpoint
+from quire.runtime.logs import REQUEST_ID
+from quire.runtime.settings import ConfigurationError
+from quire.service.compatibility import epoch_of_start
+from quire.service.histograms import Distribution
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.moves import KvSource, Lease

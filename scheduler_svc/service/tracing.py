@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-from quire import clock
 from quire.rpc.errors import QuireError
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RequestKey

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire import clock
-from quire.arrays import encode_int32
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import Unavailable, invalid_field
+from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.block_pool import BlockId, BlockPool

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from quire import clock
 from quire.rpc.errors import ResourceExhausted
+from quire.runtime import clock
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
 from scheduler_svc.core.view import Changes, Look, Picture, View

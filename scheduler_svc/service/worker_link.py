@@ -8,15 +8,15 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
-from quire.arrays import decode_int32
-from quire.compatibility import check_model
-from quire.failpoint import failpoint
-from quire.progress import LoadProgress
+from quire.messages.arrays import decode_int32
+from quire.model_files.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, Unavailable, from_rpc_error
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime.failpoint import failpoint
+from quire.runtime.settings import ConfigurationError
+from quire.service.compatibility import check_model
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.core.moves import CommonTier, KvSource, Lease
 from scheduler_svc.core.preparation import Preparation

@@ -8,10 +8,13 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from quire import compatibility
-from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import (
+from quire.messages.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
+from quire.messages.logprob_columns import LogprobColumns
+from quire.messages.prefix_hashes import hashes_of
+from quire.rpc.errors import InvalidArgument, invalid_field
+from quire.service import compatibility
+from quire.service.compatibility import (
     PREPARES_CONSTRAINTS,
     UNKNOWN_MODEL,
     ModelFingerprint,
@@ -19,16 +22,13 @@ from quire.compatibility import (
     check_protocol,
     differing_parts,
 )
-from quire.logprob_columns import LogprobColumns
-from quire.prefix_hashes import hashes_of
-from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.moves import Arriving, KvSource, Lease
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Adapter, Constraint, Request
+from scheduler_svc.core.running_batch import RowTable
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.outbox import PromptLogprobs
 

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from quire.client import Constraint, GenerationOptions, StructuralTag, StructuralTags, TokenChunk
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
 from tests.support.killing import MAX_TOKENS, Outputs, Streams, story_options, until_hit
 from tests.support.serving import Served
 

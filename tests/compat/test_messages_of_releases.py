@@ -19,10 +19,16 @@ from gateway.request.limits import limits_of
 from gateway.request.prepare import CallParameters, prepare
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
-from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions, check_protocol, unknown_field
 from quire.gateway.v1 import generation_pb2
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
+from quire.service.compatibility import (
+    SCHEDULER_PROTOCOL,
+    ModelFingerprint,
+    ProtocolVersions,
+    check_protocol,
+    unknown_field,
+)
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.recording.files import open_frames
 from scheduler_svc.recording.messages import Operation, request_of
@@ -44,7 +50,7 @@ from tests.compat.transcript import (
 from tests.support.fake_pool import FakePool
 from tests.support.fake_rows import FakeRows
 from worker_svc.device.row_ledger import RowLedger
-from worker_svc.protocol import convert
+from worker_svc.protocol import step_messages as convert
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 
 _GENERATION = "/quire.gateway.v1.GenerationService/"

@@ -13,12 +13,12 @@ import grpc.aio
 import pytest
 from google.rpc import code_pb2
 
-from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
 from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from quire.service.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from scheduler_svc.service import watchers
 from tests.support.fake_scheduler import running_fake_scheduler
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig

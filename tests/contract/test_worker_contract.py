@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import Constraint
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.preparation import NUM_KEPT
@@ -75,7 +75,7 @@ BAD_STEPS: list[dict[str, object]] = [
     {"cache_operations": {"swap_out": encode_int32([0, 1 << 24])}},
     {"assign": [make_assign(1, [1 << 24], [])]},
 ]
-"""One fault of each kind: tests/unit/worker_svc has all others (protocol/test_convert.py, device/test_rows.py)."""
+"""One fault of each kind: tests/unit/worker_svc has all others (protocol/test_step_messages.py, device/test_rows.py)."""
 
 
 @pytest.mark.parametrize("fields", BAD_STEPS)

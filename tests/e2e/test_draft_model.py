@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
-from quire.settings import ConfigurationError, load_settings
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
+from quire.runtime.settings import ConfigurationError, load_settings
 from tests.e2e.test_speculation import FLAGS, MULTI_STEP, POOLS, RECOMPUTE, SWAP, make_requests
 from tests.support.models import edit_config, edit_tensors, make_model
 from tests.support.whole_engine import EveryDraft, WholeEngine, make_request

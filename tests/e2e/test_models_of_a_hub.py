@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.client import Client, GenerationOptions
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from tests.support.hub import LocalHub, commit_of
 
 pytestmark = pytest.mark.extended

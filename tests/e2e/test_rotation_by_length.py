@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import VOCAB_SIZE, Family, make_model
 from tests.support.whole_engine import WholeEngine, make_request
 

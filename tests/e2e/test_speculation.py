@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import Constraint, RowSampling, SequenceBias
+from quire.messages.arrays import encode_int32
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request
 from tests.support.tiers import parametrize_once

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.real.families import NOT_TRIED, REFUSED, TYPES, tiny_model, write_config
 from tests.support.parity import assert_serves_like
 from worker_svc.models.base import CausalLM

@@ -19,7 +19,7 @@ from gateway.types import ChatMessage, ChatPrompt
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import Template, Vocabulary
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.real.models import chat_template_files
 from tests.support.constraints import make_vocabulary, spelled
 from tests.support.tokenizers import byte_level

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from tests.real.models import real_model
 from tests.real.packages import pypi
 from tests.support.serving import serving

@@ -11,7 +11,7 @@ from gateway.text.chat import ChatTemplate
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import InvalidArgument
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.real.models import chat_template_files
 
 pytestmark = pytest.mark.real

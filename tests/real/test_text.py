@@ -6,7 +6,7 @@ import pytest
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from tests.real.models import real_model
 
 pytestmark = pytest.mark.real

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from quire.client import Constraint, FinishReason, GenerationOptions
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from tests.real.models import NAMES, real_model
 from tests.support.serving import serving
 

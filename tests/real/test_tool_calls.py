@@ -14,7 +14,7 @@ import tokenizers
 from openai import AsyncOpenAI
 
 from gateway.text.chat import ChatTemplate, special_token_texts
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from tests.real.models import real_model
 from tests.support.serving import serving
 

@@ -18,7 +18,7 @@ from quire.common.v1.common_pb2 import Choice, Constraint
 from quire.constraints.check_process import check
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.tokens import Encode, tokenizer_encode
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.real.models import NAMES, real_model
 from tests.support.constraints import mask_of, write

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from quire.clock import CLOCK
+from quire.runtime.clock import CLOCK
 from tests.sim.plans import Plan
 from tests.sim.world.world import Node, World
 from tests.sim.worlds import run_world

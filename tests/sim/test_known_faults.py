@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.batch import RowTable
+from scheduler_svc.core.running_batch import RowTable
 from tests.sim.known_faults import FAULTS, find
 from tests.sim.mutation import Patch, StalePatchError, patched
 from tests.sim.shrink import WorldFailedError, check_world

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from quire.client import GenerationOptions
-from quire.clock import CLOCK
+from quire.runtime.clock import CLOCK
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup

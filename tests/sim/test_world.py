@@ -9,10 +9,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from quire import clock, entropy
-from quire.logs import configure_logging
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
+from quire.runtime import clock, entropy
+from quire.runtime.logs import configure_logging
 from tests.sim.world.network import Network, Pipe
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import Node, StuckError, World

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.adapters import CONFIG_FILE, WEIGHTS_FILE
+from quire.model_files.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 
 CONFIG: Mapping[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "init_lora_weights": True}
 _MODULES: Mapping[str, tuple[int, int, int]] = {"model.layers.0.self_attn.q_proj": (4, 64, 64)}

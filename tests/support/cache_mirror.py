@@ -1,6 +1,6 @@
 """A prefix cache as a reader of its changes sees it."""
 
-from quire.prefix_hashes import BlockHash, block_hash, root_hash
+from quire.messages.prefix_hashes import BlockHash, block_hash, root_hash
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens, CacheLog
 from scheduler_svc.core.scheduler import Scheduler
 

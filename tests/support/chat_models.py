@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 
 HERMES_TEMPLATE = """\
 {%- if tools %}<|system|>

@@ -25,7 +25,7 @@ from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireErr
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, report_configuration_error
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import ServerTls
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "Model", "Prefix"))
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire import clock
-from quire.failpoint import failpoint
-from quire.logprob_columns import LogprobLog
+from quire.messages.logprob_columns import LogprobLog
+from quire.runtime import clock
+from quire.runtime.failpoint import failpoint
 from tests.support.fake_pool import BlockError, FakeBlocks, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of

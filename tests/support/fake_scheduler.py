@@ -17,9 +17,13 @@ import grpc
 import grpc.aio
 from google.rpc import code_pb2
 
-from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import (
+from quire.messages.arrays import decode_int32, encode_int32
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
+from quire.rpc.server import RpcServer
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.compatibility import (
     SCHEDULER_PROTOCOL,
     UNKNOWN_MODEL,
     ModelFingerprint,
@@ -27,10 +31,6 @@ from quire.compatibility import (
     check_model,
     check_protocol,
 )
-from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
-from quire.rpc.server import RpcServer
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.logprobs import Line, fill, token_logprobs
 
 SERVICE = "quire.scheduler.v1.SchedulerService"

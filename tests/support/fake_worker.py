@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire import clock
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.server import RpcServer
+from quire.runtime import clock
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device.device_loop import DeviceLoop

@@ -20,7 +20,7 @@ import worker_svc.app
 import worker_svc.startup
 from kernels import ops
 from kernels.recording import record
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
 

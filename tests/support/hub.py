@@ -101,7 +101,7 @@ class LocalHub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", _CHUNK_BYTES)
-        monkeypatch.setattr("quire.hub._LARGE_BYTES", _LARGE_BYTES)
+        monkeypatch.setattr("quire.model_files.hub._LARGE_BYTES", _LARGE_BYTES)
         # The library waits half a minute before it gives up on a hub.
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.delenv("HF_TOKEN", raising=False)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.arrays import LogprobMessage, decode_int32, decode_logprobs, encode_int32, encode_logprobs
-from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.messages.arrays import LogprobMessage, decode_int32, decode_logprobs, encode_int32, encode_logprobs
+from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
-from quire.model_source import resolve_model
+from quire.messages.arrays import decode_int32
+from quire.model_files.model_source import resolve_model
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import FakeScheduler, counting_rule, scripted

@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc.aio
 
-from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import SCHEDULER_PROTOCOL
+from quire.messages.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.compatibility import SCHEDULER_PROTOCOL
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_runner import token_at

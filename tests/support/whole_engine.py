@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
-from quire.logprob_columns import LogprobColumns
-from quire.settings import load_settings
+from quire.messages.arrays import encode_int32
+from quire.messages.logprob_columns import LogprobColumns
+from quire.runtime.settings import load_settings
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
@@ -23,7 +23,7 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.draft_choice import Guesses, PayingDrafts
 from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.runner import ModelRunner
-from worker_svc.protocol.convert import StepDecoder, info_message, result_message
+from worker_svc.protocol.step_messages import StepDecoder, info_message, result_message
 from worker_svc.sampling.drafters import NO_DRAFT, Draft, Drafter, RowText
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker

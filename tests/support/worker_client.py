@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from quire.arrays import decode_int32, encode_int32
-from quire.compatibility import WORKER_PROTOCOL
+from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, from_rpc_error
+from quire.service.compatibility import WORKER_PROTOCOL
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.sampling import make_row_sampling
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics

@@ -15,8 +15,8 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from quire import clock
 from quire.rpc.process import leave_process
+from quire.runtime import clock
 from worker_svc.step import AdmittedStep, StepOutput, SupersededError
 
 Job = TypeVar("Job")

@@ -27,8 +27,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.progress import shown_bytes
-from quire.settings import ConfigurationError
+from quire.model_files.progress import shown_bytes
+from quire.runtime.settings import ConfigurationError
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import BlockStore
 from worker_svc.step import HASH_BYTES, SealedBlocks

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire import clock
-from worker_svc.device.batch import build_model_input, count_up
+from quire.runtime import clock
+from worker_svc.device.flat_batch import build_model_input, count_up
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.pass_times import PassCosts
 from worker_svc.device.replay import make_decodes, make_forward

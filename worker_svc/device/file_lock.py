@@ -7,8 +7,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from quire import clock
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 
 _LOCK_TIMEOUT_S, _LOCK_EVERY_S = 5.0, 0.1
 _LOCKS = Path("/proc/locks")

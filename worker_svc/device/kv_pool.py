@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kernels.host_memory import collapse, lazy_zeros, populate, release
 from kernels.int8 import line_bytes
-from quire import clock
-from quire.processors import available_memory
-from quire.progress import shown_bytes
-from quire.settings import ConfigurationError
+from quire.model_files.progress import shown_bytes
+from quire.runtime import clock
+from quire.runtime.processors import available_memory
+from quire.runtime.settings import ConfigurationError
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.device.seals import SealInventory
 from worker_svc.models.base import CausalLM

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
-from quire.progress import shown_bytes
-from quire.settings import ConfigurationError
+from quire.model_files.progress import shown_bytes
+from quire.runtime.settings import ConfigurationError
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.recording import NotRecordableError, record
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.device.kv_pool import KvPool, zeros
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM

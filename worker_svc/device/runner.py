@@ -15,9 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire import clock
-from quire.failpoint import failpoint
-from worker_svc.device.batch import (
+from quire.runtime import clock
+from quire.runtime.failpoint import failpoint
+from worker_svc.device.block_moves import BlockMoves
+from worker_svc.device.decode_run import DecodeRun, are_plain
+from worker_svc.device.draft_choice import DraftChoice
+from worker_svc.device.draft_model import DraftModel
+from worker_svc.device.draft_verification import Drafts, Kept
+from worker_svc.device.flat_batch import (
     SamplePlan,
     build_model_input,
     find_lone_tokens,
@@ -28,11 +33,6 @@ from worker_svc.device.batch import (
     samples_every_token,
     split_outputs,
 )
-from worker_svc.device.block_moves import BlockMoves
-from worker_svc.device.decode_run import DecodeRun, are_plain
-from worker_svc.device.draft_choice import DraftChoice
-from worker_svc.device.draft_model import DraftModel
-from worker_svc.device.drafts import Drafts, Kept
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.replay import (

@@ -32,7 +32,7 @@ from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.int8 import quantize
 from kernels.low_rank import LowRank, LowRankTable, MaskedTable
 from kernels.packed_weight import GATES, CodedWeight, PackedWeight, Quantization
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split, TokenSlots

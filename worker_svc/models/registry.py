@@ -8,8 +8,8 @@ import torch
 
 from kernels import ops
 from kernels.packed_weight import CodedWeight, Coding, Quantization
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kernels import exchange
 from kernels.exchange import SharedGroup
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.step import SupersededError
 
 

@@ -28,10 +28,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from kernels import exchange
 from kernels.exchange import MAX_RANKS
-from quire import clock, entropy
 from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.rpc.process import LOST_PEER_EXIT_STATUS, leave_process
-from quire.settings import ConfigurationError
+from quire.runtime import clock, entropy
+from quire.runtime.settings import ConfigurationError
 from worker_svc.parallel.ranks import ALONE, DistributedRanks, Ranks, SharedMemoryRanks
 from worker_svc.settings import WorkerSettings
 

@@ -17,10 +17,8 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from quire import clock
-from quire.adapters import UnusableAdapterError
-from quire.failpoint import failpoint
-from quire.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
+from quire.model_files.adapter_files import UnusableAdapterError
+from quire.model_files.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
 from quire.rpc.errors import (
     FailedPrecondition,
     Internal,
@@ -32,6 +30,8 @@ from quire.rpc.errors import (
 )
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.rpc.tls import TlsIdentity
+from quire.runtime import clock
+from quire.runtime.failpoint import failpoint
 from quire.tracing import Tracer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
@@ -39,7 +39,8 @@ from worker_svc.device.disk_tier import DiskTier
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.seals import BlockStore
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.convert import (
+from worker_svc.protocol.session import Session, Sessions
+from worker_svc.protocol.step_messages import (
     MoveBlocks,
     PrepareConstraint,
     RunRequest,
@@ -59,7 +60,6 @@ from worker_svc.protocol.convert import (
     step_of,
     tier_messages,
 )
-from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.tracing import PrefillSpans
 from worker_svc.protocol.transfers import Tell, Transfers
 from worker_svc.step import (

@@ -29,14 +29,14 @@ import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
 
-from quire import clock
-from quire.arrays import decode_int32, encode_int32
-from quire.failpoint import failpoint
+from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, invalid_field
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.failpoint import failpoint
+from quire.runtime.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.disk_tier import DiskTier
 from worker_svc.device.seals import BlockStore

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.logprob_columns import LogprobColumns
+from quire.messages.logprob_columns import LogprobColumns
 from worker_svc.models.base import CausalLM
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.sampling.truncation import best_tokens

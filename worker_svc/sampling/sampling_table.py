@@ -13,13 +13,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from quire.arrays import decode_int32
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.common.v1.common_pb2 import ThinkingLimit as ThinkingLimitMessage
-from quire.compatibility import unknown_field
 from quire.constraints.thinking import ThinkingLimit
+from quire.messages.arrays import decode_int32
 from quire.rpc.errors import InvalidArgument, invalid_field
+from quire.service.compatibility import unknown_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.sampling.drafters import FollowedPrediction, PredictedTokens
 from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowConstraint, RowSampling, WorkerLimits

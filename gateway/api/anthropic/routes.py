@@ -34,7 +34,7 @@ from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
 from gateway.types import RequestOptions
-from quire import entropy
+from quire.runtime import entropy
 
 _PATH = "/v1/messages"
 _API = "messages"

@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 
 from gateway.api.batches.store import Line
 from gateway.request.counting import EntryLimits, check_values
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unavailable
 
 WrongModel = Callable[[str], FieldViolation | None]

@@ -23,7 +23,7 @@ from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.auth.caller import current_caller
 from gateway.request.violations import Violations, shortened
 from gateway.turns import Turns
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import Unavailable, Unimplemented, invalid_field
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

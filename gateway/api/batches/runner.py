@@ -30,8 +30,8 @@ from gateway.auth.keys import Authenticator
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.generator import Generator
 from gateway.request.validation import wrong_model
-from quire import clock, entropy
 from quire.rpc.errors import NotFound, QuireError
+from quire.runtime import clock, entropy
 
 _RENEW_S = 1.0
 _LOOK_S = 0.25

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway.sqlite import Arguments, Found, StoreThread, changing
-from quire import clock, entropy
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from quire.settings import ConfigurationError
+from quire.runtime import clock, entropy
+from quire.runtime.settings import ConfigurationError
 
 VALIDATING, FAILED, IN_PROGRESS, FINALIZING = "validating", "failed", "in_progress", "finalizing"
 COMPLETED, EXPIRED, CANCELLING, CANCELLED = "completed", "expired", "cancelling", "cancelled"

@@ -34,7 +34,7 @@ from gateway.types import (
 )
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.progress import LoadProgress
+from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import invalid_field
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest

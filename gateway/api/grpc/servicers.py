@@ -12,7 +12,7 @@ from gateway.api.grpc import gateway_messages
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
-from gateway.request.adapters import ServedAdapter
+from gateway.request.adapter_names import ServedAdapter
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
 from gateway.request.text_service import TextService

@@ -28,7 +28,7 @@ from gateway.api.answers import (
 from gateway.api.body import BodyLimits, load_json, max_entries, read_body, read_model, validated
 from gateway.api.field_rule import FieldRule, Part
 from gateway.api.kserve.inference import INPUTS, MAX_ELEMENTS, MAX_PARAMETERS, bytes_of, values_of_bytes
-from gateway.api.kserve.servicer import KServeServicer
+from gateway.api.kserve.inference_servicer import KServeServicer
 from gateway.api.openai.write import LOWEST
 from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.request.body_memory import count_answer

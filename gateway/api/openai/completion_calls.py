@@ -26,8 +26,8 @@ from gateway.text.fill_in import fill_in_prompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
 from gateway.types import Prompt, RequestOptions, TextPrompt
-from quire import clock, entropy
 from quire.rpc.errors import invalid_field
+from quire.runtime import clock, entropy
 
 # Ids that stay valid with the prefix, the suffix and the number of a prompt.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")

@@ -43,9 +43,9 @@ from gateway.request.prepare import CallParameters
 from gateway.request.violations import renaming
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
-from quire import entropy
-from quire.failpoint import failpoint
 from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable, invalid_field
+from quire.runtime import entropy
+from quire.runtime.failpoint import failpoint
 
 _RENEW_S = 1.0
 _TAKEN_AT_ONCE = 16

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.sqlite import Arguments, Found, StoreThread, changing
-from quire import clock
-from quire.arrays import decode_int32, encode_int32
-from quire.progress import shown_bytes
+from quire.messages.arrays import decode_int32, encode_int32
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import NotFound, ResourceExhausted, Unavailable
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 FAILED, CANCELLED, INCOMPLETE = "failed", "cancelled", "incomplete"

@@ -25,7 +25,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
 from gateway.types import ChatMessage, RequestOptions
-from quire import clock, entropy
+from quire.runtime import clock, entropy
 
 _API = "responses"
 ID_PREFIX = "resp_"

@@ -37,8 +37,8 @@ from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
-from quire import clock
 from quire.rpc.errors import InvalidArgument, invalid_field
+from quire.runtime import clock
 
 _PATH = "/v1/responses/{response_id}"
 

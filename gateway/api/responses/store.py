@@ -23,11 +23,11 @@ from gateway.request.body_memory import count_memory
 from gateway.settings import SQLITE
 from gateway.sqlite import Arguments, Found, StoreThread, changing
 from gateway.types import ChatMessage
-from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, NotFound, Unavailable, invalid_field
-from quire.settings import ConfigurationError
+from quire.runtime import clock
+from quire.runtime.settings import ConfigurationError
 
 # Memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
 # without its messages.

@@ -21,8 +21,8 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
 from gateway.text.tokenizer import TokenTexts
 from gateway.types import ChatMessage
-from quire import clock
 from quire.gateway.v1.generation_pb2 import ToolCall
+from quire.runtime import clock
 
 QUEUED = "queued"
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"

@@ -12,8 +12,8 @@ from typing import Any
 
 from gateway.api.ui import watch_messages
 from gateway.replicas.link import SchedulerLink
-from quire import clock
 from quire.rpc.errors import QuireError
+from quire.runtime import clock
 
 _INTERVAL_S = 2.0
 _KEPT_S = 600.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from quire.arrays import decode_int32
+from quire.messages.arrays import decode_int32
 from quire.scheduler.v1 import scheduler_pb2
 
 _NAME_BYTES = 8

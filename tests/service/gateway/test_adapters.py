@@ -12,11 +12,11 @@ import pytest_asyncio
 from gateway.app import Gateway
 from gateway.auth.caller import Access
 from gateway.settings import GatewaySettings
-from quire.adapters import read_adapter
 from quire.client import AsyncClient, GenerationOptions
 from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.model_files.adapter_files import read_adapter
 from quire.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.adapter_files import write_adapter
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.fronts import FRONTS, Front

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.replicas import link
 from gateway.replicas.live import LiveRequest
-from quire.arrays import encode_int32
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import Internal
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import collect, error_of, stream_request

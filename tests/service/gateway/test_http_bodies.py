@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.progress import shown_bytes
+from quire.model_files.progress import shown_bytes
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
 from tests.support.raw_http import connection_to, read_answer, read_to_end, request

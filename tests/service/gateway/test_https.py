@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2
 from quire.rpc.certificates import Authority
 from quire.rpc.channel import open_channel
 from quire.rpc.tls import Role, TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.certs import LOCAL_HOSTS
 from tests.support.certificates import make_certificates
 from tests.support.gateway_process import RunningGateway, running_gateway

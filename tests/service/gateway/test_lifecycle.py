@@ -14,7 +14,7 @@ from gateway.request import served_model
 from gateway.request.constraint_checker import TrialProcess
 from gateway.settings import GatewaySettings
 from quire.rpc.address import AddressInUse
-from quire.settings import ConfigurationError, load_settings
+from quire.runtime.settings import ConfigurationError, load_settings
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, write_model_directory

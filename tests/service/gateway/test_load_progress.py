@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from quire.gateway.v1 import model_pb2
-from quire.progress import READING, WARMING_UP, LoadProgress
+from quire.model_files.progress import READING, WARMING_UP, LoadProgress
 from quire.rpc.errors import from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import running_gateway

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.auth.caller import Access
-from quire.arrays import decode_int32
+from quire.messages.arrays import decode_int32
 from tests.support.fake_scheduler import counting_rule, scripted
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile

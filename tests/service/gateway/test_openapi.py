@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.openapi import OPEN_PATHS
 from gateway.api.ui.access import is_below
-from quire.model_source import resolve_model
+from quire.model_files.model_source import resolve_model
 from tests.support.fake_scheduler import counting_rule
 from tests.support.rig import CALL, WEATHER, WEATHER_SCHEMA
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, UnpinPrefixRequest
+from quire.messages.arrays import decode_int32
 from quire.rpc.errors import Internal, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from tests.support.gateway_process import collect, error_of, refusal_of, running_gateway, stream_request
 from tests.support.rig import TOKENIZER

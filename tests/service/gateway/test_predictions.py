@@ -7,8 +7,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 
-from quire.arrays import decode_int32
 from quire.client import AsyncClient, GenerationOptions
+from quire.messages.arrays import decode_int32
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.parameters import row_sampling

@@ -5,7 +5,7 @@ import numpy as np
 from gateway.auth.caller import DEFAULT_TENANT
 from gateway.replicas.routing import prompt_hashes
 from quire.common.v1 import common_pb2
-from quire.prefix_hashes import short
+from quire.messages.prefix_hashes import short
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, collect, running_gateway, stream_request

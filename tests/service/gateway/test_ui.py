@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth.caller import Access
-from quire.arrays import encode_int32
+from quire.messages.arrays import encode_int32
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile

@@ -1,7 +1,7 @@
 """Schedulers of other versions, or with another model, together with and before ones that fit."""
 
-from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import Unavailable
+from quire.service.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import error_of, running_gateway, stream_request
 from tests.support.scheduler_process import until

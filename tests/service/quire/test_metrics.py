@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from quire.metrics import MAX_CONNECTIONS, MetricsServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
+from quire.service.metrics import MAX_CONNECTIONS, MetricsServer
 from tests.support.certificates import make_certificates
 
 

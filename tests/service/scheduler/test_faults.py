@@ -7,9 +7,10 @@ import dataclasses
 import grpc
 import pytest
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.service import servicer, worker_link
+from scheduler_svc.service import scheduler_servicer as servicer
+from scheduler_svc.service import worker_link
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
 from tests.support.scheduler_process import (
     GatewayStream,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.runtime.settings import ConfigurationError
 from quire.scheduler.v1 import scheduler_pb2
-from quire.settings import ConfigurationError
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig

@@ -4,7 +4,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from quire.arrays import encode_int32
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorkerConfig

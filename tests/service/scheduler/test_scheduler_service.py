@@ -6,10 +6,10 @@ from typing import Any
 
 from google.rpc import code_pb2
 
-from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
+from quire.messages.arrays import encode_int32
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.service import servicer
+from scheduler_svc.service import scheduler_servicer as servicer
 from tests.support.fake_worker import FakeWorkerConfig
 from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (

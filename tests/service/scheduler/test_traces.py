@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.arrays import encode_int32
+from quire.messages.arrays import encode_int32
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.processes import until_true

@@ -8,10 +8,10 @@ import grpc.aio
 import pytest
 from google.rpc import code_pb2
 
-from quire.arrays import encode_int32
-from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -25,7 +25,7 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.protocol import convert
+from worker_svc.protocol import step_messages as convert
 
 NEWER = ProtocolVersions(8, 9)
 OF_WORKER = ModelFingerprint(config="c1", tokenizer="t1", weights="w1")
@@ -94,7 +94,7 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
 async def test_gateways_that_do_not_fit_are_refused_and_logged_once_each(
     worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
 ) -> None:
-    """tests/unit/quire/test_compatibility.py has the words, tests/contract the reasons."""
+    """tests/unit/quire/service/test_compatibility.py has the words, tests/contract the reasons."""
     worker.config = FakeWorkerConfig(fingerprint=OF_WORKER)
     async with attached_scheduler(tmp_path, worker.address) as stub:
         # They come again and again, in turn.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Constraint

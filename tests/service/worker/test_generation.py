@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.arrays import decode_logprobs, encode_int32
+from quire.messages.arrays import decode_logprobs, encode_int32
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import lines_by_row
 from tests.support.tiny_causal_lm import TinyCausalLM

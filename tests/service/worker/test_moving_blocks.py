@@ -12,10 +12,10 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import ModelFingerprint
+from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, from_rpc_error
+from quire.service.compatibility import ModelFingerprint
 from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, make_assign, make_batch, worker_stub

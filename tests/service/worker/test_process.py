@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from quire.rpc.channel import open_channel
-from quire.settings import ConfigurationError, load_settings
+from quire.runtime.settings import ConfigurationError, load_settings
 from tests.support.grpc_types import health_stub
 from tests.support.worker_client import StepClient, ints, make_assign, make_batch, worker_stub
 from worker_svc.app import serve

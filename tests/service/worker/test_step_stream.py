@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quire.arrays import encode_int32
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import Internal, Unavailable, from_rpc_error
 from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quire.clock import monotonic
-from quire.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash
+from quire.runtime.clock import monotonic
 from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.arrivals import Arrivals

@@ -12,7 +12,7 @@ import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc.aio import _channel, _utils  # type: ignore[attr-defined]
 
-from quire import clock, entropy
+from quire.runtime import clock, entropy
 from tests.sim.world.hang_ups import ON_WAIT_ENDED
 from tests.sim.world.network import Connection, Network
 from tests.sim.world.streams import Metadata, Status, Stream, Window

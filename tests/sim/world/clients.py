@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy, convert
+from quire.client import AsyncClient, AsyncStream, ChatMessage, RetryPolicy
+from quire.client import client_messages as convert
 from quire.client.retries import Resumption
 from quire.client.types import StreamEvent
 from quire.gateway.v1 import generation_pb2

@@ -18,10 +18,10 @@ from unittest.mock import patch
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Account
-from quire.clock import CLOCK
-from quire.prefix_hashes import short
-from quire.progress import READING, LoadProgress
-from quire.settings import ConfigurationError
+from quire.messages.prefix_hashes import short
+from quire.model_files.progress import READING, LoadProgress
+from quire.runtime.clock import CLOCK
+from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.moves import Leases

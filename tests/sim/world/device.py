@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from quire.adapters import UnusableAdapterError
 from quire.common.v1 import common_pb2
+from quire.model_files.adapter_files import UnusableAdapterError
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.ranks import Group, Place, Undecided, worker_of
 from tests.sim.world.traffic import NUM_SPECIAL_TOKENS

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
-from quire.clock import CLOCK
+from quire.runtime.clock import CLOCK
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.recording import files, recorder, replay
 from scheduler_svc.recording.recorder import Recorder

@@ -14,9 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT
 from scheduler_svc.core.request import Request, RequestKey
+from scheduler_svc.core.running_batch import RowTable
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Usage
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar, Protocol, cast
 
-from quire.compatibility import ModelFingerprint
+from quire.service.compatibility import ModelFingerprint
 from tests.sim.world.block_disk import BlockDisk
 from tests.sim.world.device import Devices
 from tests.sim.world.disk import Disk

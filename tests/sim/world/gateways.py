@@ -23,8 +23,8 @@ from gateway.offload import FairExecutor
 from gateway.request.constraint_checker import ConstraintChecker
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
-from quire.adapters import read_adapter
-from quire.compatibility import ModelFingerprint
+from quire.model_files.adapter_files import read_adapter
+from quire.service.compatibility import ModelFingerprint
 from tests.sim.world.http import SimHttpServer
 from tests.sim.world.traffic import (
     ADAPTERS,

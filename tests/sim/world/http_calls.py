@@ -13,7 +13,7 @@ import grpc
 import h11
 
 from quire.client import GenerationOptions
-from quire.prefix_hashes import salt_digest
+from quire.messages.prefix_hashes import salt_digest
 from quire.rpc.errors import QuireError, Unavailable, error_for_code
 from tests.sim.world.gateways import HTTP_PORT, character_of, key_of
 from tests.sim.world.http import connect

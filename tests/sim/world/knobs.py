@@ -7,14 +7,14 @@ from importlib import import_module
 from random import Random
 from unittest.mock import patch
 
-from quire.clock import CLOCK
+from quire.runtime.clock import CLOCK
 
 _LOWEST: dict[str, int] = {
     "gateway.replicas.link._MESSAGES_OF_CREDIT": 1,
     "gateway.replicas.link._MESSAGES_AHEAD": 2,
     "gateway.replicas.link._TOKENS_AT_ONCE": 3,
     "gateway.request.durable.MAX_KEPT_TOKENS": 100,
-    "scheduler_svc.core.batch._NUM_COMPARED": 3,
+    "scheduler_svc.core.running_batch._NUM_COMPARED": 3,
     "scheduler_svc.core.block_pool._MAX_CHANGES": 4,
     "scheduler_svc.core.kv_cache._HASHES_AT_FIRST": 1,
     "scheduler_svc.core.kv_cache._MAX_HASHES_AT_ARRIVAL": 2,

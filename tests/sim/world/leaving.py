@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
-from quire.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.moves import Leases

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from quire import clock
+from quire.runtime import clock
 from tests.sim.world.network import Network
 from tests.sim.world.world import Node
 from worker_svc.step import SupersededError

@@ -12,7 +12,7 @@ import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc.aio import _server  # type: ignore[attr-defined]
 
-from quire import clock
+from quire.runtime import clock
 from tests.sim.world.network import Connection, Listener, Network
 from tests.sim.world.streams import Metadata, Status, Stream, Window
 from tests.sim.world.world import Node

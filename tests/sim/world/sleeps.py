@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.clock import CLOCK
-from quire.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
+from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
 from quire.rpc.errors import QuireError, Unavailable, Unimplemented
+from quire.runtime.clock import CLOCK
 from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink
 from tests.sim.world.faults import Nap
 from tests.sim.world.http_calls import HttpClient

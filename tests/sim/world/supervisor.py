@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.supervisor.process import RestartBackoff
 from tests.sim.world.network import Network
 from tests.sim.world.transport import SimTransport

@@ -16,7 +16,7 @@ from gateway.replicas import routing
 from gateway.replicas.events import TokenRun
 from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.roles import Place, Stage
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.scheduler import Scheduler

@@ -3,7 +3,7 @@ unchanged."""
 
 from typing import Any
 
-from quire.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens, CacheLog
 from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.world.watch import Names, report

@@ -19,11 +19,11 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.sequence import TokenGapError
-from quire.clock import CLOCK
-from quire.compatibility import UNKNOWN_MODEL
-from quire.prefix_hashes import BlockHash, root_hash
+from quire.messages.prefix_hashes import BlockHash, root_hash
 from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
+from quire.runtime.clock import CLOCK
+from quire.service.compatibility import UNKNOWN_MODEL
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import Any
 
-from quire.clock import CLOCK
-from quire.entropy import ENTROPY
-from quire.failpoint import FAILPOINTS
+from quire.runtime.clock import CLOCK
+from quire.runtime.entropy import ENTROPY
+from quire.runtime.failpoint import FAILPOINTS
 from tests.sim.world.loop import NodeLoop
 
 _START_UNIX_S = 1_800_000_000.0

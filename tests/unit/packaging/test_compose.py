@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gateway.settings import GatewaySettings
-from quire.settings import load_settings
+from quire.runtime.settings import load_settings
 from quire.version import VERSION
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.compose import COMPOSE, WITH_TLS, default_of, quire_services_of, services_of

@@ -42,7 +42,7 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
     },
     # A worker starts once this is imported, and takes longest.
     {"quire_cli.serve": ("pydantic", "quire.client", "quire.rpc.server")},
-    {"kernels": ("numpy",), "quire.model_source": ("grpc", "tokenizers")},
+    {"kernels": ("numpy",), "quire.model_files.model_source": ("grpc", "tokenizers")},
 ]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.metrics import CertificateExpiry, expires_at
 from quire.rpc.certificates import Authority
+from quire.service.metrics import CertificateExpiry, expires_at
 from tests.support.certificates import make_certificates
 
 

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.settings import GatewaySettings
 from quire.rpc.tls import Role
-from quire.settings import ConfigurationError, load_settings
+from quire.runtime.settings import ConfigurationError, load_settings
 from quire.tracing import TraceContext, open_tracer, parse_endpoint
 from quire.tracing.otlp import ReportingExporter, make_tracer
 from quire_cli.supervisor.server import check_servable

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.api.batches.store import Line
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.batch import _Output
 
 LINES = [Line(number, f"r{number}", 0, 0) for number in (1, 2)]

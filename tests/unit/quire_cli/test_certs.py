@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 
 from quire.rpc.certificates import Authority
 from quire.rpc.tls import Role, TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.main import main
 
 

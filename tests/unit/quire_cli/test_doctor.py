@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.finding import Finding, Verdict
+from quire.runtime.finding import Finding, Verdict
 from quire_cli import doctor
 from quire_cli.doctor import DoctorFlags, examine
 from quire_cli.main import main

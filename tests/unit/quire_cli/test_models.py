@@ -7,9 +7,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from quire.hub import cached
-from quire.model_directory import HubName
-from quire.model_source import resolve_model
+from quire.model_files.hub import cached
+from quire.model_files.model_directory import HubName
+from quire.model_files.model_source import resolve_model
 from quire_cli.main import main
 from quire_cli.models import _LEFT_OUT
 from tests.support.gguf_files import write_gguf

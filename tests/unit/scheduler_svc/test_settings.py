@@ -1,6 +1,6 @@
 import pytest
 
-from quire.settings import ConfigurationError, load_settings
+from quire.runtime.settings import ConfigurationError, load_settings
 from scheduler_svc.settings import SchedulerSettings
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.load import arriving_at, chat, fixed, make_arrivals, take, with_decoding
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 from simulator.engine import Device

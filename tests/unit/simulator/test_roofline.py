@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire.model_directory import weight_files
-from quire.model_source import resolve_model
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import weight_files
+from quire.model_files.model_source import resolve_model
+from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.step import StepWork
 from simulator.hardware import Hardware
 from simulator.models import MODELS, ModelShape

@@ -44,7 +44,7 @@ def test_without_what_it_needs_a_check_fails_and_says_how_to_get_it(
 
 SOURCE = """
 import datetime, os, time as t
-from quire import clock
+from quire.runtime import clock
 from secrets import token_hex
 def wait(clock=t.monotonic): ...
 key, now = os.urandom(8), datetime.datetime.now()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.finding import Finding, Verdict
+from quire.runtime.finding import Finding, Verdict
 from worker_svc import examination
 
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kernels.packed_weight import Coding, Quantization
-from quire.compatibility import ModelFingerprint
 from quire.constraints.matcher import Vocabulary
-from quire.gguf_header import GgufHeader
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.gguf_header import GgufHeader
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
+from quire.service.compatibility import ModelFingerprint
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
 from tests.support.models import Family, edit_config, make_model, make_tokenizer, randomize

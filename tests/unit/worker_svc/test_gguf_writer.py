@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire.gguf_header import GgufHeader
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
-from quire.settings import ConfigurationError
+from quire.model_files.gguf_header import GgufHeader
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
+from quire.runtime.settings import ConfigurationError
 from quire_cli.main import main
 from tests.support.gguf_files import write_gguf as write_by_package
 from tests.support.models import Family, edit_config, edit_tensors, make_model, make_tokenizer

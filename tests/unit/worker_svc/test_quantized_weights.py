@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from kernels.packed_weight import CodedWeight, Coding, Quantization
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
 from tests.support.quantized_files import Quantize, Tensors, awq, compressed, fp8, gptq, quantize_model

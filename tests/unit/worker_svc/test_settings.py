@@ -1,6 +1,6 @@
 import pytest
 
-from quire.settings import ConfigurationError, load_settings
+from quire.runtime.settings import ConfigurationError, load_settings
 from quire_cli.supervisor.settings import ServeSettings
 from worker_svc.settings import WorkerSettings
 

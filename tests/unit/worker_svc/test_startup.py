@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.compatibility import ModelFingerprint
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
-from quire.settings import ConfigurationError, load_settings
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
+from quire.runtime.settings import ConfigurationError, load_settings
+from quire.service.compatibility import ModelFingerprint
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.models import Family, make_model
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM

@@ -26,10 +26,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from worker_svc.models.base import CausalLM, ModelInput
-from worker_svc.models.transformers.adapters import adapt, served_attention
+from worker_svc.models.transformers.attention_adapters import adapt, served_attention
 from worker_svc.models.transformers.paged import (
     HOOK,
     PAGED,

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernels import ops
 from kernels.checks import dtype_written_to
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
 

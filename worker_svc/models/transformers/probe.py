@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.models.transformers.paged import AttentionCall, LayerShape, UnsupportedModelError
 
 PROBED = "quire_probed"

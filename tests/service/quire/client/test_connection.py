@@ -12,7 +12,7 @@ from quire.client import AsyncClient, Client, ClientTls
 from quire.rpc.errors import Unavailable
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.certificates import make_certificates
 from tests.support.either_client import EitherClient
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from quire.common.v1 import admin_pb2, admin_pb2_grpc
-from quire.logs import configure_logging
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.runtime.logs import configure_logging
 from quire_cli.main import main
 from tests.support.certificates import make_certificates
 from tests.support.processes import until_true

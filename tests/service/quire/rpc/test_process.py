@@ -11,7 +11,7 @@ import pytest
 PRELUDE = """
 import asyncio, sys
 from quire.rpc.process import run_service
-from quire.settings import ConfigurationError, TemporaryError
+from quire.runtime.settings import ConfigurationError, TemporaryError
 async def forever(clean_up=0.0):
     print("up", flush=True)
     try:

@@ -15,7 +15,7 @@ from quire.rpc.channel import open_channel
 from quire.rpc.errors import PermissionDenied, QuireError, Unavailable, from_rpc_error
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.certs import LOCAL_HOSTS
 from tests.support.certificates import make_certificates
 from tests.support.grpc_types import health_stub, reflection_stub

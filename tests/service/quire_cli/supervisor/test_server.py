@@ -15,7 +15,7 @@ import pytest
 from quire.client import AsyncClient
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.rpc.address import AddressInUse
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.supervisor import LocalServer, ServeSettings, server
 from quire_cli.supervisor.commands import Programs
 from tests.support.forks import forked

@@ -23,7 +23,7 @@ from gateway.auth.keys import (
 )
 from gateway.auth.quota import Limits
 from quire.rpc.errors import ResourceExhausted, Unauthenticated
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.keys import make_entry
 from tests.support.processes import until_true
 

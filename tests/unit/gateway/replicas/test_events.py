@@ -3,8 +3,8 @@
 import pytest
 
 from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs, event_batch_from
-from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.logprobs import Line, fill, lines_of, token_logprobs

@@ -20,8 +20,8 @@ from gateway.replicas.events import (
 from gateway.replicas.generation_request import NamedAdapter
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.sequence import TokenGapError
-from quire.compatibility import ModelFingerprint
 from quire.rpc.errors import AlreadyExists, Internal
+from quire.service.compatibility import ModelFingerprint
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped

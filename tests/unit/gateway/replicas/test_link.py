@@ -15,9 +15,9 @@ from gateway.request.prepare import resolve
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
-from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import Unavailable
 from quire.scheduler.v1 import scheduler_pb2
+from quire.service.compatibility import UNKNOWN_MODEL
 from tests.support.parameters import make_options, make_request
 
 

@@ -24,10 +24,10 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
 from quire.common.v1.common_pb2 import KvSource
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, epoch_of_start
-from quire.replica_role import ReplicaRole
+from quire.messages.replica_role import ReplicaRole
 from quire.rpc.errors import Aborted, Internal, ResourceExhausted, Unavailable
 from quire.scheduler.v1.scheduler_pb2 import RequestFailure, TokenEvents
+from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint, epoch_of_start
 from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped

@@ -19,8 +19,8 @@ from gateway.replicas.routing import (
     loads_of,
     prompt_hashes,
 )
-from quire.prefix_hashes import BlockHash, short
-from quire.replica_role import ReplicaRole
+from quire.messages.prefix_hashes import BlockHash, short
+from quire.messages.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 

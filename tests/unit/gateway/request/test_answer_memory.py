@@ -12,8 +12,8 @@ from gateway.replicas.events import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import AS_MESSAGE, AS_TENSORS, IN_PIECES, STREAMED, AnswerMemory
 from gateway.request.generator import results_of
-from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.logprobs import Line, token_logprobs

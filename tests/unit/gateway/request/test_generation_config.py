@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 from gateway.request.generation_config import KEYS, ModelDefaults, Use, model_defaults
 from gateway.request.prepare import check_choice, resolve
 from quire.common.v1.common_pb2 import RowSampling
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from quire.rpc.errors import InvalidArgument
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.parameters import make_options
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"

@@ -10,11 +10,11 @@ from gateway.request.limits import limits_of
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
-from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.constraints.matcher import Vocabulary
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError, load_settings
-from scheduler_svc.service import servicer
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError, load_settings
+from quire.service.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
+from scheduler_svc.service import scheduler_servicer as servicer
 from tests.support.tokenizers import byte_level, write_model_directory
 
 

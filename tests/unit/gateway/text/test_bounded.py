@@ -14,7 +14,7 @@ from gateway.text.bounded import TookTooLong, bounded
 from gateway.text.chat import Chat, model_template
 from gateway.types import ChatMessage, ChatPrompt
 from quire.rpc.errors import InvalidArgument
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 _LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {

@@ -17,7 +17,7 @@ from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import InvalidArgument
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.chat_models import HERMES_TEMPLATE
 from tests.support.tokenizers import byte_level, write_model_directory
 

@@ -16,7 +16,7 @@ from gateway.request.served_model import ServedModel
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, Tool, ToolChoice
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 
 TEXTS = [

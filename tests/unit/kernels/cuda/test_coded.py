@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.cuda import coded
 from kernels.packed_weight import Coding, Quantization
 from kernels.reference import activated
-from quire.adapters import read_adapter
+from quire.model_files.adapter_files import read_adapter
 from tests.support.adapters import make_adapter
 from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
 from tests.support.gguf_files import write_gguf
@@ -23,9 +23,9 @@ from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span, codings_of
 from tests.support.triton_devices import KernelDevice
 from tests.unit.worker_svc.test_gguf_weights import CODED, CODED_SIZES, code_as_a_mix
-from worker_svc.adapters import AdapterSlots
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import Linear
+from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.registry import load_model
 
 pytestmark = pytest.mark.extended

@@ -8,7 +8,7 @@ import pytest
 
 from quire.client.connection import ClientTls, find_target, open_channel, split_addresses
 from quire.rpc.errors import Unavailable
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 KNOWN = {"one": ["10.0.0.1"], "two": ["10.0.0.2", "10.0.0.3"], "dual": ["fd00::1", "10.0.0.1"]}
 

@@ -8,8 +8,8 @@ import pytest
 from quire.common.v1.common_pb2 import Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
-from quire.model_directory import ModelDirectory
-from quire.model_source import resolve_model
+from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.model_source import resolve_model
 from tests.support.constraints import (
     TOKENIZERS,
     accepts,

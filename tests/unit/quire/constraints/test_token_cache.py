@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from quire.constraints import token_cache
 from quire.constraints.token_cache import token_table
 from quire.constraints.tokens import TokenTable
-from quire.model_directory import ModelDirectory
+from quire.model_files.model_directory import ModelDirectory
 from tests.support.tokenizers import byte_level, write_model_directory
 
 

@@ -17,7 +17,7 @@ from quire.rpc.address import (
     parse_address,
     parse_target,
 )
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 
 @pytest.mark.parametrize(

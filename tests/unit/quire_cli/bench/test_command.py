@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.load import LoadRequest, Slo, make_report
-from quire.settings import load_settings
+from quire.runtime.settings import load_settings
 from quire_cli.bench.command import shown_command
 from quire_cli.bench.flags import BenchFlags
 from quire_cli.bench.plan import Load, PlannedRun, read_file

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from quire.load import Chat, Constant, LoadRequest, fixed, take, with_decoding
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.bench.driver import CannotMeasureError, Chunks, RequestFailedError
 from quire_cli.bench.openai_client import OpenAiServer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.settings import GatewaySettings
-from quire.settings import ConfigurationError, load_settings, to_argv
+from quire.runtime.settings import ConfigurationError, load_settings, to_argv
 from quire_cli.supervisor.commands import Commands, Programs, child_environ
 from quire_cli.supervisor.server import check_servable
 from quire_cli.supervisor.settings import ServeSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.supervisor.server import RunDirectory
 
 

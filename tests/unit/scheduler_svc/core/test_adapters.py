@@ -3,7 +3,7 @@ forever, and results of different adapters are not mixed."""
 
 from dataclasses import replace
 
-from quire.prefix_hashes import root_hash
+from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core import preparation
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.request import Adapter, Request

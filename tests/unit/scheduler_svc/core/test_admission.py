@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core import block_pool, kv_cache, planner
-from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
 from tests.support.core_driver import Driver, continued, make_config, make_request

@@ -1,6 +1,6 @@
 """The log of a prefix cache: stored and evicted blocks, in few changes."""
 
-from quire.prefix_hashes import root_hash
+from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.host_memory import HostMemory

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.prefix_hashes import block_hash, root_hash
+from quire.messages.prefix_hashes import block_hash, root_hash
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, FreeQueue, PrefixHashes
 from scheduler_svc.core.kv_cache import VictimTables
 from scheduler_svc.core.request import Request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.prefix_hashes import root_hash
+from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core import arrivals
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.pins import Pin

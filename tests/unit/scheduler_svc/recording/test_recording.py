@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire_cli.main import main
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.block_pool import BlockHash, BlockId

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.service import kv_events
 from scheduler_svc.service.kv_events import KvEventPublisher

@@ -6,7 +6,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from quire.histograms import OTHER_TENANTS
+from quire.service.histograms import OTHER_TENANTS
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
 from scheduler_svc.service.metrics import SchedulerMetrics, Served

@@ -2,7 +2,7 @@ import asyncio
 
 import numpy as np
 
-from quire.logprob_columns import LogprobColumns
+from quire.messages.logprob_columns import LogprobColumns
 from quire.rpc.errors import ResourceExhausted
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from scheduler_svc.core.request import Handle

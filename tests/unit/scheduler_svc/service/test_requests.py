@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.logprob_columns import LogprobColumns
+from quire.messages.logprob_columns import LogprobColumns
 from quire.rpc.errors import AlreadyExists, Cancelled, NotFound, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.moves import KvSource
@@ -23,7 +23,7 @@ from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
 from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
-from scheduler_svc.service.servicer import SchedulerServicer
+from scheduler_svc.service.scheduler_servicer import SchedulerServicer
 from tests.support.core_driver import make_config, make_request
 from tests.support.step_loop import make_step_loop
 

@@ -8,9 +8,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quire.arrays import encode_int32
-from quire.compatibility import WORKER_PROTOCOL, ModelFingerprint, epoch_of_start
+from quire.messages.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
+from quire.service.compatibility import WORKER_PROTOCOL, ModelFingerprint, epoch_of_start
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepInFlight
 from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError

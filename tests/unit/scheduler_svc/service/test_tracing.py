@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from quire.tracing import TraceContext
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.request import Request

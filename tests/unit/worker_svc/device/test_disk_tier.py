@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
 from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, hashes
 from worker_svc.device import file_lock

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.adapters import read_adapter
-from quire.model_source import resolve_model
-from quire.settings import ConfigurationError
+from quire.model_files.adapter_files import read_adapter
+from quire.model_files.model_source import resolve_model
+from quire.runtime.settings import ConfigurationError
 from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import without_packed_products
 from tests.support.fake_cuda import FakeCuda
@@ -22,10 +22,10 @@ from tests.support.models import make_model
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
-from worker_svc.adapters import AdapterSlots
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import MAX_GRAPH_ROWS, CudaGraphRecorder, GraphShapes, check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
+from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.models.with_experts import MixtralForCausalLM

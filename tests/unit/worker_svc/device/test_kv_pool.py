@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.processes import wait_true
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
 from tests.support.tiny_causal_lm import TinyCausalLM

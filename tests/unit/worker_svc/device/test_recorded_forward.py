@@ -11,15 +11,15 @@ import torch
 from kernels.int8 import line_bytes
 from kernels.packed_weight import Quantization
 from kernels.recording import NotRecordableError
-from quire.adapters import read_adapter
+from quire.model_files.adapter_files import read_adapter
 from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import NATIVE, VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
 from tests.support.tiers import parametrize_once
-from worker_svc.adapters import AdapterSlots
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import RecordedForward, make_decodes, make_forward, room_for
+from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.step import PoolGeometry, WorkerLimits

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.arrays import encode_int32
 from quire.common.v1.common_pb2 import Constraint
-from quire.model_source import resolve_model
+from quire.messages.arrays import encode_int32
+from quire.model_files.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
 from tests.support.sampling import make_sampling
@@ -22,7 +22,7 @@ from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.rows import FailedPrompts, Rows
 from worker_svc.models.registry import load_model
-from worker_svc.protocol.convert import StepDecoder
+from worker_svc.protocol.step_messages import StepDecoder
 from worker_svc.startup import model_geometry
 from worker_svc.step import (
     AdmittedStep,

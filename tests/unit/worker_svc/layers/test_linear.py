@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from kernels import ops
 from kernels.low_rank import LowRank
 from kernels.packed_weight import Quantization
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import make_model
 from worker_svc.layers import linear
 from worker_svc.layers.embedding_norm import Embedding

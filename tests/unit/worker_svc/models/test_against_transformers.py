@@ -25,8 +25,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quire.model_directory import ModelDirectory
-from quire.settings import ConfigurationError
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import (
     ALTERNATING,
     FAMILIES,

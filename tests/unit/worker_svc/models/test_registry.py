@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from transformers import GPT2Config
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers.attention import AttentionMetadata
@@ -102,7 +102,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         "pytorch_model.bin is a pickle, which is never loaded; convert the model",
     ),
 ]
-"""tests/unit/quire/test_model_directory.py covers faults of config.json or of an index as files."""
+"""tests/unit/quire/model_files/test_model_directory.py covers faults of config.json or of an index as files."""
 
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILED, ids=[message for _, message in SPOILED])

@@ -5,7 +5,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.parallel import ranks
 from worker_svc.parallel.ranks import DistributedRanks, Ranks, heads_of_rank
 from worker_svc.parallel.rendezvous import backend_for

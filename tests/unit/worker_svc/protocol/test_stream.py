@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from quire.adapters import UnusableAdapterError
-from quire.compatibility import WORKER_PROTOCOL, ModelFingerprint
+from quire.model_files.adapter_files import UnusableAdapterError
 from quire.rpc.errors import FailedPrecondition, Unavailable
+from quire.service.compatibility import WORKER_PROTOCOL, ModelFingerprint
 from quire.worker.v1 import worker_pb2
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig

@@ -12,7 +12,7 @@ from gateway.api.responses.store import MemoryStore, ResponseStore, SqliteStore,
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument, NotFound
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 
 RESPONSE = StoredResponse(b"{}", (ChatMessage("user", "hello"),))
 SIZE = RESPONSE.num_bytes

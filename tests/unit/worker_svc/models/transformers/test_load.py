@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import BloomConfig, FalconMambaConfig, Llama4TextConfig, LlamaConfig, MptConfig, PreTrainedConfig
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from worker_svc.models.transformers.model import remembered_by_generate
 from worker_svc.models.transformers.probe import max_model_len_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import FEW_EXPERTS, Family, edit_config, edit_tensors, make_model
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import int8
-from quire.settings import ConfigurationError
+from quire.runtime.settings import ConfigurationError
 from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.registry import load_model

@@ -1,0 +1,586 @@
+"""Converts the client's values to messages of quire.gateway.v1 and back."""
+
+# Callers may not be type-checked: values of wrong types are refused by name.
+# pyright: reportUnnecessaryIsInstance=false
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, Unpack, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from quire.client.types import (
+    Adapter,
+    AnyChatMessage,
+    BeamSearch,
+    ChatFields,
+    ChatMessage,
+    Constraint,
+    EarlyStopping,
+    FinishReason,
+    GeneratedSequence,
+    Generation,
+    GenerationOptions,
+    Limits,
+    Logprob,
+    Model,
+    PinnedPrefix,
+    PositionLogprobs,
+    Replica,
+    ReplicaRole,
+    RequestCompleted,
+    SequenceFinished,
+    ServerInfo,
+    StreamEvent,
+    StructuralTag,
+    StructuralTags,
+    TokenChunk,
+    Tokenization,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.model_files.progress import LoadProgress
+from quire.rpc.errors import Internal, invalid_field
+
+T = TypeVar("T")
+GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, generation_pb2.GenerateStreamRequest)
+ChatMessageT = TypeVar("ChatMessageT", generation_pb2.ChatRequest, generation_pb2.ChatStreamRequest)
+
+
+class GenerationFields(TypedDict):
+    """The fields of a request to generate that are neither its prompt nor its options."""
+
+    model: str | None
+    request_id: str | None
+    priority: int | None
+
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+_EARLY_STOPPING = {
+    EarlyStopping.FALSE: common_pb2.EARLY_STOPPING_FALSE,
+    EarlyStopping.TRUE: common_pb2.EARLY_STOPPING_TRUE,
+    EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
+}
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+_KINDS = {
+    FieldDescriptor.CPPTYPE_STRING: "a str that UTF-8 can encode",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+}
+_TOOL_CHOICES = {
+    "auto": generation_pb2.TOOL_CHOICE_MODE_AUTO,
+    "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+# Options that are messages themselves.
+_OPTIONS_WITH_FIELDS = ("beam_search", "constraint")
+_OPTIONS = [each.name for each in dataclasses.fields(GenerationOptions) if each.name not in _OPTIONS_WITH_FIELDS]
+
+
+def to_generate_request(
+    message: GenerateMessage,
+    prompt: str | Sequence[int],
+    options: GenerationOptions | None,
+    **fields: Unpack[GenerationFields],
+) -> GenerateMessage:
+    """Fills `message`, a new request of either kind, and returns it.
+
+    Raises:
+        InvalidArgument: a value does not fit its field, for example a negative token id.
+        TypeError: the prompt is neither text nor token ids, or the options are no GenerationOptions.
+    """
+    if isinstance(prompt, str):
+        _fill(message, text=prompt)
+    else:
+        _check_is_sequence("prompt", prompt, "a str or a sequence of token ids")
+        message.token_ids.SetInParent()
+        _fill(message.token_ids, ids=prompt)
+    _fill(message, **fields)
+    _fill_options(message, options)
+    return message
+
+
+def to_chat_request(
+    message: ChatMessageT,
+    messages: Sequence[AnyChatMessage],
+    options: GenerationOptions | None,
+    chat: ChatFields | None = None,
+    **fields: Unpack[GenerationFields],
+) -> ChatMessageT:
+    """Fills `message`, a new request of either kind, and returns it.
+
+    Raises:
+        InvalidArgument: a value does not fit its field.
+        TypeError: the messages are no messages, the options no GenerationOptions, or `chat` has an unknown field.
+    """
+    _check_is_sequence("messages", messages, "a sequence of ChatMessage")
+    _add_messages(message, "messages", messages)
+    _fill_chat(message, chat or {})
+    _fill(message, **fields)
+    _fill_options(message, options)
+    return message
+
+
+def to_tokenize_request(
+    text_or_messages: str | Sequence[AnyChatMessage], *, add_special_tokens: bool | None, model: str | None
+) -> generation_pb2.TokenizeRequest:
+    request = generation_pb2.TokenizeRequest()
+    if isinstance(text_or_messages, str):
+        _fill(request, text=text_or_messages)
+    else:
+        _check_is_sequence("text_or_messages", text_or_messages, "a str or a sequence of ChatMessage")
+        request.chat.SetInParent()
+        _add_messages(request.chat, "text_or_messages", text_or_messages)
+    _fill(request, model=model, add_special_tokens=add_special_tokens)
+    return request
+
+
+def to_detokenize_request(
+    token_ids: Sequence[int], *, include_special_tokens: bool | None, model: str | None
+) -> generation_pb2.DetokenizeRequest:
+    request = generation_pb2.DetokenizeRequest()
+    _put(request, "token_ids", token_ids)
+    _fill(request, include_special_tokens=include_special_tokens, model=model)
+    return request
+
+
+def to_pin_request(
+    prefix: str | Sequence[int] | Sequence[AnyChatMessage], *, time_to_live_ms: int | None, model: str | None
+) -> prefix_pb2.PinPrefixRequest:
+    """Raises as `to_generate_request`."""
+    request = prefix_pb2.PinPrefixRequest()
+    if isinstance(prefix, str):
+        _fill(request, text=prefix)
+    else:
+        _check_is_sequence("prefix", prefix, "a str, a sequence of token ids or a sequence of ChatMessage")
+        _add_ids_or_messages(request, list(prefix))
+    _fill(request, time_to_live_ms=time_to_live_ms, model=model)
+    return request
+
+
+def to_unpin_request(pin_id: str) -> prefix_pb2.UnpinPrefixRequest:
+    request = prefix_pb2.UnpinPrefixRequest()
+    _put(request, "pin_id", pin_id)
+    return request
+
+
+def to_cancel_request(request_id: str) -> generation_pb2.CancelRequest:
+    request = generation_pb2.CancelRequest()
+    _put(request, "request_id", request_id)
+    return request
+
+
+def to_get_model_request(name: str) -> model_pb2.GetModelRequest:
+    request = model_pb2.GetModelRequest()
+    _put(request, "model", name)
+    return request
+
+
+def _check_is_sequence(name: str, value: object, limit: str) -> None:
+    """TypeError where a value is a single one."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} is {value!r:.80}; it must be {limit}")
+
+
+def _add_ids_or_messages(request: prefix_pb2.PinPrefixRequest, entries: list[int | AnyChatMessage]) -> None:
+    if entries and all(isinstance(entry, ChatMessage | Mapping) for entry in entries):
+        _add_messages(request.chat, "prefix", cast(list[AnyChatMessage], entries))
+    else:
+        request.token_ids.SetInParent()
+        _fill(request.token_ids, ids=entries)
+
+
+def _add_messages(message: Any, name: str, messages: Iterable[AnyChatMessage]) -> None:
+    """`name` is the caller's name of the messages."""
+    for index, entry in enumerate(messages):
+        path = f"{name}[{index}]"
+        given = _chat_message(path, entry)
+        added = message.messages.add()
+        for field in ("role", "content", "name", "tool_call_id", "reasoning"):
+            if (value := getattr(given, field)) is not None or field == "content":
+                _put(added, field, value, f"{path}.{field}")
+        _check_is_sequence(f"{path}.tool_calls", given.tool_calls, "a sequence of ToolCall")
+        for number, call in enumerate(given.tool_calls):
+            where = f"{path}.tool_calls[{number}]"
+            if not isinstance(call, ToolCall):
+                raise TypeError(f"{where} is {call!r:.80}; it must be a ToolCall")
+            made = added.tool_calls.add()
+            for field in ("id", "name", "arguments"):
+                _put(made, field, getattr(call, field), f"{where}.{field}")
+
+
+def _chat_message(path: str, entry: AnyChatMessage) -> ChatMessage:
+    if isinstance(entry, ChatMessage):
+        return entry
+    if isinstance(entry, Mapping) and {"role", "content"} <= set(entry) <= _MESSAGE_FIELDS:
+        return ChatMessage(**entry)
+    limit = 'a ChatMessage, or a mapping of its fields with "role" and "content"'
+    raise TypeError(f"{path} is {entry!r:.80}; it must be {limit}")
+
+
+_MESSAGE_FIELDS = {each.name for each in dataclasses.fields(ChatMessage)}
+
+
+def _fill_chat(message: Any, chat: ChatFields) -> None:
+    """Sets the fields of a chat other than messages and options; raises as `to_chat_request`."""
+    if unknown := chat.keys() - ChatFields.__annotations__.keys():
+        raise TypeError(f"a chat has no {', '.join(sorted(unknown))}")
+    tools = chat.get("tools", ())
+    _check_is_sequence("tools", tools, "a sequence of Tool")
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if not isinstance(tool, Tool):
+            raise TypeError(f"{path} is {tool!r:.80}; it must be a Tool")
+        added = message.tools.add()
+        parameters = None if tool.parameters is None else _schema_text(tool.parameters)
+        values = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
+        for name, value in values.items():
+            if value is not None:
+                _put(added, name, value, f"{path}.{name}")
+    if (choice := chat.get("tool_choice")) is not None:
+        if choice in _TOOL_CHOICES:
+            message.tool_choice.mode = _TOOL_CHOICES[choice]
+        else:
+            _put(message.tool_choice, "name", choice, "tool_choice")
+    if (allowed := chat.get("allowed_tools")) is not None:
+        _check_is_sequence("allowed_tools", allowed, "a sequence of names of tools")
+        _put(message.tool_choice, "allowed", allowed, "allowed_tools")
+    _fill(message, parallel_tool_calls=chat.get("parallel_tool_calls"))
+    if (wanted := chat.get("response_format")) is not None:
+        constraint = wanted if isinstance(wanted, Constraint) else Constraint(json_schema=wanted)
+        fill_constraint(message.response_format, constraint, "response_format")
+    if (arguments := chat.get("template_arguments")) is not None:
+        try:
+            message.template_options.arguments.update(arguments)
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            limit = "a mapping of names to values of JSON"
+            raise invalid_field("template_arguments", f"is {arguments!r:.80}; it must be {limit}") from error
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if (value := chat.get(name)) is not None:
+            _put(message.template_options, name, value)
+
+
+def _fill_options(message: Any, options: GenerationOptions | None) -> None:
+    if options is None:
+        return
+    if not isinstance(options, GenerationOptions):
+        raise TypeError(f"options is {options!r:.80}; it must be a GenerationOptions")
+    for group in (message.sampling, message.stopping, message.output):
+        names = [name for name in _OPTIONS if name in group.DESCRIPTOR.fields_by_name]
+        _fill(group, **{name: getattr(options, name) for name in names})
+    if options.beam_search is not None:
+        _fill_beam_search(message.sampling.beam_search, options.beam_search)
+    if options.constraint is not None:
+        fill_constraint(message.sampling.constraint, options.constraint)
+
+
+def fill_constraint(message: common_pb2.Constraint, constraint: Constraint, path: str = "constraint") -> None:
+    """Sets a constraint in a message; `path` is the caller's name of it.
+
+    Raises:
+        InvalidArgument: it does not say exactly one thing, or a value does not fit its field.
+    """
+    if not isinstance(constraint, Constraint):
+        raise invalid_field(path, f"is {constraint!r:.80}; it must be a Constraint")
+    _check_one(path, constraint, ("json_schema", "json_object", "regex", "choice", "lark", "structural_tags"))
+    _fill_content(message, path, constraint)
+    if constraint.json_object:
+        message.json_object.SetInParent()
+    if constraint.choice:
+        _put(message.choice, "texts", constraint.choice, f"{path}.choice")
+    if constraint.begins_after is not None:
+        _put(message, "begins_after", constraint.begins_after, f"{path}.begins_after")
+    if constraint.no_white_space is not None:
+        _put(message, "no_white_space", constraint.no_white_space, f"{path}.no_white_space")
+    if (tags := constraint.structural_tags) is not None:
+        if not isinstance(tags, StructuralTags):
+            raise invalid_field(f"{path}.structural_tags", f"is {tags!r:.80}; it must be a StructuralTags")
+        _fill(message.structural_tags, required=tags.required, single=tags.single, no_free_text=tags.no_free_text)
+        _check_is_sequence("structural_tags.tags", tags.tags, "a sequence of StructuralTag")
+        for index, tag in enumerate(tags.tags):
+            where = f"{path}.structural_tags.tags[{index}]"
+            if not isinstance(tag, StructuralTag):
+                raise invalid_field(where, f"is {tag!r:.80}; it must be a StructuralTag")
+            _check_one(where, tag, ("json_schema", "regex", "lark"))
+            added = message.structural_tags.tags.add()
+            _put(added, "begin", tag.begin, f"{where}.begin")
+            _put(added, "end", tag.end, f"{where}.end")
+            _fill_content(added, where, tag)
+
+
+def _check_one(path: str, value: object, names: Sequence[str]) -> None:
+    given = [name for name in names if getattr(value, name) not in (None, False, ())]
+    if len(given) != 1:
+        said = f"sets {' and '.join(given)}" if given else "sets nothing"
+        raise invalid_field(path, f"{said}; it must set exactly one of {', '.join(names)}")
+
+
+def _fill_content(message: Message, path: str, content: Constraint | StructuralTag) -> None:
+    if (schema := content.json_schema) is not None:
+        _put(message, "json_schema", _schema_text(schema), f"{path}.json_schema")
+    for name in ("regex", "lark"):
+        if (text := getattr(content, name)) is not None:
+            _put(message, name, text, f"{path}.{name}")
+
+
+def _schema_text(schema: Any) -> Any:
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    return json.dumps(schema, ensure_ascii=False) if isinstance(schema, Mapping) else schema
+
+
+def _fill_beam_search(message: common_pb2.BeamSearchParameters, beam: BeamSearch) -> None:
+    if not isinstance(beam, BeamSearch):
+        raise invalid_field("beam_search", f"is {beam!r:.80}; it must be a BeamSearch")
+    early_stopping = None if beam.early_stopping is None else _early_stopping(beam.early_stopping)
+    _fill(message, beam_width=beam.beam_width, length_penalty=beam.length_penalty, early_stopping=early_stopping)
+
+
+def _early_stopping(value: EarlyStopping) -> common_pb2.EarlyStopping:
+    try:
+        return _EARLY_STOPPING[EarlyStopping(value)]
+    except ValueError as error:
+        limit = f"one of EarlyStopping: {', '.join(EarlyStopping)}"
+        raise invalid_field("early_stopping", f"is {value!r:.80}; it must be {limit}") from error
+
+
+def from_generate_response(
+    message: generation_pb2.GenerateResponse | generation_pb2.ChatResponse,
+) -> Generation:
+    return _read(
+        Generation,
+        message,
+        sequences=tuple(map(_sequence, message.sequences)),
+        usage=_read(Usage, message.usage),
+        prompt_logprobs=_positions(message.prompt_logprobs),
+    )
+
+
+def with_parsed(answer: Generation, chat: ChatFields) -> Generation:
+    """The answer, with the parsed values of its sequences if the `response_format` of the chat is a schema."""
+    wanted = chat.get("response_format")
+    if wanted is None or isinstance(wanted, Constraint):
+        return answer
+    sequences = tuple(
+        dataclasses.replace(each, parsed=_parsed(each.text, wanted))
+        if each.finish_reason is FinishReason.STOP
+        else each
+        for each in answer.sequences
+    )
+    return dataclasses.replace(answer, sequences=sequences)
+
+
+def _parsed(text: str, schema: Any) -> Any:
+    """The value of a text in JSON; None if it is not valid, as after a stop string."""
+    validate = getattr(schema, "model_validate_json", json.loads)
+    try:
+        return validate(text)
+    except ValueError:
+        return None
+
+
+def from_stream_response(
+    message: generation_pb2.GenerateStreamResponse | generation_pb2.ChatStreamResponse,
+) -> StreamEvent:
+    """Internal when the message holds no event that this client knows."""
+    match message.WhichOneof("event"):
+        case "chunk":
+            # One a token: written out, which is faster than `_read`.
+            chunk = message.chunk
+            return TokenChunk(
+                sequence_index=chunk.sequence_index,
+                offset=chunk.offset,
+                token_ids=tuple(chunk.token_ids),
+                text=chunk.text,
+                logprobs=_positions(chunk.logprobs),
+                reasoning=chunk.reasoning,
+                tool_calls=tuple(_read(ToolCallDelta, call) for call in chunk.tool_calls),
+            )
+        case "finished":
+            return _read(SequenceFinished, message.finished, **_ending(message.finished))
+        case "completed":
+            return _read(
+                RequestCompleted,
+                message.completed,
+                usage=_read(Usage, message.completed.usage),
+                prompt_logprobs=_positions(message.completed.prompt_logprobs),
+            )
+        case _:
+            raise Internal("the server sent an event that this client does not know", reason="UNKNOWN_EVENT")
+
+
+def from_tokenize_response(message: generation_pb2.TokenizeResponse) -> Tokenization:
+    return _read(Tokenization, message, token_ids=tuple(message.token_ids), tokens=tuple(message.tokens))
+
+
+def from_detokenize_response(message: generation_pb2.DetokenizeResponse) -> str:
+    return message.text
+
+
+def from_pin_response(message: prefix_pb2.PinPrefixResponse) -> PinnedPrefix:
+    return _read(PinnedPrefix, message)
+
+
+def from_get_model_response(message: model_pb2.GetModelResponse) -> Model:
+    return _model(message.model)
+
+
+def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(map(_model, message.models))
+
+
+def to_load_adapter_request(name: str, directory: str | Path, *, replace: bool) -> model_pb2.LoadAdapterRequest:
+    request = model_pb2.LoadAdapterRequest(replace=replace)
+    _put(request, "name", name)
+    _put(request, "directory", str(directory))
+    return request
+
+
+def to_unload_adapter_request(name: str) -> model_pb2.UnloadAdapterRequest:
+    request = model_pb2.UnloadAdapterRequest()
+    _put(request, "name", name)
+    return request
+
+
+def from_load_adapter_response(message: model_pb2.LoadAdapterResponse) -> Adapter:
+    return _read(Adapter, message.adapter)
+
+
+def from_adapters(message: model_pb2.ListAdaptersResponse) -> tuple[Adapter, ...]:
+    return tuple(_read(Adapter, each) for each in message.adapters)
+
+
+def from_server_info(message: model_pb2.GetServerInfoResponse) -> ServerInfo:
+    return _read(
+        ServerInfo,
+        message,
+        replicas=tuple(map(_replica, message.replicas)),
+        limits=_read(Limits, message.limits),
+    )
+
+
+def from_nothing(_: Message) -> None:
+    """Reads an answer without fields."""
+
+
+def _read(cls: type[T], message: Any, **given: Any) -> T:
+    """A dataclass with the fields of a message; `given` has the fields whose types differ."""
+    names = (each.name for each in dataclasses.fields(cast(Any, cls)))
+    return cls(**given, **{name: getattr(message, name) for name in names if name not in given})
+
+
+def _replica(message: model_pb2.Replica) -> Replica:
+    loading = LoadProgress.of(message.loading) if message.HasField("loading") else None
+    return _read(Replica, message, loading=loading, role=ReplicaRole.of(message.role))
+
+
+def _model(message: model_pb2.Model) -> Model:
+    parent = message.parent if message.HasField("parent") else None
+    return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids), parent=parent)
+
+
+def _sequence(message: generation_pb2.GeneratedSequence) -> GeneratedSequence:
+    token_ids, logprobs = tuple(message.token_ids), _positions(message.logprobs)
+    calls = tuple(_read(ToolCall, call) for call in message.tool_calls)
+    return _read(
+        GeneratedSequence,
+        message,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        tool_calls=calls,
+        parsed=None,
+        **_ending(message),
+    )
+
+
+def _ending(message: generation_pb2.GeneratedSequence | generation_pb2.SequenceFinished) -> dict[str, Any]:
+    """How a sequence ended."""
+    optional = ("stop_string", "stop_token_id", "cumulative_logprob")
+    return {
+        "finish_reason": _FINISH_REASONS.get(message.finish_reason, FinishReason.UNSPECIFIED),
+        **{name: getattr(message, name) if message.HasField(cast(Any, name)) else None for name in optional},
+    }
+
+
+def _positions(messages: Iterable[common_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+    return tuple(PositionLogprobs(_logprob(m.chosen), tuple(_logprob(entry) for entry in m.top)) for m in messages)
+
+
+def _logprob(message: common_pb2.Logprob) -> Logprob:
+    return Logprob(message.token_id, message.logprob, message.rank)
+
+
+def _fill(message: Message, **values: Any) -> None:
+    """Sets the fields that are not None; raises as `_put`."""
+    for name, value in values.items():
+        if value is not None:
+            _put(message, name, value)
+
+
+def _put(message: Message, name: str, value: Any, path: str | None = None) -> None:
+    """Sets a field; one str is a sequence of one.
+
+    Args:
+        path: The caller's name of the field; the field's own when absent.
+
+    Raises:
+        InvalidArgument: the value does not fit the field.
+    """
+    try:
+        _set(message, name, value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise invalid_field(path or name, f"is {value!r:.80}; it must be {_limit(message, name)}") from error
+
+
+def _set(message: Message, name: str, value: Any) -> None:
+    """ValueError, TypeError or OverflowError where the value does not fit."""
+    held: Any = getattr(message, name)
+    kind = cast(type[object], type(held))
+    is_map = issubclass(kind, MutableMapping)
+    if is_map != isinstance(value, Mapping):
+        raise TypeError("only a mapping fits a map")
+    if is_map:
+        held.update(value)
+    elif issubclass(kind, MutableSequence):
+        held.extend([value] if isinstance(value, str | bytes) else value)
+    else:
+        setattr(message, name, value)
+
+
+def _limit(message: Message, name: str) -> str:
+    """A description of the type of a field."""
+    field: Any = message.DESCRIPTOR.fields_by_name[name]
+    held = getattr(message, name)
+    if isinstance(held, MutableMapping):
+        key, value = (_kind(field.message_type.fields_by_name[part]) for part in ("key", "value"))
+        return f"a mapping, each key {key} and each value {value}"
+    if isinstance(held, MutableSequence):
+        one = "a str or " if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else ""
+        return f"{one}a sequence, each entry {_kind(field)}"
+    return _kind(field)
+
+
+def _kind(field: Any) -> str:
+    if field.cpp_type not in _INTEGERS:
+        return _KINDS[field.cpp_type]
+    low, high = _INTEGERS[field.cpp_type]
+    return f"a whole number in [{low:,}, {high:,}]"

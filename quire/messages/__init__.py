@@ -1,0 +1,1 @@
+"""Values that services exchange in messages: arrays, log probabilities, hashes of blocks, and roles."""

@@ -1,0 +1,1 @@
+"""What every process of Quire needs: settings, logs, clocks, random numbers, and the machine that it runs on."""

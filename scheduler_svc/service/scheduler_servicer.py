@@ -1,0 +1,397 @@
+"""SchedulerService over gRPC. It checks gateways' messages and turns refusals into errors; decisions are elsewhere."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import grpc.aio
+
+from quire.messages.arrays import decode_int32
+from quire.rpc.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    Unavailable,
+    invalid_field,
+)
+from quire.runtime import clock
+from quire.runtime.failpoint import failpoint
+from quire.runtime.logs import REQUEST_ID
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service import compatibility
+from quire.service.compatibility import ModelFingerprint, ProtocolVersions, check_model, check_protocol
+from scheduler_svc.core.request import Handle, Request
+from scheduler_svc.service.cache_digest import CacheDigest
+from scheduler_svc.service.gateway_messages import (
+    adapter_from,
+    blocks_message,
+    gateway_messages,
+    handle_from,
+    request_from_submit,
+    state_message,
+    trace_context_of,
+    welcome_message,
+)
+from scheduler_svc.service.outbox import Held, Outgoing
+from scheduler_svc.service.pin_calls import PinFailedError
+from scheduler_svc.service.requests import Connection, Reader, Requests
+from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.service.watch_messages import block_message
+
+_logger = logging.getLogger(__name__)
+_MAX_GRACE_PERIOD_MS = 600_000
+_MAX_TIME_TO_LIVE_MS = 86_400_000
+_MAX_LOGGED_REFUSALS = 64
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """One instance serves all gateways."""
+
+    def __init__(self, loop: StepLoop, requests: Requests) -> None:
+        self._loop = loop
+        self._requests = requests
+        self._cache = CacheDigest(loop.cache)
+        # The last log line about incompatible gateways.
+        self._logged_refusals: deque[str] = deque(maxlen=_MAX_LOGGED_REFUSALS)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        hello = await self._hello(request_iterator)
+        connection = self._requests.connect(hello.gateway_id, hello.grace_period_ms / 1e3)
+        reader = asyncio.create_task(self._read(request_iterator, connection))
+        reader.add_done_callback(lambda _: connection.outbox.close())
+        version = self._loop.version
+        try:
+            yield self._welcome()
+            if not self._loop.is_ready:
+                connection.outbox.put_readiness(self._loop.readiness)
+            if hello.wants_cache_updates:
+                self._cache.add(connection.outbox)
+            while (outgoing := await connection.outbox.take()) is not None:
+                started = clock.monotonic()
+                failpoint("scheduler.events.before_write")
+                for message in self._messages(outgoing, connection):
+                    yield message
+                if not connection.outbox.has_credit:
+                    self._requests.taken(connection, connection.outbox.num_sent)
+                if outgoing.batches:
+                    self._loop.trace.part("emit", outgoing.step_id, started, clock.monotonic())
+                if self._is_outdated(version):
+                    break
+            # Else the gateway has opened another stream, and the link of this one may be broken.
+            if reader.done():
+                await reader
+        finally:
+            reader.cancel()
+            self._cache.remove(connection.outbox)
+            self._requests.close(connection)
+
+    def _messages(self, outgoing: Outgoing, connection: Connection) -> list[scheduler_pb2.ConnectResponse]:
+        try:
+            return list(gateway_messages(outgoing))
+        except Exception:
+            # If the content were kept for the gateway's next stream, it would end that one too. It is computed again.
+            self._requests.taken(connection, connection.outbox.num_sent)
+            raise
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetStateResponse:
+        of_gateway = self._requests.are_read_by(request.gateway_id) if request.HasField("gateway_id") else None
+        return await state_message(
+            self._loop,
+            include_sequences=request.include_sequences,
+            num_gateways=self._requests.num_connected,
+            is_of_gateway=of_gateway,
+        )
+
+    async def InspectBlocks(
+        self, request: scheduler_pb2.InspectBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.InspectBlocksResponse:
+        return await blocks_message(self._loop, request.request_id if request.HasField("request_id") else None)
+
+    async def PinPrefix(
+        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.PinPrefixResponse:
+        self._check_available()
+        replica = self._loop.replica
+        assert replica is not None
+        if not 0 < request.time_to_live_ms <= _MAX_TIME_TO_LIVE_MS:
+            raise invalid_field(
+                "time_to_live_ms", f"is {request.time_to_live_ms}; it must be in [1, {_MAX_TIME_TO_LIVE_MS}]"
+            )
+        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=replica.vocab_size).tolist()
+        adapter = adapter_from(request.adapter) if request.HasField("adapter") else None
+        try:
+            pin = await self._loop.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3, adapter)
+        except PinFailedError as error:
+            raise Unavailable(str(error), reason="PIN_LOST") from error
+        return scheduler_pb2.PinPrefixResponse(
+            pin_id=pin.pin_id,
+            pinned_tokens=len(pin.token_ids),
+            pinned_blocks=len(pin.token_ids) // replica.block_size,
+        )
+
+    async def UnpinPrefix(
+        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.UnpinPrefixResponse:
+        if not self._loop.pins.unpin(request.tenant, request.pin_id):
+            raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
+        return scheduler_pb2.UnpinPrefixResponse()
+
+    async def ResetPrefixCache(
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        self._check_available()
+        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=self._loop.forget_cached())
+
+    async def Sleep(
+        self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.SleepResponse:
+        await self._loop.sleep(discard_weights=request.discard_weights)
+        return scheduler_pb2.SleepResponse()
+
+    async def WakeUp(
+        self, request: scheduler_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.WakeUpResponse:
+        await self._loop.wake_up()
+        return scheduler_pb2.WakeUpResponse()
+
+    async def FindDurable(
+        self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.FindDurableResponse:
+        owned = self._requests.find(request.tenant, request.request_id)
+        assert owned.durable is not None
+        return scheduler_pb2.FindDurableResponse(
+            submit=scheduler_pb2.Submit.FromString(owned.durable.description),
+            is_over=owned.is_over,
+            generated_tokens=owned.history.num_tokens,
+        )
+
+    async def Cancel(
+        self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.CancelResponse:
+        if not self._requests.cancel(request.tenant, request.request_id):
+            raise NotFound(f'request_id "{request.request_id[:128]}" names no request', reason="REQUEST_NOT_FOUND")
+        return scheduler_pb2.CancelResponse()
+
+    async def Drain(
+        self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DrainResponse:
+        timeout_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
+        return scheduler_pb2.DrainResponse(remaining_requests=await self._loop.drain(timeout_s))
+
+    async def Watch(
+        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+        async with aclosing(self._loop.watchers.frames(wants_memory=request.include_memory)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def ReadBlock(
+        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.ReadBlockResponse:
+        return block_message(self._loop.scheduler, request)
+
+    async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
+        # A refusal before the message is read could collide with the gateway's write, and grpc would report INTERNAL.
+        first = await anext(messages, None)
+        is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
+        if not is_back:
+            self._loop.check_not_draining()
+        self._check_attached()
+        if first is None or first.WhichOneof("message") != "hello":
+            raise FailedPrecondition("the first message of a stream must be hello")
+        if not first.hello.gateway_id:
+            raise invalid_field("hello.gateway_id", "must not be empty")
+        if first.hello.grace_period_ms > _MAX_GRACE_PERIOD_MS:
+            raise invalid_field(
+                "hello.grace_period_ms", f"is {first.hello.grace_period_ms}; at most {_MAX_GRACE_PERIOD_MS}"
+            )
+        self._check_fits(first.hello)
+        return first.hello
+
+    def _check_fits(self, hello: scheduler_pb2.Hello) -> None:
+        """Raises FailedPrecondition if a gateway has other protocol versions, or another model than the workers."""
+        replica = self._loop.replica
+        assert replica is not None
+        us, them = "the scheduler", f"gateway {hello.gateway_id[:128]}"
+        theirs = ProtocolVersions.of(hello.protocol)
+        try:
+            check_protocol("quire.scheduler.v1", compatibility.SCHEDULER_PROTOCOL, theirs, us=us, them=them)
+            check_model(replica.fingerprint, ModelFingerprint.of(hello.model), us=f"the worker of {us}", them=them)
+        except FailedPrecondition as error:
+            # Such a gateway tries again several times a second, and there may be several of them.
+            if str(error) not in self._logged_refusals:
+                self._logged_refusals.append(str(error))
+                _logger.warning("refused: %s", error)
+            raise
+
+    def _check_available(self) -> None:
+        self._loop.check_not_draining()
+        self._check_attached()
+
+    def _check_attached(self) -> None:
+        if self._loop.scheduler is None:
+            loading = self._loop.loading
+            raise Unavailable(
+                "no worker is attached yet" if loading is None else f"the worker is loading its model: {loading}",
+                reason="NO_WORKER",
+                retry_after_ms=100,
+                metadata=None if loading is None else loading.metadata(),
+            )
+
+    def _is_outdated(self, version: int) -> bool:
+        """Whether a stream whose Welcome had this version ends, so that its gateway connects again and gets the new
+        properties of the replica. While the scheduler drains, it could not connect."""
+        return self._loop.version != version and not self._loop.is_draining
+
+    def _welcome(self) -> scheduler_pb2.ConnectResponse:
+        scheduler, replica = self._loop.scheduler, self._loop.replica
+        assert scheduler is not None
+        assert replica is not None
+        return welcome_message(
+            self._loop.epoch,
+            replica,
+            scheduler.config,
+            self._requests.durable_grace_s,
+            self._loop.role,
+            self._loop.kv_source.kv_namespace,
+        )
+
+    async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
+        async for message in messages:
+            if connection.outbox.is_closed:
+                return
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._submit(message.submit, Reader(connection, Handle(message.submit.handle)))
+                case "abort":
+                    self._abort(message.abort, Reader(connection, Handle(message.abort.handle)))
+                case "resume":
+                    self._resume(message.resume, Reader(connection, Handle(message.resume.handle)))
+                case "release":
+                    self._requests.move(Reader(connection, Handle(message.release.handle)), self._loop.hand_over)
+                case "detach":
+                    self._detach(Reader(connection, Handle(message.detach.handle)))
+                case "end_unread":
+                    self._requests.end_unread(connection.gateway_id)
+                case "credit":
+                    self._take_credit(message.credit, connection)
+                case other:
+                    raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
+
+    def _take_credit(self, credit: scheduler_pb2.Credit, connection: Connection) -> None:
+        if not credit.messages:
+            raise invalid_field("credit.messages", "is 0; it must be at least 1")
+        try:
+            self._requests.taken(connection, credit.taken)
+        except ValueError as error:
+            raise invalid_field("credit.taken", f"is {credit.taken}: {error}") from error
+        connection.outbox.add_credit(credit.messages)
+
+    def _submit(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
+        try:
+            self._accept(submit, reader)
+        except QuireError as error:
+            reader.connection.outbox.put_refusal(reader.handle, error)
+        except Exception as error:
+            # Raised here, it would end the stream. The gateway would submit the request again, and lose that one, too.
+            extra = {REQUEST_ID: submit.request_id}
+            _logger.error("request %s could not be taken", submit.request_id, exc_info=error, extra=extra)
+            refusal = Internal("an unexpected error; the scheduler's log has more", reason="UNEXPECTED")
+            reader.connection.outbox.put_refusal(reader.handle, refusal)
+
+    def _accept(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
+        """Queues a request, or attaches its reader if it is known. Raises the error that the gateway gets."""
+        replica, scheduler = self._loop.replica, self._loop.scheduler
+        assert replica is not None
+        assert scheduler is not None
+        request = request_from_submit(
+            submit,
+            vocab_size=replica.vocab_size,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            kv_source=self._loop.kv_source,
+        )
+        offer = self._requests.replace_offer(reader)
+        try:
+            if offer is None and self._resubmit(submit, request, reader):
+                return
+            if submit.offer or not submit.resubmitted:
+                self._loop.check_not_draining()
+            self._enter(submit, request if offer is None else replace(request, replaces=offer.key.handle), reader)
+        finally:
+            if offer is not None:
+                # Unless the request has its place by now.
+                self._loop.abort(offer.key)
+
+    def _resubmit(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> bool:
+        """Attaches the reader of a known request. Returns whether it is known."""
+        if submit.resubmitted and not submit.offer:
+            held = Held.of(request, submit.num_prompt_logprobs)
+            if self._requests.resubmit(request, submit.nonce, reader, held):
+                for index in held.ended:
+                    # A stop string ended it, and the gateway's Abort may be lost.
+                    abort = scheduler_pb2.Abort(handle=reader.handle, sequence_index=index, wants_usage=True)
+                    self._abort(abort, reader)
+                return True
+        return False
+
+    def _enter(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> None:
+        description = submit.SerializeToString() if _can_be_replayed(submit) else None
+
+        def to_core(admitted: Request) -> None:
+            failpoint("scheduler.submit.before_queue")
+            self._loop.submit(admitted, None if submit.offer else trace_context_of(submit))
+
+        self._requests.admit(request, submit.nonce, reader, to_core, description)
+        failpoint("scheduler.submit.accepted")
+
+    def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:
+        try:
+            handle_from(resume.handle)
+            self._requests.attach(self._requests.find(resume.tenant, resume.request_id), reader, Held())
+        except QuireError as error:
+            reader.connection.outbox.put_refusal(reader.handle, error)
+
+    def _detach(self, reader: Reader) -> None:
+        owned = reader.request
+        if owned is not None and owned.durable is not None:
+            self._requests.detach(owned)
+        else:
+            self._abort(scheduler_pb2.Abort(handle=reader.handle), reader)
+
+    def _abort(self, abort: scheduler_pb2.Abort, reader: Reader) -> None:
+        owned = reader.request
+        usage = None if owned is None else self._loop.usage_so_far(owned.key)
+        is_of_sequence = abort.HasField("sequence_index")
+        if owned is None and not is_of_sequence:
+            # The request is forgotten, but the rest of its replay may be on its way.
+            reader.connection.outbox.drop_replay(reader.handle)
+        if is_of_sequence:
+            if owned is None or usage is None:
+                return
+            self._loop.abort_sequence(owned.key, abort.sequence_index)
+            if self._loop.usage_so_far(owned.key) is not None:
+                return
+        if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
+            # The reader may lack events of the other sequences; the usage comes with the end.
+            if self._requests.end(owned, usage, is_read_on=is_of_sequence):
+                return
+        elif owned is not None:
+            self._requests.forget(owned)
+        if abort.wants_usage:
+            reader.connection.outbox.put_aborted(reader.handle, usage)
+
+
+def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:
+    """Whether it is durable, and all of its output will be known here: log probabilities that an earlier scheduler
+    reported are not."""
+    has_logprobs = submit.output.HasField("logprobs") or submit.output.HasField("prompt_logprobs")
+    return submit.durable and not (has_logprobs and submit.emitted)

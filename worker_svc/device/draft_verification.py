@@ -1,0 +1,323 @@
+"""Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
+table, so that each is computed bitwise as in a plain decode. The CPU library recognizes the rows of a sequence by their
+tables and lengths if they are consecutive in the batch, and reads keys and values once for all.
+
+At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
+to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
+are wrong cost time and change nothing. Keys and values that they left are overwritten before they are read.
+
+The host must know the tokens of the step before when it launches the next one, as on the CPU. There a step of decodes
+may also run the model several times, with a token per row each time: a small model needs no more time for a token than
+the messages of a step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.device.draft_choice import DraftChoice, Guesses
+from worker_svc.device.draft_model import DraftModel
+from worker_svc.device.flat_batch import count_up, sample_places
+from worker_svc.device.rows import Rows
+from worker_svc.sampling.drafters import OF_MODEL, Drafter, RowText
+from worker_svc.sampling.sampler import Drawn
+from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.step import Batch, Int32Array, RowChanges, WorkerLimits
+
+_MAX_PERIOD = 32
+"""Maximum passes after which a row without a guess is looked at again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """The guesses for a pass, and the parts of them that are verified."""
+
+    guesses: Guesses
+    samples: NDArray[np.int64]
+    """The sample of each guess."""
+    first: NDArray[np.int32]
+    """The first token of each guess, which may not be among the drafts."""
+    num_drafts: NDArray[np.int32]
+    """For each sample of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedBatch:
+    """A batch in which each drafted row occurs once for each of its tokens, in order. Its samples are the s tokens that
+    may be drawn."""
+
+    batch: Batch
+    places: NDArray[np.int64]
+    """[s], the place in `batch.rows` that each draws from."""
+    within: NDArray[np.int64]
+    """[s], 0 for the first token of a sample of the step, counting up with its drafts."""
+    inputs: NDArray[np.int32]
+    """[s], the token that is computed to draw from; the draft before, where `within` is above 0."""
+    num_drafts: NDArray[np.int32]
+    """For each sample of the step."""
+
+    def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which draws count, [s]: the first of each sample, and draws whose preceding drafts were all drawn. An
+        unusable draw fails its row only if it is the first: a later one is repeated in the next step.
+
+        Args:
+            token_ids: [s], the drawn tokens.
+            is_usable: [s], whether anything could be drawn.
+        """
+        is_wrong = self.within > 0
+        is_wrong[1:] &= (token_ids[:-1] != self.inputs[1:]) | ~is_usable[:-1] | ~is_usable[1:]
+        num_wrong = np.cumsum(is_wrong)
+        return num_wrong == num_wrong[np.arange(len(num_wrong)) - self.within]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The draws that count."""
+
+    draws: NDArray[np.int64]
+    """Their places among all that were drawn, rising."""
+    num_tokens: NDArray[np.int32]
+    """Number of tokens of each sample of the step, at least 1."""
+    num_drafts: NDArray[np.int32]
+    """Number of verified drafts of each sample."""
+    num_passes: int = 1
+    """Number of runs of the model."""
+
+    @classmethod
+    def where(cls, are_kept: NDArray[np.bool_]) -> "Kept":
+        """The kept ones of draws without drafts."""
+        return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
+
+    @classmethod
+    def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
+        """The draws of several consecutive passes, reordered by sample."""
+        ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
+        num_tokens = [ones if each is None else each.num_tokens for each in passes]
+        num_drafts = [zeros if each is None else each.num_drafts for each in passes]
+        samples = np.concatenate([np.arange(num_samples).repeat(each) for each in num_tokens])
+        draws = np.argsort(samples, kind="stable")
+        return cls(draws, np.stack(num_tokens).sum(0, np.int32), np.stack(num_drafts).sum(0, np.int32), len(passes))
+
+
+class Drafts:
+    """Tracks the number of tokens of each row, which the scheduler may not know yet, and drafts the next tokens."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        drafter: Drafter | None,
+        forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
+        limits: WorkerLimits,
+        model: DraftModel | None = None,
+    ) -> None:
+        """
+        Args:
+            rows: on the host.
+            drafter: None for no drafts.
+            forced: returns the forced next tokens of these constrained rows; omits rows without forced tokens.
+            model: guesses for the rows that the drafter has no guess for.
+        """
+        self.choice: DraftChoice | None = None
+        """Set before the first step that may have drafts."""
+        self.looked_in_vain = False
+        """Whether guesses were looked for in the pass that began, which verifies none."""
+        self._rows = rows
+        self._token_ids = rows.token_ids.numpy()
+        self._num_tokens = np.zeros(len(self._token_ids), np.int64)
+        self._drafter = drafter
+        self._model = model
+        self._forced = forced
+        self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
+        # The guesses of the current pass, until it has run.
+        self._guessed: Guessed | None = None
+        self._scopes: dict[int, bytes] = {}
+        # Rows whose matcher has not seen their latest tokens.
+        self._changed: set[int] = set()
+
+    def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
+        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
+        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
+        self._guessed, self.looked_in_vain = None, False
+        if not is_first:
+            self._changed.clear()
+        choice = None if self._drafter is None else self.choice
+        if choice is not None and choice.begin_pass(len(batch.samples), left_s, is_first=is_first):
+            self._guess(batch)
+        has_drafts = self._guessed is not None and bool(self._guessed.num_drafts.any())
+        self.looked_in_vain &= not has_drafts
+        return has_drafts
+
+    def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Number of tokens of each of these rows."""
+        return self._num_tokens[rows]
+
+    def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
+        """Each of these rows got a token, in a pass without drafts that drew `token_ids` for its samples."""
+        self._num_tokens[rows] += 1
+        self._compare(token_ids, np.ones(len(token_ids), np.int32))
+
+    def end(self, rows: Int32Array) -> None:
+        """These rows are released. To be called before other sequences get them."""
+        if self._drafter is None:
+            return
+        for row in rows.tolist():
+            if scope := self._scopes.pop(row, b""):
+                text = RowText(self._token_ids[row, : self._num_tokens[row]], scope=scope)
+                self._drafter.ended(text, int(self._rows.sampling.num_prompt_tokens[row]))
+
+    def apply(self, changes: RowChanges) -> None:
+        """The changes of a step, which `Rows` has."""
+        if self._model is not None:
+            self._model.apply(changes)
+        self._changed = {*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()}
+        self._changed.update(each.row for each in changes.set_tokens)
+        for each in changes.assign:
+            self._num_tokens[each.row] = len(each.token_ids)
+            self._scopes[each.row] = each.draft_scope
+        for parent, child in changes.fork.tolist():
+            self._scopes[child] = self._scopes.get(parent, b"")
+        self._num_tokens[changes.fork[:, 1]] = self._num_tokens[changes.fork[:, 0]]
+        for each in changes.set_tokens:
+            self._num_tokens[each.row] = each.position + len(each.token_ids)
+        followed = self._rows.sampling.followed
+        for row in self._changed:
+            if self.choice is not None:
+                self.choice.enter(row)
+            if followed[row] is not None:
+                followed[row] = followed[row].anew()
+
+    def expand(self, batch: Batch) -> DraftedBatch:
+        """Moves rows that sample to their real positions, adds their drafts, and writes the drafts to the rows."""
+        samplers, sources = batch.samples.T
+        places = sample_places(batch)
+        computed = batch.num_computed_tokens.copy()
+        computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
+        guessed = self._guessed
+        num_drafts = np.zeros(len(samplers), np.int32) if guessed is None else guessed.num_drafts
+        if not num_drafts.any():
+            known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
+            inputs = self._token_ids[batch.rows, known.ends - 1][places]
+            within = np.zeros(len(samplers), np.int64)
+            return DraftedBatch(known, places, within, inputs, num_drafts)
+        num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
+        num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
+        rows, within = batch.rows.repeat(num_entries), count_up(num_draws)
+        places = (np.cumsum(num_entries) - num_entries)[places].repeat(num_draws) + within
+        expanded = Batch(
+            rows,
+            batch.num_new_tokens.repeat(num_entries),
+            (computed.repeat(num_entries) + count_up(num_entries)).astype(np.int32),
+            batch.samples.repeat(num_draws, axis=0),
+        )
+        inputs = self._token_ids[rows, expanded.ends - 1][places]
+        return DraftedBatch(expanded, places, within, inputs, num_drafts)
+
+    def keep(
+        self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
+    ) -> Kept | None:
+        """Advances the rows of a pass by the drawn tokens. None if each sample has one token and none had drafts. In a
+        pass that is not the first of its step, an unusable sample has no token: the row fails in the next step."""
+        samplers = batch.samples[:, 0]
+        kept, num_tokens = None, np.ones(len(samplers), np.int32)
+        is_usable = drawn.is_finite.numpy() & ~columns.is_refused
+        if drafted.num_drafts.any() or not (is_first or is_usable.all()):
+            are_kept = drafted.are_kept(drawn.token_ids.numpy(), is_usable)
+            if not is_first:
+                are_kept &= is_usable
+            num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
+            kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
+        self._compare(drawn.token_ids.numpy()[drafted.within == 0], num_tokens)
+        draws = self._rows.sampling.num_candidates[samplers] == 0
+        self._num_tokens[samplers[draws]] += num_tokens[draws]
+        if self._model is not None:
+            self._model.keep(samplers, self._num_tokens[samplers])
+        return kept
+
+    def end_step(self, batch: Batch) -> None:
+        """All passes of this batch have run."""
+        if self._model is not None:
+            rows = batch.samples[:, 0].astype(np.int64)
+            self._model.end_step(rows, self._num_tokens[rows])
+
+    def _forced_of(self, rows: NDArray[np.integer]) -> Mapping[int, Sequence[int]]:
+        constrained = [
+            row for row in rows[self._rows.sampling.has_constraint[rows]].tolist() if row not in self._changed
+        ]
+        return self._forced(constrained) if constrained else {}
+
+    def _guess(self, batch: Batch) -> None:
+        """Writes guesses after the tokens of rows that may have drafts, and chooses the drafts that the pass
+        verifies."""
+        if self._drafter is None or self.choice is None:
+            return
+        samplers = batch.samples[:, 0]
+        max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
+        drafting = np.flatnonzero(max_drafts > 0)
+        drafting = drafting[self.choice.due(samplers[drafting])] if len(drafting) else drafting
+        if not len(drafting):
+            return
+        self.looked_in_vain = True
+        forced = self._forced_of(samplers[drafting])
+        found: list[tuple[int, int, int, int, int]] = []
+        missing: list[int] = []
+        for sample in drafting.tolist():
+            row = int(samplers[sample])
+            end = int(self._num_tokens[row])
+            followed = self._rows.sampling.followed[row]
+            text = RowText(self._token_ids[row, :end], followed, forced.get(row, ()), self._scopes.get(row, b""))
+            token_ids, kind = self._drafter.draft(text, int(max_drafts[sample]))
+            if len(token_ids):
+                self._token_ids[row, end : end + len(token_ids)] = token_ids
+                found.append((sample, row, kind, len(token_ids), end))
+            else:
+                missing.append(sample)
+        if missing and self._model is not None:
+            places = np.array(missing)
+            found += self._guess_by_model(self._model, places, samplers[places], max_drafts[places], len(samplers))
+            missing = sorted({*missing}.difference(each[0] for each in found))
+        if missing:
+            rows_missing = [int(samplers[sample]) for sample in missing]
+            self.choice.found_nothing(rows_missing, list(map(self._max_period, rows_missing)))
+        if not found:
+            return
+        guessing, rows, kinds, num_tokens, ends = np.array(found).T
+        guesses, num_drafts = Guesses(rows, kinds, num_tokens, ends), np.zeros(len(samplers), np.int32)
+        chosen = self.choice.choose(guesses, len(samplers))
+        num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
+        self._guessed = Guessed(guesses, guessing, self._token_ids[rows, ends], num_drafts)
+
+    def _max_period(self, row: int) -> int:
+        """Maximum passes until a row is looked at again: few if it has a prediction, which soon matches again."""
+        followed = self._rows.sampling.followed[row]
+        return _MAX_PERIOD if followed is None else max(followed.num_beside // 4, 1)
+
+    def _guess_by_model(
+        self,
+        model: DraftModel,
+        places: NDArray[np.int64],
+        rows: NDArray[np.integer],
+        max_drafts: NDArray[np.integer],
+        num_rows: int,
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Guesses of the draft model that are expected to pay: sample, row, kind, number, end."""
+        assert self.choice is not None
+        rows = rows.astype(np.int64)
+        ends = self._num_tokens[rows]
+        guesses = Guesses(rows, np.full(len(rows), OF_MODEL), max_drafts.astype(np.int64), ends)
+        counts = self.choice.plan(guesses, num_rows, model.num_missing(rows, ends))
+        model.guess(rows, ends, counts)
+        chosen = np.flatnonzero(counts)
+        columns = (places, rows, guesses.kinds, counts, ends)
+        return list(zip(*(each[chosen].tolist() for each in columns), strict=True))
+
+    def _compare(self, firsts: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> None:
+        """Reports which guesses of this pass were correct; for guesses that were not verified, only the first token.
+        Each sample has the first of its draws and the number of kept ones."""
+        guessed, choice = self._guessed, self.choice
+        if guessed is None or choice is None:
+            return
+        num_drafts, samples = guessed.num_drafts[guessed.samples], guessed.samples
+        num_right = np.where(num_drafts > 0, num_tokens[samples] - 1, firsts[samples] == guessed.first)
+        choice.saw(guessed.guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))
