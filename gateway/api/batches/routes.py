@@ -26,7 +26,6 @@ from gateway.turns import Turns
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import Unavailable, Unimplemented, invalid_field
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _OTHER_ENDPOINTS = ("/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/images/edits", "/v1/videos")
 _WINDOW_S = 24 * 3600
 _MAX_NAME = 255
@@ -49,9 +48,10 @@ class BatchBody(Part):
     metadata: Annotated[dict[str, str] | None, max_entries(16)] = None
 
 
-def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRoute]:
-    """The routes. Without `batches` all calls are rejected, with the flag that enables them."""
-    routes = _BatchRoutes(batches, body_limits)
+def batch_routes(batches: Batches | None, body_limits: BodyLimits, endpoints: Sequence[str]) -> list[ApiRoute]:
+    """The routes. Without `batches` all calls are rejected, with the flag that enables them. A batch has requests for
+    one of the `endpoints`."""
+    routes = _BatchRoutes(batches, body_limits, endpoints)
     return [
         ApiRoute("/v1/files", routes.list_files, errors=HTTP_STATUSES),
         ApiRoute("/v1/files", routes.upload, method="POST", errors=HTTP_STATUSES),
@@ -68,9 +68,10 @@ def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRo
 
 
 class _BatchRoutes:
-    def __init__(self, batches: Batches | None, body_limits: BodyLimits) -> None:
+    def __init__(self, batches: Batches | None, body_limits: BodyLimits, endpoints: Sequence[str]) -> None:
         self._batches = batches
         self._body_limits = body_limits
+        self._endpoints = endpoints
 
     @property
     def _here(self) -> Batches:
@@ -143,8 +144,8 @@ class _BatchRoutes:
         body = await read_model(BatchBody, request, self._body_limits, {})
         violations = Violations()
         await self._body_limits.rule.check_by_turns(violations, body, "batches", Turns())
-        if body.endpoint not in ENDPOINTS:
-            known = ", ".join(ENDPOINTS)
+        if body.endpoint not in self._endpoints:
+            known = ", ".join(self._endpoints)
             why = "is for other kinds of models" if body.endpoint in _OTHER_ENDPOINTS else "is not known"
             violations.add("endpoint", f'is "{shortened(body.endpoint)}", which {why}; it must be one of {known}')
         if any(len(name) > 64 or len(value) > 512 for name, value in (body.metadata or {}).items()):

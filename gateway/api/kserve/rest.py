@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from gateway.api.answer_parts import LOWEST
 from gateway.api.answers import (
     Dialect,
     ErrorAnswer,
@@ -29,7 +30,6 @@ from gateway.api.body import BodyLimits, load_json, max_entries, read_body, read
 from gateway.api.field_rule import FieldRule, Part
 from gateway.api.kserve.inference import INPUTS, MAX_ELEMENTS, MAX_PARAMETERS, bytes_of, values_of_bytes
 from gateway.api.kserve.inference_servicer import KServeServicer
-from gateway.api.openai.write import LOWEST
 from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.request.body_memory import count_answer
 from gateway.request.violations import Violations, shortened

@@ -9,15 +9,11 @@ from gateway.api.answers import OPENAI, client_request_id
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Names
-from gateway.api.openai.read import (
-    chat_options,
-    completion_options,
-    completion_prompts,
-    is_echo_alone,
-    names_of,
-)
-from gateway.api.openai.schemas import UNION_TYPES, ChatBody, CompletionBody, GenerationBody
-from gateway.api.openai.write import ChatShaper, CompletionShaper, head_of
+from gateway.api.generation_fields import CompletionBody, GenerationBody, is_echo_alone
+from gateway.api.generation_options import completion_options, names_of
+from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
+from gateway.api.openai.schemas import UNION_TYPES, ChatBody
+from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
@@ -94,7 +90,7 @@ class ChatCall(_Call):
         return [dataclasses.replace(options, durable=self._is_durable, front_end=front_end)]
 
     def names(self, position: int) -> Names:
-        return names_of(self._body)
+        return chat_names(self._body)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ChatShaper:
         return ChatShaper(self._head, self._body, live[0], generator.model.tokenizer.token_texts)

@@ -1,40 +1,34 @@
 """The routes of OpenAI's API, and of vLLM's API for tokens."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import Response
 
 from gateway.api.answers import OPENAI, as_json
-from gateway.api.body import BodyLimits, read_model
+from gateway.api.body import BodyLimits
 from gateway.api.durable_streams import last_event_id
 from gateway.api.field_rule import FieldRule
 from gateway.api.fields import Names, numbered
+from gateway.api.front import FrontContext
+from gateway.api.generation_fields import CompletionBody
 from gateway.api.openai.answers import (
-    CancelledRequest,
     ChatCompletion,
     ChatEvent,
     Completion,
     CompletionEvent,
     DetokenizedText,
-    ServedModels,
-    ServedModelShape,
     Tokens,
 )
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.conversation import kept_tools
-from gateway.api.openai.read import chat_prompt, read_request
+from gateway.api.openai.read_openai import chat_prompt, read_request
 from gateway.api.openai.schemas import (
     ChatBody,
-    CompletionBody,
     DetokenizeBody,
-    LoadAdapterBody,
     TokenizeBody,
-    UnloadAdapterBody,
 )
 from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.api.respond import respond, resumed
@@ -58,14 +52,11 @@ _NOT_SHOWN = frozenset(
 _NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
-def openai_routes(
-    generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float, started_at_s: int
-) -> list[ApiRoute]:
-    """The routes. `keep_alive_s` is the maximum silence of a stream; 0 means no limit. `started_at_s` is the `created`
-    of models, in seconds since the Unix epoch."""
+def openai_routes(context: FrontContext) -> list[ApiRoute]:
+    """The routes."""
+    generator, body_limits = context.generator, context.body_limits
     return [
-        *_generation_routes(generator, body_limits, keep_alive_s),
-        *_model_routes(generator, body_limits, started_at_s),
+        *_generation_routes(generator, body_limits, context.keep_alive_s),
         *_text_routes(generator, body_limits),
         *_refused_routes(generator.model.name),
     ]
@@ -108,22 +99,7 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
         body = _without_unread_switch(generator, body_limits.rule, body)
         return respond(generator, ChatCall(body, body.model or model), keep_alive_s)
 
-    async def cancel(request: Request) -> CancelledRequest:
-        """Ends a running request of any gateway, by its id or its answer's id. Its own call ends with an error."""
-        asked = request.path_params["request_id"]
-        prefix, _, rest = asked.partition("-")
-        ids = [asked, rest] if prefix in ("chatcmpl", "cmpl") and rest else [asked]
-        for position, request_id in enumerate(ids):
-            try:
-                await generator.cancel(request_id)
-                break
-            except NotFound:
-                if position == len(ids) - 1:
-                    raise
-        return {"id": asked, "object": "request", "cancelled": True}
-
     return [
-        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST"),
         ApiRoute(
             "/v1/completions",
             completions,
@@ -158,79 +134,6 @@ def _refused_routes(model: str) -> list[ApiRoute]:
 
     kinds = {"embeddings": "embeddings", "rerank": "scores of documents", "score": "scores of texts"}
     return [route(f"/v1/{path}", what) for path, what in kinds.items()]
-
-
-def _is_of_anthropic(request: Request) -> bool:
-    """Whether the request comes from a client of Anthropic's API, which lists models at the same path."""
-    return "anthropic-version" in request.headers
-
-
-def _as_anthropic(model: ServedModelShape) -> dict[str, Any]:
-    """A model in the form of Anthropic's API."""
-    return {
-        "type": "model",
-        "id": model["id"],
-        "display_name": model["id"],
-        "created_at": datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z"),
-        "max_input_tokens": model["max_model_len"],
-        "max_tokens": model["max_model_len"],
-    }
-
-
-def _model_routes(generator: Generator, body_limits: BodyLimits, started_at_s: int) -> list[ApiRoute]:
-    base, adapters = generator.model.name, generator.adapters
-
-    def described(name: str) -> ServedModelShape:
-        lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
-        return {
-            "id": name,
-            "object": "model",
-            "created": started_at_s,
-            "owned_by": "quire",
-            "root": base,
-            "parent": adapters.parent_of(name),
-            # None before the first connection to a scheduler.
-            "max_model_len": min(lengths, default=None),
-        }
-
-    async def models(request: Request) -> Response:
-        """The served model and its adapters that the caller may use."""
-        names = adapters.names(current_caller())
-        found = [described(name) for name in names]
-        if _is_of_anthropic(request):
-            ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
-            return JSONResponse({"data": [_as_anthropic(each) for each in found], "has_more": False, **ends})
-        listed: ServedModels = {"object": "list", "data": found}
-        return JSONResponse(listed)
-
-    async def model(request: Request) -> Response:
-        """One model by its name."""
-        name = request.path_params["model"]
-        check_model(name, adapters.visible(current_caller(), name), NotFound)
-        return JSONResponse(_as_anthropic(described(name)) if _is_of_anthropic(request) else described(name))
-
-    async def load_adapter(request: Request) -> Response:
-        """Serves a LoRA adapter under a name, for operators."""
-        body = await read_model(LoadAdapterBody, request, body_limits, {})
-        fields = {"name_field": "lora_name", "directory_field": "lora_path"}
-        await adapters.load(body.lora_name, body.lora_path, replace=bool(body.load_inplace), **fields)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-    async def unload_adapter(request: Request) -> Response:
-        """Stops serving a LoRA adapter under its name, for operators. Running requests continue."""
-        body = await read_model(UnloadAdapterBody, request, body_limits, {})
-        adapters.unload(body.lora_name, name_field="lora_name")
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    def changing(path: str, endpoint: Callable[..., Any], body: type[BaseModel]) -> ApiRoute:
-        return ApiRoute(path, endpoint, method="POST", body=body, media_type="text/plain")
-
-    return [
-        ApiRoute("/v1/models", models, answer=ServedModels),
-        ApiRoute("/v1/models/{model:path}", model, answer=ServedModelShape),
-        changing("/v1/load_lora_adapter", load_adapter, LoadAdapterBody),
-        changing("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterBody),
-    ]
 
 
 def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:

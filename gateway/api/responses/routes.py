@@ -8,9 +8,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
-from gateway.api.body import BodyLimits, read_body
+from gateway.api.body import read_body
 from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
 from gateway.api.fields import Conversation
+from gateway.api.front import FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
 from gateway.api.responses.answers import (
@@ -24,7 +25,7 @@ from gateway.api.responses.answers import (
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
 from gateway.api.responses.items import input_items, item_page
-from gateway.api.responses.read import (
+from gateway.api.responses.read_response import (
     InputBody,
     ResponseBody,
     names_of,
@@ -32,9 +33,8 @@ from gateway.api.responses.read import (
     prompt_of,
 )
 from gateway.api.responses.store import ResponseStore
-from gateway.api.responses.write import ResponseHead, cancelled_response, error_event
+from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
 from gateway.auth.caller import current_caller
-from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
 from quire.rpc.errors import InvalidArgument, invalid_field
@@ -43,16 +43,9 @@ from quire.runtime import clock
 _PATH = "/v1/responses/{response_id}"
 
 
-def response_routes(
-    generator: Generator,
-    body_limits: BodyLimits,
-    *,
-    store: ResponseStore,
-    background: BackgroundResponses,
-    keep_alive_s: float,
-) -> list[ApiRoute]:
-    """The routes. `store` stores responses. `keep_alive_s` is the maximum silence of a stream; 0 means no limit."""
-    routes = _ResponseRoutes(generator, body_limits, store, background, keep_alive_s)
+def response_routes(context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> list[ApiRoute]:
+    """The routes. `store` stores responses."""
+    routes = _ResponseRoutes(context, store, background)
     return [
         ApiRoute(
             "/v1/responses",
@@ -86,18 +79,11 @@ def response_routes(
 
 
 class _ResponseRoutes:
-    def __init__(
-        self,
-        generator: Generator,
-        body_limits: BodyLimits,
-        store: ResponseStore,
-        background: BackgroundResponses,
-        keep_alive_s: float,
-    ) -> None:
-        self._generator, self._texts = generator, TextService(generator)
-        self._body_limits = body_limits
+    def __init__(self, context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> None:
+        self._generator, self._texts = context.generator, TextService(context.generator)
+        self._body_limits = context.body_limits
         self._store, self._background = store, background
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s = context.keep_alive_s
 
     async def create(self, request: Request) -> Response:
         """Creates a response: answers a text or a conversation of items."""

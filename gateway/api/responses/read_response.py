@@ -13,6 +13,12 @@ from pydantic_core import PydanticCustomError
 
 from gateway.api import field_rule, fields
 from gateway.api.body import BodyLimits, max_entries
+from gateway.api.constraint_fields import (
+    ConstraintFields,
+    StructuredOutputs,
+    check_constraints,
+    constraint_of,
+)
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
@@ -30,13 +36,7 @@ from gateway.api.fields import (
     schema_text,
     tag_of,
 )
-from gateway.api.openai.constraint_fields import (
-    ConstraintFields,
-    StructuredOutputs,
-    check_constraints,
-    constraint_of,
-)
-from gateway.api.openai.schemas import Prediction, check_prediction
+from gateway.api.generation_fields import Prediction, check_prediction
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
