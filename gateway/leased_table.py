@@ -58,8 +58,8 @@ class LeasedTable(Store, Generic[Row]):
         return [row_id for _, row_id in due if row_id not in running][:most]
 
     def take(self, most: int, running: Collection[str] = ()) -> list[Row]:
-        """Takes the active rows that `choose` chooses from the rows without a lease. Rows that are `running` here are not
-        taken, even if a lease expired because of a slow disk or thread."""
+        """Takes the active rows that `choose` chooses from the rows without a lease. Rows that are `running` here are
+        not taken, even if a lease expired because of a slow disk or thread."""
         now = clock.unix_s()
         due = f"SELECT tenant, id FROM {self.table} WHERE status IN {self.active} AND leased_until < ?"
         if not self.rows(f"{due} LIMIT 1", now):
