@@ -1,4 +1,4 @@
-"""What guesses the next tokens of a worker: the drafters and the draft model of its settings."""
+"""Makes the drafter of a worker, and the draft model, as its settings say."""
 
 from dataclasses import dataclass
 
