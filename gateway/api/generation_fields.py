@@ -6,7 +6,7 @@ The validator checks ranges, and `field_rule` has the fields that are not read. 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from gateway.api import field_rule
 from gateway.api.body import max_entries
@@ -84,7 +84,31 @@ class Nvext(Part):
     cache_control: CacheControl | None = None
 
 
-class GenerationBody(Body, ConstraintFields):
+class SharedFields(BaseModel):
+    """The fields of completions, chats and responses. The fields after the blank line are extensions."""
+
+    stop: str | ListOf[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Keys of JSON objects are strings.
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
+    stream: bool | None = None
+    prediction: Prediction | None = None
+
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    thinking_token_budget: int | None = None
+    cache_salt: Salt | None = None
+    # Quire's own: the stream outlives its reader, and its events have ids.
+    durable: bool | None = None
+
+
+class GenerationBody(Body, ConstraintFields, SharedFields):
     """Fields of completions and chat completions. The fields after the blank line are extensions of vLLM.
 
     A new sampling parameter with the name of its field in SamplingParameters only needs to be added here.
@@ -92,24 +116,11 @@ class GenerationBody(Body, ConstraintFields):
 
     n: int | None = None
     best_of: int | None = None
-    stop: str | ListOf[str] | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    # Keys of JSON objects are strings.
-    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prediction: Prediction | None = None
 
-    top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: ListOf[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -118,10 +129,8 @@ class GenerationBody(Body, ConstraintFields):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    priority: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: ListOf[int] | None = None
-    thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
@@ -129,11 +138,8 @@ class GenerationBody(Body, ConstraintFields):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
-    cache_salt: Salt | None = None
     # The extensions of Dynamo.
     nvext: Nvext | None = None
-    # An extension of Quire: the stream outlives its reader, and its events have ids.
-    durable: bool | None = None
 
 
 class CompletionBody(GenerationBody):

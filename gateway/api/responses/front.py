@@ -1,14 +1,47 @@
-"""OpenAI's Responses API, with stored responses and responses that run in the background."""
+"""OpenAI's Responses API: create, get, delete and cancel a response, which is stored or runs in the background."""
 
+import dataclasses
+import re
 from functools import partial
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
+from gateway.api.body import read_body
+from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
+from gateway.api.fields import Conversation
 from gateway.api.front import Front, FrontContext
+from gateway.api.openapi import ApiRoute
+from gateway.api.respond import respond, resumed
+from gateway.api.responses.answers import (
+    CancelledResponse,
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseEvent,
+    ResponseObject,
+)
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import BackgroundStore
-from gateway.api.responses.calls import ResponseCall, conversation_with
-from gateway.api.responses.read_response import ResponseBody, parse_body
-from gateway.api.responses.routes import response_routes
-from gateway.api.responses.store import open_store, sqlite_path
+from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
+from gateway.api.responses.items import input_items, item_page
+from gateway.api.responses.read_response import (
+    InputBody,
+    ResponseBody,
+    names_of,
+    parse_body,
+    prompt_of,
+)
+from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
+from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
+from gateway.auth.caller import current_caller
+from gateway.request.text_service import TextService
+from gateway.request.violations import renaming
+from quire.rpc.errors import InvalidArgument, invalid_field
+from quire.runtime import clock
+
+_PATH = "/v1/responses/{response_id}"
 
 
 def open_front(context: FrontContext) -> Front:
@@ -38,3 +71,167 @@ def open_front(context: FrontContext) -> Front:
         close=close,
         call_readers={"/v1/responses": read_call},
     )
+
+
+def response_routes(context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> list[ApiRoute]:
+    """The routes. `store` stores responses."""
+    routes = _ResponseRoutes(context, store, background)
+    return [
+        ApiRoute(
+            "/v1/responses",
+            routes.create,
+            method="POST",
+            body=ResponseBody,
+            answer=ResponseObject,
+            events=ResponseEvent,
+            names_events=True,
+        ),
+        # Before the route with a response id, which would match this path, too.
+        ApiRoute("/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody),
+        ApiRoute(
+            _PATH,
+            routes.retrieve,
+            answer=ResponseObject | CancelledResponse,
+            events=ResponseEvent,
+            names_events=True,
+            errors=HTTP_STATUSES,
+        ),
+        ApiRoute(_PATH, routes.delete, method="DELETE", errors=HTTP_STATUSES),
+        ApiRoute(
+            f"{_PATH}/cancel",
+            routes.cancel,
+            method="POST",
+            answer=ResponseObject | CancelledResponse,
+            errors=HTTP_STATUSES,
+        ),
+        ApiRoute(f"{_PATH}/input_items", routes.list_input_items),
+    ]
+
+
+class _ResponseRoutes:
+    def __init__(self, context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> None:
+        self._generator, self._texts = context.generator, TextService(context.generator)
+        self._body_limits = context.body_limits
+        self._store, self._background = store, background
+        self._keep_alive_s = context.keep_alive_s
+
+    async def create(self, request: Request) -> Response:
+        """Creates a response: answers a text or a conversation of items."""
+        if (last := last_event_id(request)) is not None:
+            if await self._background.get(current_caller().tenant, last.request_id) is not None:
+                return self._events_of(last.request_id, last)
+            read_back = partial(ResponseCall.read_back, store=self._store)
+            return resumed(self._generator, last, read_back, self._keep_alive_s, _dialect(last.number))
+        body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
+        call = ResponseCall(
+            body, body.model or self._generator.model.name, self._store, await self._conversation_with(body)
+        )
+        if not call.runs_in_background:
+            return respond(self._generator, call, self._keep_alive_s)
+        if not self._store.keeps_any:
+            raise invalid_field(
+                "background", "is true, but this gateway stores no responses (--max-stored-response-bytes is 0)"
+            )
+        state = await self._background.begin(call)
+        return self._events_of(call.id) if call.streams else _json(state)
+
+    async def _conversation_with(self, body: InputBody) -> Conversation:
+        """The conversation of a body, with the items that it refers to. Raises InvalidArgument if one is not stored."""
+        try:
+            return await conversation_with(self._store, body)
+        except InvalidArgument as error:
+            name, earlier = "previous_response_id", body.previous_response_id
+            if earlier is None or error.reason != "RESPONSE_NOT_FOUND" or error.violations[0].field != name:
+                raise
+            row = await self._background.get(current_caller().tenant, earlier)
+            if row is None:
+                raise
+            way_out = "wait until it is completed" if row.is_running else "send the items of the earlier turns in input"
+            description = f'is "{earlier:.80}", which is {row.status} and has no answer to continue from; {way_out}'
+            raise invalid_field(name, description) from error
+
+    def _events_of(self, response_id: str, after: EventId | int = -1) -> Response:
+        """The events of a background response after the number `after`, or after an event id."""
+        field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
+        read = partial(self._background.events, current_caller().tenant, response_id, number, field)
+        headers = {"x-request-id": response_id}
+        return StreamedResponse(read, lambda: True, self._keep_alive_s, headers, _dialect(number))
+
+    async def retrieve(self, request: Request) -> Response:
+        """A stored or a background response; with `stream=true` the events of a background response after the number
+        `starting_after`."""
+        tenant, response_id = current_caller().tenant, request.path_params["response_id"]
+        row = await self._background.get(tenant, response_id)
+        if request.query_params.get("stream", "").lower() == "true":
+            if row is None:
+                await self._store.run(self._store.find, tenant, response_id)
+                raise invalid_field("stream", "is true; only a response that was made with background has its events")
+            return self._events_of(response_id, _starting_after(request, response_id))
+        if row is not None:
+            return _json(row.response)
+        found = await self._store.run(self._store.find, current_caller().tenant, request.path_params["response_id"])
+        return Response(found.body, media_type="application/json")
+
+    async def delete(self, request: Request) -> DeletedResponse:
+        """Deletes a stored response."""
+        response_id = request.path_params["response_id"]
+        tenant = current_caller().tenant
+        was_in_background = await self._background.remove(tenant, response_id)
+        if not was_in_background or await self._store.run(self._store.get, tenant, response_id) is not None:
+            await self._store.run(self._store.remove, tenant, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancels a running response of any gateway. A finished response does not change."""
+        response_id, tenant = request.path_params["response_id"], current_caller().tenant
+        if (state := await self._background.cancel(tenant, response_id)) is not None:
+            return _json(state)
+        if (ended := await self._store.run(self._store.get, tenant, response_id)) is not None:
+            return Response(ended.body, media_type="application/json")
+        if not response_id.startswith(ID_PREFIX):
+            await self._store.run(self._store.find, tenant, response_id)
+        await self._generator.cancel(response_id)
+        return JSONResponse(
+            cancelled_response(ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name))
+        )
+
+    async def list_input_items(self, request: Request) -> InputItems:
+        """The items that a response answers, including earlier turns, last item first."""
+        response_id = request.path_params["response_id"]
+        tenant = current_caller().tenant
+        if (asked := await self._background.asked(tenant, response_id)) is None:
+            # The last message is the answer.
+            asked = (await self._store.run(self._store.find, tenant, response_id)).messages[:-1]
+        return item_page(input_items(response_id, asked), request.query_params)
+
+    async def count_input_tokens(self, request: Request) -> InputTokens:
+        """The number of tokens of the prompt that a response would have."""
+        body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
+        conversation = await self._conversation_with(body)
+        prompt = prompt_of(body, conversation.prompt)
+        with renaming(lambda: names_of(body, conversation)):
+            tokenized = await self._texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        return {"object": "response.input_tokens", "input_tokens": len(tokenized.token_ids)}
+
+
+def _dialect(after: int) -> Dialect:
+    """The dialect of the events after the number `after`."""
+    return dataclasses.replace(OPENAI, names_events=True, error_event=partial(error_event, number=after + 1))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _starting_after(request: Request, response_id: str) -> EventId | int:
+    """The last event that the caller has, -1 if none. Raises InvalidArgument if it belongs to another response."""
+    if (last := last_event_id(request)) is not None:
+        if last.request_id != response_id:
+            raise invalid_field(LAST_EVENT_ID, f'is "{last!s:.200}", not an event of response "{response_id:.80}"')
+        return last
+    text = request.query_params.get("starting_after")
+    if text is None:
+        return -1
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise invalid_field("starting_after", f'is "{text[:40]}"; it must be the sequence_number of an event')
+    return int(text)
