@@ -169,11 +169,13 @@ class LiveRequest:
         """Whether it can continue with this model."""
         return not (self.num_generated_tokens and differing_parts(self.model, model))
 
-    def begin_with(self, model: ModelFingerprint) -> None:
-        """Sets the model, before the first token. Prompt log probabilities of another model are dropped."""
-        if differing_parts(self.model, model):
-            self.prompt_logprobs = TokenLogprobs()
-        self.model = model
+    def set_model(self, model: ModelFingerprint) -> None:
+        """Sets the model of the scheduler that gets it. Before its first token it drops prompt log probabilities of
+        another model; after that it keeps the model that generated its tokens."""
+        if not self.num_generated_tokens or self.model == UNKNOWN_MODEL:
+            if differing_parts(self.model, model):
+                self.prompt_logprobs = TokenLogprobs()
+            self.model = model
 
     @property
     def num_generated_tokens(self) -> int:
