@@ -116,6 +116,7 @@ class Ledger:
                 min_tokens=stopping.min_tokens,
                 include_stop_string=stopping.include_stop_string,
                 parser=request.answer_format.parser(partial(_call_id, request, index)),
+                keeps_logprobs=request.durable,
             )
             for index in range(request.sampling.n)
         ]
@@ -175,7 +176,7 @@ class Ledger:
         touched: list[LiveRequest] = []
         self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
         # The scheduler reports a completion with the last sequence end. Without a completion, it ended only here.
-        outcome.ended_here = [live for live in touched if live.ends_here()]
+        outcome.ended_here = [live for live in touched if live.await_usage()]
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
         ]

@@ -185,7 +185,7 @@ class Placements:
                 # The scheduler gets no new requests until it reconnects, with a welcome that names its new model.
                 replica.rejects_new = True
                 others = self._replicas.candidates(live)
-            if others and not live.is_behind_client:
+            if others and not any(stream.is_behind_client for stream in live.sequences):
                 self._place_on_best(live, others)
             else:
                 self._fail(live, error)

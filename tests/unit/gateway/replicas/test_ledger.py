@@ -158,9 +158,9 @@ def test_what_another_model_said_of_the_prompt_is_dropped():
     live.set_model(ModelFingerprint(weights="w1"))
     ledger.apply_events(REPLICA, prompt_run(live, 1, 3))
     live.set_model(ModelFingerprint(weights="w1"))
-    assert live.end_of_prompt_logprobs == 4
+    assert len(live.prompt_logprobs) == 3
     live.set_model(ModelFingerprint(weights="w2"))
-    assert live.end_of_prompt_logprobs == 1
+    assert not len(live.prompt_logprobs)
 
 
 def test_missing_prompt_positions_are_a_gap():
