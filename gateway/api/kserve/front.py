@@ -15,7 +15,7 @@ def open_front(context: FrontContext) -> Front:
     """Opens the front."""
     servicer = KServeServicer(context.generator, context.body_limits.rule)
     return Front(
-        routes=kserve_routes(servicer, context.body_limits, keep_alive_s=context.keep_alive_s),
+        routes=kserve_routes(context, servicer),
         servicers={_SERVICE: servicer},
         handlers=[UnservedMethods(_SERVICE)],
         dialect_of=_dialect_of,
