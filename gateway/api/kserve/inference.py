@@ -18,8 +18,7 @@ from gateway.api.answers import as_json
 from gateway.api.body import validated
 from gateway.api.constraint_fields import check_constraints
 from gateway.api.field_rule import FieldRule
-from gateway.api.generation_fields import UNION_TYPES, CompletionBody, check_generation
-from gateway.api.generation_options import completion_options, names_of
+from gateway.api.generation_fields import UNION_TYPES, CompletionBody, check_generation, completion_options, names_of
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import (

@@ -9,8 +9,7 @@ from gateway.api.answers import OPENAI, client_request_id
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Names
-from gateway.api.generation_fields import CompletionBody, GenerationBody, is_echo_alone
-from gateway.api.generation_options import completion_options, names_of
+from gateway.api.generation_fields import CompletionBody, GenerationBody, completion_options, is_echo_alone, names_of
 from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
 from gateway.api.openai.schemas import UNION_TYPES, ChatBody
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of

@@ -12,8 +12,7 @@ from gateway.api.body import BodyLimits, read_body
 from gateway.api.constraint_fields import constraint_of
 from gateway.api.field_rule import FieldRule
 from gateway.api.fields import LongList, Names, numbered, parse
-from gateway.api.generation_fields import CompletionBody
-from gateway.api.generation_options import generation_options, names_of
+from gateway.api.generation_fields import CompletionBody, generation_options, names_of
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,

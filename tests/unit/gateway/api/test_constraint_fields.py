@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.generation_fields import CompletionBody
-from gateway.api.generation_options import completion_options, names_of
+from gateway.api.generation_fields import CompletionBody, completion_options, names_of
 from gateway.api.openai.read_openai import chat_names, chat_options
 from gateway.api.openai.schemas import ChatBody
 from gateway.types import ChatPrompt

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.generation_fields import CompletionBody
-from gateway.api.generation_options import completion_options, names_of
+from gateway.api.generation_fields import CompletionBody, completion_options, names_of
 from gateway.api.openai.completion_calls import CompletionCall
 from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
 from gateway.api.openai.schemas import ChatBody
