@@ -114,7 +114,7 @@ async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: fl
     try:
         await asyncio.shield(driver)
     except asyncio.CancelledError:
-        ending = asyncio.create_task(requests.end_once_unread())
+        ending = asyncio.create_task(requests.forget_abandoned())
         draining = asyncio.create_task(loop.lifecycle.drain(drain_timeout_s))
         try:
             await asyncio.wait([driver, draining], return_when=asyncio.FIRST_COMPLETED)

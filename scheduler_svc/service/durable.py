@@ -75,6 +75,12 @@ class DurableRoom:
         self._over: dict[str, list[tuple[Handle, int]]] = {}
         self._is_summed = True
 
+    @property
+    def num_tokens(self) -> int:
+        """All requests' part of the limit. Metrics are read in another thread, so this uses no running sums, and copies
+        the table, which may change meanwhile."""
+        return sum(each.charge for each in list(self.requests.values()))
+
     def add(self, handle: Handle, request: Charged) -> None:
         self._sum_up()
         self.requests[handle] = request

@@ -162,9 +162,9 @@ class _State(Collector):
     def collect(self) -> Iterable[Metric]:
         requests = self._requests
         yield _gauge("unread_requests", "Requests that wait for a reader.", requests.num_unread)
-        yield _gauge("durable_requests", "Durable requests that are kept.", requests.num_durable)
+        yield _gauge("durable_requests", "Durable requests that are kept.", len(requests.durable.requests))
         help_text = "Tokens of durable requests, including tokens that may still come."
-        yield _gauge("durable_tokens", help_text, requests.num_durable_tokens)
+        yield _gauge("durable_tokens", help_text, requests.durable.num_tokens)
         scheduler = self._scheduler_of()
         if scheduler is None:
             return
@@ -240,7 +240,7 @@ class _TenantMetrics(Collector):
     def completed(self, ends: Sequence[RequestEnd]) -> None:
         assert self._requests is not None
         for end in ends:
-            if (owned := self._requests.of_handle(end.handle)) is not None:
+            if (owned := self._requests.get(end.handle)) is not None:
                 self.ended(owned.tenant, end.usage.queue_s, end.usage.prompt_tokens, end.usage.cached_tokens)
 
     def ended(self, tenant: str, queue_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:

@@ -28,8 +28,8 @@ from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
-from scheduler_svc.service.outbox import SequenceProgress
 from scheduler_svc.service.pin_calls import PinCalls
 from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
 from scheduler_svc.service.requests import GATEWAYS, Requests
@@ -330,7 +330,7 @@ class Replica:
 
     def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
         for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
-            owned = self._requests.of_handle(failure.key.handle)
+            owned = self._requests.get(failure.key.handle)
             extra = None if owned is None else {REQUEST_ID: owned.request_id}
             _logger.warning("a request caused worker losses and fails: %s", failure.message, extra=extra)
             self.metrics.found_at_fault(failure)

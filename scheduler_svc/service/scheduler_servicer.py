@@ -37,9 +37,11 @@ from scheduler_svc.service.gateway_messages import (
     trace_context_of,
     welcome_message,
 )
-from scheduler_svc.service.outbox import Held, Outgoing
+from scheduler_svc.service.history import Held
+from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.pin_calls import PinFailedError
-from scheduler_svc.service.requests import Connection, Reader, Requests
+from scheduler_svc.service.readers import Connection, Reader
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.watch_messages import block_message
 
@@ -75,13 +77,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 connection.outbox.put_readiness(self._lifecycle.readiness)
             if hello.wants_cache_updates:
                 self._cache.add(connection.outbox)
-            while (outgoing := await connection.outbox.take()) is not None:
+            while (outgoing := await connection.outbox.next_message()) is not None:
                 started = clock.monotonic()
                 failpoint("scheduler.events.before_write")
                 for message in self._messages(outgoing, connection):
                     yield message
                 if not connection.outbox.has_credit:
-                    self._requests.taken(connection, connection.outbox.num_sent)
+                    self._requests.acknowledge(connection, connection.outbox.num_sent)
                 if outgoing.batches:
                     self._loop.trace.part("emit", outgoing.step_id, started, clock.monotonic())
                 if self._is_outdated(version):
@@ -99,7 +101,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             return list(gateway_messages(outgoing))
         except Exception:
             # If the content were kept for the gateway's next stream, it would end that one too. It is computed again.
-            self._requests.taken(connection, connection.outbox.num_sent)
+            self._requests.acknowledge(connection, connection.outbox.num_sent)
             raise
 
     async def GetState(
@@ -170,7 +172,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FindDurableResponse:
-        owned = self._requests.find(request.tenant, request.request_id)
+        owned = self._requests.find_durable(request.tenant, request.request_id)
         assert owned.durable is not None
         return scheduler_pb2.FindDurableResponse(
             submit=scheduler_pb2.Submit.FromString(owned.durable.description),
@@ -206,7 +208,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
         # A refusal before the message is read could collide with the gateway's write, and grpc would report INTERNAL.
         first = await anext(messages, None)
-        is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
+        is_back = first is not None and self._requests.has_requests_of(first.hello.gateway_id)
         if not is_back:
             self._lifecycle.check_not_draining()
         self._check_attached()
@@ -264,7 +266,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._replica.epoch,
             info,
             scheduler.config,
-            self._requests.durable_grace_s,
+            self._requests.durable.limits.grace_s,
             self._replica.role,
             self._replica.kv_source.kv_namespace,
         )
@@ -285,7 +287,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 case "detach":
                     self._detach(Reader(connection, Handle(message.detach.handle)))
                 case "end_unread":
-                    self._requests.end_unread(connection.gateway_id)
+                    self._requests.forget_unread(connection.gateway_id)
                 case "credit":
                     self._take_credit(message.credit, connection)
                 case other:
@@ -295,7 +297,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if not credit.messages:
             raise invalid_field("credit.messages", "is 0; it must be at least 1")
         try:
-            self._requests.taken(connection, credit.taken)
+            self._requests.acknowledge(connection, credit.taken)
         except ValueError as error:
             raise invalid_field("credit.taken", f"is {credit.taken}: {error}") from error
         connection.outbox.add_credit(credit.messages)
@@ -338,7 +340,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _resubmit(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> bool:
         """Attaches the reader of a known request. Returns whether it is known."""
         if submit.resubmitted and not submit.offer:
-            held = Held.of(request, submit.num_prompt_logprobs)
+            held = Held.of_resubmission(request, submit.num_prompt_logprobs)
             if self._requests.resubmit(request, submit.nonce, reader, held):
                 for index in held.ended:
                     # A stop string ended it, and the gateway's Abort may be lost.
@@ -360,7 +362,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:
         try:
             handle_from(resume.handle)
-            self._requests.attach(self._requests.find(resume.tenant, resume.request_id), reader, Held())
+            self._requests.attach(self._requests.find_durable(resume.tenant, resume.request_id), reader, Held())
         except QuireError as error:
             reader.connection.outbox.put_refusal(reader.handle, error)
 
@@ -386,7 +388,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 return
         if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
             # The reader may lack events of the other sequences; the usage comes with the end.
-            if self._requests.end(owned, usage, is_read_on=is_of_sequence):
+            if self._requests.end_durable(owned, usage, is_read_on=is_of_sequence):
                 return
         elif owned is not None:
             self._requests.forget(owned)

@@ -235,7 +235,7 @@ class StepLoop:
                 started = clock.monotonic()
                 plan = scheduler.schedule(started)
                 for key in scheduler.promised:
-                    self._requests.keep_room(key)
+                    self._requests.announce_room(key)
                 if plan is None:
                     break
                 planned = clock.monotonic()
