@@ -19,8 +19,8 @@ _MOVED_RETRY_MS = 100
 
 
 class EndedRequests:
-    """Cancelled requests, which their gateways may submit again; requests that have just left for another scheduler; and
-    the sizes of outputs that no reader got.
+    """Cancelled requests, which their gateways may submit again; requests that have just left for another scheduler;
+    and the sizes of outputs that no reader got.
 
     Attributes:
         cancelled: Tenant, id and nonce of the newest cancelled requests.

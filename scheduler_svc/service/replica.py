@@ -37,9 +37,8 @@ from scheduler_svc.service.tracing import RequestSpans
 from scheduler_svc.service.watchers import Watchers
 from scheduler_svc.service.worker_link import (
     WorkerFaultyError,
-    WorkerGroup,
-    WorkerLink,
     WorkerLostError,
+    Workers,
     attach_workers,
     release_memory,
 )
@@ -268,7 +267,7 @@ class Replica:
 
     # Workers come and go
 
-    async def attach(self, timeout_s: float) -> WorkerLink | WorkerGroup:
+    async def attach(self, timeout_s: float) -> Workers:
         """Attaches the workers under a new epoch, and adapts the core to them before anything runs. Raises
         WorkerLostError."""
         self.epoch += 1

@@ -380,6 +380,31 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     )
 
 
+Answer = StepAnswer | Prepared | Fetched | TierChanged
+"""A message that an attached worker sends, except heartbeats."""
+
+
+def answer_from(message: worker_pb2.RunResponse, vocab_size: int) -> Answer | None:
+    """A worker's answer from its message; None for a heartbeat. Raises InvalidArgument if an array is malformed."""
+    match message.WhichOneof("message"):
+        case "result":
+            return step_answer(message.result, vocab_size)
+        case "prepared":
+            return Prepared(message.prepared.number)
+        case "adapter_loaded":
+            loaded = message.adapter_loaded
+            return Prepared(loaded.number, loaded.failure if loaded.HasField("failure") else None)
+        case "moved":
+            failed = decode_int32(message.moved.failed, "failed", minimum=0).tolist()
+            return Prepared(message.moved.number, failed=frozenset(failed))
+        case "fetched":
+            return Fetched(Lease(message.fetched.lease), message.fetched.done)
+        case "tier_changed":
+            return TierChanged.of(message.tier_changed)
+        case _:
+            return None
+
+
 def _counts(data: bytes, field: str) -> np.ndarray | None:
     return decode_int32(data, field, minimum=0).astype(np.int64) if data else None
 
