@@ -1,10 +1,11 @@
 """Requests that have ended or left, and that are still remembered for a while."""
 
+from asyncio import TimerHandle
 from collections.abc import Iterator
 
 from quire.rpc.errors import Cancelled, Unavailable
 from scheduler_svc.core.request import Handle
-from scheduler_svc.service.readers import CallLater, Timer
+from scheduler_svc.service.readers import CallLater
 
 MAX_CANCELLED = 1024
 """Maximum number of cancelled requests that are remembered."""
@@ -32,7 +33,7 @@ class EndedRequests:
         self.undelivered: dict[Handle, int] = {}
         self.undelivered_size = 0
         self._call_later = call_later
-        self._moved: dict[tuple[str, str], Timer] = {}
+        self._moved: dict[tuple[str, str], TimerHandle] = {}
 
     def record_cancelled(self, tenant: str, request_id: str, nonce: int) -> None:
         self.cancelled[tenant, request_id, nonce] = None

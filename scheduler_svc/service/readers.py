@@ -4,10 +4,9 @@ A stream that breaks loses its requests' events. So a request without a reader, 
 events in its history, and a later reader gets the rest from there.
 """
 
-import asyncio
+from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from scheduler_svc.core.request import Handle, RequestKey
 from scheduler_svc.core.step import ClientEvents
@@ -15,19 +14,12 @@ from scheduler_svc.service.durable import Durable
 from scheduler_svc.service.history import History, PromptLogprobs, add_end, ends_of, select, split_by_request
 from scheduler_svc.service.outbox import Outbox
 
-
-class Timer(Protocol):
-    """A call that was scheduled for later."""
-
-    def cancel(self) -> None: ...
+CallLater = Callable[[float, Callable[[], object]], TimerHandle]
 
 
-CallLater = Callable[[float, Callable[[], object]], Timer]
-
-
-def call_later(seconds: float, call: Callable[[], object]) -> Timer:
+def call_later(seconds: float, call: Callable[[], object]) -> TimerHandle:
     """Schedules a call in the running event loop."""
-    return asyncio.get_running_loop().call_later(seconds, call)
+    return get_running_loop().call_later(seconds, call)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +76,7 @@ class OwnedRequest:
     history: History = field(default_factory=History)
     reader: Reader | None = None
     is_over: bool = False
-    expiry: Timer | None = None
+    expiry: TimerHandle | None = None
 
     @property
     def keeps_events(self) -> bool:

@@ -27,7 +27,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
-from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.service.cache_changes import CacheFeed
 from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pin_calls import PinCalls
@@ -223,7 +223,7 @@ class Replica:
         of these blocks."""
         assert self.scheduler is not None, "no worker was attached yet"
         num_forgotten = self.scheduler.forget_cached()
-        self.cache.tell()
+        self.cache.report_changes()
         return num_forgotten
 
     def _group(self, key: RequestKey) -> SequenceGroup | None:
@@ -288,7 +288,7 @@ class Replica:
                 self._refit(self.scheduler, config)
         failpoint("scheduler.attach.before_inventory")
         self.scheduler.restore_sealed(link.sealed)
-        self.cache.tell()
+        self.cache.report_changes()
         self.judge_loss(self.scheduler, was_alive=info.is_same_worker(before) and not self.was_faulty)
         self.info, self.kv_source = info, link.kv_source
         self.unsent_offers.clear()
@@ -315,7 +315,7 @@ class Replica:
         """The workers are detached: requests of steps in flight wait, and pins that held blocks are computed again."""
         if self.scheduler is not None:
             self.scheduler.void_in_flight(clock.monotonic())
-            self.cache.tell()
+            self.cache.report_changes()
             self._on_change()
 
     def judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:

@@ -469,7 +469,7 @@ class Requests:
             raise AlreadyExists(
                 f'request_id "{request.request_id}" names a request that is running', reason="REQUEST_ID_IN_USE"
             )
-        durable = Durable.of(request, description)
+        durable = Durable.from_request(request, description)
         if not request.accepted_before:
             num_emitted = sum(len(each.token_ids) for each in request.emitted)
             self.durable.check_room(request.tenant, durable.charge(num_emitted, is_over=False))

@@ -281,7 +281,7 @@ class StepLoop:
                     self._renew_lease(answer, scheduler, now)
                 case TierChanged():
                     scheduler.tier_changed(answer.slots, answer.hashes)
-                    self.replica.cache.tell()
+                    self.replica.cache.report_changes()
 
     def _apply_result(self, answer: StepAnswer, scheduler: Scheduler, now: float, address: str) -> None:
         """Applies the result of the oldest step, and emits its events. Raises InvalidAnswerError."""
@@ -303,7 +303,7 @@ class StepLoop:
         failpoint("scheduler.apply.before_emit")
         self._requests.deliver_prompt_logprobs(prompt_logprobs)
         self.replica.emit(result.step_id, events)
-        self.replica.cache.tell()
+        self.replica.cache.report_changes()
 
     def _apply_preparation(self, prepared: Prepared, scheduler: Scheduler, now: float, address: str) -> None:
         """A constraint is compiled, an adapter loaded, or blocks are fetched. Raises InvalidAnswerError."""
@@ -318,7 +318,7 @@ class StepLoop:
             _logger.warning("worker %s cannot load an adapter: %s", address, prepared.failure)
         self.replica.emit(0, events)
         self.replica.wake.set()
-        self.replica.cache.tell()
+        self.replica.cache.report_changes()
 
     def _renew_lease(self, fetched: Fetched, scheduler: Scheduler, now: float) -> None:
         """Another replica has fetched blocks: their lease is renewed, or ends once all ranks' blocks were fetched."""

@@ -284,7 +284,7 @@ class RowPromptLogprobs:
     first_position: int
     columns: LogprobColumns
 
-    def of(self, request: Request) -> "PromptLogprobs":
+    def for_request(self, request: Request) -> "PromptLogprobs":
         """The log probabilities for the request in the row. Raises ValueError if it has no such positions."""
         first, end = self.first_position, self.first_position + len(self.columns)
         if not 1 <= first <= end <= len(request.prompt):
@@ -320,7 +320,7 @@ class TierChanged:
     hashes: list[BlockHash]
 
     @classmethod
-    def of(cls, message: worker_pb2.TierChanged) -> Self:
+    def from_message(cls, message: worker_pb2.TierChanged) -> Self:
         """A change from its message. Raises InvalidArgument if the arrays of the message are malformed."""
         slots = decode_int32(message.slots, "slots", minimum=0).tolist()
         return cls(slots, _hashes(message.hashes, "hashes")[: len(slots)])
@@ -400,7 +400,7 @@ def answer_from(message: worker_pb2.RunResponse, vocab_size: int) -> Answer | No
         case "fetched":
             return Fetched(Lease(message.fetched.lease), message.fetched.done)
         case "tier_changed":
-            return TierChanged.of(message.tier_changed)
+            return TierChanged.from_message(message.tier_changed)
         case _:
             return None
 
@@ -468,7 +468,7 @@ class PromptLogprobsRouter:
                     f"step {step_id} reports prompt logprobs of row {report.row}, which did not request them"
                 )
             if report.row not in non_finite:
-                routed.append(report.of(request))
+                routed.append(report.for_request(request))
         return routed
 
     def clear(self) -> None:

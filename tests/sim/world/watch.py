@@ -328,7 +328,7 @@ class CheckedRequests(Requests):
         if owned.is_over and not wait.is_over:
             wait.is_over, wait.over_since = True, _now()
         if owned.expiry is not None and not owned.is_offer:
-            due_at = owned.expiry.when()  # type: ignore[attr-defined]
+            due_at = owned.expiry.when()
             off_s = due_at - wait.due_at
             _demand(abs(off_s) < _TIMER_S, f"has a timer that is off by {off_s:.3f} s", owned)
 
