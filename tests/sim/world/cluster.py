@@ -555,7 +555,7 @@ class Cluster:
             if count := len(gateway._ledger):
                 yield f"{host} has {count} requests"
             replicas = gateway._generator.replicas
-            if any(replicas._placed.values()) or replicas._timers:
+            if any(each.work.num_requests for each in replicas) or replicas.placements._timers:
                 yield f"{host} counts requests of replicas, or has timers for them, and has none"
             yield from (f"{host} keeps {what}" for what, count in _kept_by(gateway).items() if count)
             keys = gateway.authenticator
@@ -754,9 +754,7 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
         "tokens of durable requests": reads._kept_tokens,
         "durable requests": len(reads._reads) + len(reads._over) + len(reads._next),
         "offers": len(generator.replicas._offers._open),
-        "work of replicas": sum(
-            len(each.prompts) + len(each.streams) + each.num_prompt_tokens for each in generator.replicas._work.values()
-        ),
+        "work of replicas": sum(each.work.num_requests + each.work.num_prompt_tokens for each in generator.replicas),
         "calls that cancel": len(generator.replicas.calls._late),
         "turns to check constraints": checks._num_running + len(checks._waiting),
         "turns to resume streams": reads._turns._is_taken + len(reads._turns._waiting),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from gateway.auth.keys import KeyRing
 from gateway.replicas import live, routing, sequence
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.replica_set import Replicas
+from gateway.replicas.placements import Placements
 from gateway.replicas.sequence import TokenGapError
 from quire.messages.prefix_hashes import BlockHash, root_hash
 from quire.rpc.errors import FailedPrecondition, QuireError
@@ -468,12 +469,12 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
-    release, hashes_of, refused = Replicas.release, routing.prompt_hashes, Replicas._refused
+    abort, hashes_of, refused = Placements.abort, routing.prompt_hashes, Placements.on_refusal
 
-    def note_refused(replicas: Replicas, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
+    def note_refused(placements: Placements, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
         """Checks that a refusal by a draining scheduler is not counted as a submission: the request tries again."""
         num_before = request.submissions
-        refused(replicas, link, error, request)
+        refused(placements, link, error, request)
         if error.reason == "DRAINING" and request.submissions != num_before - (request.replica is None):
             report(AssertionError(f"{request.request.request_id} counts its submission to a scheduler that drains"))
 
@@ -486,15 +487,15 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             report(AssertionError("a gateway looks for blocks under other names than schedulers give them"))
         return names
 
-    def note_released(replicas: Replicas, live: LiveRequest) -> None:
+    def note_aborted(placements: Placements, live: LiveRequest) -> None:
         if live.request.durable and live.replica is not None:
             _RELEASED.add((live.replica, live.request.nonce))
-        release(replicas, live)
+        abort(placements, live)
 
     _RELEASED.clear()
     with (
-        patch.object(Replicas, "release", note_released),
-        patch.object(Replicas, "_refused", note_refused),
+        patch.object(Placements, "abort", note_aborted),
+        patch.object(Placements, "on_refusal", note_refused),
         patch.object(routing, "prompt_hashes", name),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
@@ -793,9 +794,10 @@ class Watch:
             replicas = gateway._generator.replicas
             if self.running[host].is_stopped:
                 continue
-            for address in sorted(replicas._draining):
-                if replicas.links[address].is_ready and not self._is_disturbed(host, address.partition(":")[0]):
-                    yield f"{host} takes {address} for draining"
+            for each in sorted(replicas, key=attrgetter("address")):
+                is_wrong = each.rejects_new and each.link.is_ready
+                if is_wrong and not self._is_disturbed(host, each.address.partition(":")[0]):
+                    yield f"{host} takes {each.address} for draining"
 
     def _needless_timers(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Timers of requests that are over or continued by another entry of the gateway, or that await a running
@@ -803,11 +805,12 @@ class Watch:
         for host, gateway in gateways.items():
             if not self.running[host].is_stopped:
                 replicas = gateway._generator.replicas
+                timers = replicas.placements._timers
                 known = {each.handle: each for each in gateway._ledger if not each.is_over}
-                yield from (f"{host} has a timer for {handle}" for handle in replicas._timers if handle not in known)
-                for handle in replicas._timers.keys() & known.keys():
+                yield from (f"{host} has a timer for {handle}" for handle in timers if handle not in known)
+                for handle in timers.keys() & known.keys():
                     link = replicas.links.get(known[handle].replica or "")
-                    waits = replicas._timers[handle]._args[1].__name__ in _FOR_WORKERS
+                    waits = timers[handle]._args[1].__name__ in _FOR_WORKERS
                     if waits and link is not None and link.is_ready:
                         yield f"{host} has {known[handle].request.request_id} wait for a worker that is back"
 
