@@ -26,6 +26,7 @@ from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfi
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
@@ -532,7 +533,7 @@ class StepLoop:
                 self.cache.tell()
                 continue
             if isinstance(answer, Fetched):
-                num_done = scheduler.leases.count_done(answer.lease) if answer.is_done else 0
+                num_done = scheduler.reservations.count_fetched(answer.lease) if answer.is_done else 0
                 is_over = num_done == len(self.worker_addresses)
                 scheduler.renew_lease(answer.lease, now, 0 if is_over else LEASE_S)
                 self._wake_after_lease()
@@ -825,7 +826,7 @@ class StepLoop:
 
     def _note_idle(self) -> None:
         scheduler = self.scheduler
-        keeps = scheduler is not None and bool(len(scheduler.leases) or scheduler.is_sealing)
+        keeps = scheduler is not None and bool(scheduler.reservations[Kind.LEASE] or scheduler.is_sealing)
         if not (self.num_live or self._num_leaving or keeps or self._idle.is_set()):
             self._idle.set()
             if self.is_draining:

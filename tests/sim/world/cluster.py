@@ -24,7 +24,7 @@ from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.moves import Leases
+from scheduler_svc.core.reservations import Reservations
 from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop
@@ -798,7 +798,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
         patch.object(step_loop, "Scheduler", make_core),
         # Recordings use no test classes.
-        patch.object(Leases, "expire", expire_checked),
+        patch.object(Reservations, "expire_leases", expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
         patch.object(scheduler_app, "StepLoop", make_loop),
     ):
