@@ -14,18 +14,6 @@ from quire.rpc.tls import TlsIdentity
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
 from quire.runtime.settings import ConfigurationError
-<<<<<<< HEAD
-=======
-from quire.service.compatibility import epoch_of_start
-from quire.service.histograms import Distribution
-from quire.tracing import TraceContext
-from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
-from scheduler_svc.core.moves import KvSource, Lease
-from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.request import ClientId, Request, RequestKey
-from scheduler_svc.core.reservations import Kind
-from scheduler_svc.core.results import usage_of
->>>>>>> 411ddb58
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.metrics import SchedulerMetrics
@@ -164,168 +152,6 @@ class StepLoop:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-<<<<<<< HEAD
-=======
-    async def _drive(self, link: WorkerLink | WorkerGroup) -> None:
-        """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
-        receiving = asyncio.create_task(self._receive_results(link))
-        sleeping = asyncio.create_task(self._sleep.is_asked.wait())
-        halves = [receiving, asyncio.create_task(self._send_steps(link)), sleeping]
-        try:
-            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-            if not sleeping.done():
-                # A write to a broken stream does not say why it broke; the next read does.
-                await asyncio.wait([receiving], timeout=_LAST_READ_S)
-        finally:
-            self._set_ready(is_attached=False)
-            for half in halves:
-                half.cancel()
-            await link.close()
-            outcomes = await asyncio.gather(*halves, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-
-    async def _send_steps(self, link: WorkerLink | WorkerGroup) -> None:
-        """Plans steps and sends them, up to the number of steps in flight that the workers take."""
-        scheduler = self.scheduler
-        assert scheduler is not None
-        depth = min(self._settings.max_steps_in_flight, link.info.max_steps_in_flight)
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while len(scheduler.in_flight) < depth:
-                await self._send_offers(link)
-                started = clock.monotonic()
-                plan = scheduler.schedule(started)
-                for key in scheduler.promised:
-                    self._requests.keep_room(key)
-                if plan is None:
-                    break
-                planned = clock.monotonic()
-                self._steps.sent(plan.step_id, started)
-                self._prompt_logprobs.planned(plan, scheduler.batch.rows)
-                self._metrics.planned(plan, planned - started)
-                if self.watchers.are_any:
-                    self.watchers.planned(scheduler, plan, started, planned)
-                failpoint("scheduler.step.before_send")
-                await link.send(plan)
-                self.trace.planned(plan, started, planned)
-                self.trace.part("send", plan.step_id, planned, clock.monotonic())
-            for preparation in scheduler.take_preparations():
-                awaited = self._preparations if preparation.arriving is None else self._moves
-                awaited.sent(preparation.number, clock.monotonic())
-                await link.prepare(preparation)
-            await self._send_offers(link)
-            # A lease may have expired.
-            self._note_idle()
-
-    async def _send_offers(self, link: WorkerLink | WorkerGroup) -> None:
-        """Sends offers before a step is planned that may reuse a lease's blocks: a worker leaves out blocks that are
-        overwritten after an offer, but does not know about writes before it."""
-        while self._offers:
-            await link.write(self._offers.pop(0))
-
-    async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
-        """Receives results, applies them to the core, and emits the events."""
-        scheduler = self.scheduler
-        assert scheduler is not None
-        while True:
-            answer = await link.receive()
-            self._has_heard = True
-            now = clock.monotonic()
-            if answer is None:
-                self._check_progress(now, link)
-                self._check_preparations(scheduler, now)
-                continue
-            if isinstance(answer, TierChanged):
-                scheduler.tier_changed(answer.slots, answer.hashes)
-                self.cache.tell()
-                continue
-            if isinstance(answer, Fetched):
-                num_done = scheduler.reservations.count_fetched(answer.lease) if answer.is_done else 0
-                is_over = num_done == len(self.worker_addresses)
-                scheduler.renew_lease(answer.lease, now, 0 if is_over else LEASE_S)
-                self._wake_after_lease()
-                self._note_idle()
-                continue
-            if isinstance(answer, Prepared):
-                self._preparations.answered(answer.number, now)
-                if (arriving := scheduler.preparations.arriving(answer.number)) is not None:
-                    self._metrics.fetched(arriving, self._moves.answered(answer.number, now))
-                self._take_prepared(scheduler, answer, link)
-                self.cache.tell()
-                continue
-            result = answer.result
-            step_s = self._steps.answered(result.step_id, now)
-            self._metrics.stepped(step_s)
-            if self.watchers.are_any:
-                self.watchers.answered(result.step_id, step_s)
-            try:
-                if scheduler.in_flight:
-                    answer.check_rows(scheduler.in_flight[0])
-                prompt_logprobs = self._prompt_logprobs.answered(answer)
-                events = scheduler.apply(result, now)
-            except ValueError as error:
-                raise InvalidAnswerError(f"worker {link.address}: {error}") from error
-            self._wake.set()
-            self.trace.answered(result.step_id, answer.worker_us, now)
-            self.trace.part("apply", result.step_id, now, clock.monotonic())
-            failpoint("scheduler.apply.before_emit")
-            self._requests.deliver_prompt_logprobs(prompt_logprobs)
-            self._emit(result.step_id, events)
-            self.cache.tell()
-
-    def _take_prepared(self, scheduler: Scheduler, prepared: Prepared, link: WorkerLink | WorkerGroup) -> None:
-        try:
-            events = scheduler.prepared(prepared.number, prepared.failure, prepared.failed)
-        except ValueError as error:
-            raise InvalidAnswerError(f"worker {link.address}: {error}") from error
-        if prepared.failure is not None:
-            _logger.warning("worker %s cannot load an adapter: %s", link.address, prepared.failure)
-        self._emit(0, events)
-        self._wake.set()
-
-    def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
-        """Handles a heartbeat: the process is alive, but its device may hang. Raises WorkerHangsError."""
-        if (late := self._steps.late(now)) is not None:
-            raise WorkerHangsError(f"worker {link.address} has not answered a step for {late[1]:.1f} s")
-
-    def _check_preparations(self, scheduler: Scheduler, now: float) -> None:
-        """Fails requests whose constraint or adapter takes too long; steps and other preparations continue."""
-        if (late := self._moves.late(now)) is not None:
-            self._moves.answered(late[0], now)
-            scheduler.give_up_preparation(*late)
-            self._wake.set()
-        if (late := self._preparations.late(now)) is None:
-            return
-        number, seconds = late
-        self._preparations.answered(number, now)
-        events = scheduler.give_up_preparation(number, seconds)
-        failures = [failure for batch in events.values() for failure in batch.failed]
-        detail = failures[0].message if failures else f"the workers have not prepared number {number}"
-        _logger.warning("%s; %d requests that wait for it fail", detail, len(failures))
-        self._emit(0, events)
-        self._wake.set()
-
-    def _emit(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
-        """Hands out events of requests and pins."""
-        assert self.scheduler is not None
-        if PIN_CLIENT in events:
-            self.pins.wake_waiters()
-            self._note_idle()
-        if (batch := events.get(GATEWAYS)) is not None:
-            self._requests.deliver(step_id, batch)
-            self._spans.delivered(batch)
-            self._metrics.delivered(batch)
-            if self.watchers.are_any:
-                self.watchers.delivered(batch)
-            if num_ended := len(batch.completed) + len(batch.failed):
-                self._note_ended(num_ended)
-
-    # Workers come and go
-
->>>>>>> 411ddb58
     async def _attach(self) -> WorkerLink | WorkerGroup:
         """Tries until the workers are attached."""
         backoff_s = _FIRST_BACKOFF_S
@@ -497,7 +323,7 @@ class StepLoop:
 
     def _renew_lease(self, fetched: Fetched, scheduler: Scheduler, now: float) -> None:
         """Another replica has fetched blocks: their lease is renewed, or ends once all ranks' blocks were fetched."""
-        num_done = scheduler.leases.count_done(fetched.lease) if fetched.is_done else 0
+        num_done = scheduler.reservations.count_fetched(fetched.lease) if fetched.is_done else 0
         is_over = num_done == len(self.replica.workers)
         scheduler.renew_lease(fetched.lease, now, 0 if is_over else LEASE_S)
         self.replica.wake_after(LEASE_S)
@@ -539,48 +365,3 @@ class StepLoop:
             block_bytes=0 if replica.info is None else replica.info.block_bytes * len(replica.workers),
             first_token_ms=self._metrics.served.first_token_ms(),
         )
-<<<<<<< HEAD
-=======
-
-    def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:
-        was_ready = self.is_ready
-        if is_attached is not None:
-            self.is_attached = is_attached
-            self._sleep.note_attached(is_attached)
-        self.is_draining = self.is_draining or is_draining
-        if self.is_ready != was_ready or is_draining:
-            self._requests.report_readiness(self.readiness)
-            self._report_readiness(self.is_ready)
-
-    def _note_aborted(self, group: SequenceGroup | None) -> None:
-        """A request was ended from outside; its rows and blocks are free. None if it still has other sequences."""
-        ended = None if group is None or group.request.is_offer else group
-        if ended is not None:
-            self._metrics.aborted(ended, clock.monotonic())
-        self._note_ended(0 if ended is None else 1)
-        self._wake.set()
-
-    def _note_pins(self) -> None:
-        if self.num_live:
-            self._set_busy()
-        self._note_idle()
-        self._wake.set()
-
-    def _note_ended(self, count: int) -> None:
-        self.retry.ended(count, clock.monotonic())
-        self._note_idle()
-
-    def _set_busy(self) -> None:
-        was_idle = self._idle.is_set()
-        self._idle.clear()
-        if was_idle and self.is_draining:
-            self._requests.report_readiness(self.readiness)
-
-    def _note_idle(self) -> None:
-        scheduler = self.scheduler
-        keeps = scheduler is not None and bool(scheduler.reservations[Kind.LEASE] or scheduler.is_sealing)
-        if not (self.num_live or self._num_leaving or keeps or self._idle.is_set()):
-            self._idle.set()
-            if self.is_draining:
-                self._requests.report_readiness(self.readiness)
->>>>>>> 411ddb58

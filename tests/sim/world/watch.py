@@ -429,12 +429,8 @@ class CheckedDrains(Lifecycle):
     async def drain(self, timeout_s: float | None) -> int:
         began_s = _now()
         num_live = await super().drain(timeout_s)
-<<<<<<< HEAD
         core = self._replica.scheduler
-        num_leases = 0 if core is None or num_live else len(core.leases)
-=======
-        num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.reservations[Kind.LEASE])
->>>>>>> 411ddb58
+        num_leases = 0 if core is None or num_live else len(core.reservations[Kind.LEASE])
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
             report(AssertionError(f"a drain ends, and {num_leases} leases do not"))
         return num_live
