@@ -6,15 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
 
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling import logit_rules
@@ -152,45 +143,6 @@ RULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_a_rule_does_what_its_definition_says(rules: dict[str, Any]) -> None:
     assert_as_the_oracle_says([Row(PROMPT, OUTPUT, rules)])
-
-
-MODEL_RULES: dict[str, Any] = {
-    "bias_token_ids": [4, 9],
-    "bias_values": [-np.inf, -np.inf],
-    "first_excluded": [5, 6],
-    "sequence_biases": [([7], 1.5), ([7, 8], 4.0), ([3, 3, 7], -2.0), ([7, 7, 1], -np.inf), ([11], -np.inf)],
-    "no_repeat_ngram_size": 3,
-    "repetition_penalty": 1.2,
-}
-
-
-def test_the_rules_of_a_model_are_the_processors_of_transformers() -> None:
-    """In the order in which `generate` applies them, for random texts of all lengths with few different tokens."""
-    generator = np.random.default_rng(3)
-    texts = [generator.integers(1, 9, length).tolist() for length in (1, 2, 3, 4, 7, 12, 23)]
-    for num_output in (0, 1, 2):
-        rows = [Row(text[: len(text) - num_output], text[len(text) - num_output :], MODEL_RULES) for text in texts]
-        rows = [row for row in rows if row.prompt]
-        logits = make_logits(len(rows), seed=num_output)
-        found = ruled_logits(rows, logits)
-        for row, line, ours in zip(rows, logits, found, strict=True):
-            ids: Any = torch.tensor([row.tokens])
-            scores: Any = line[None].clone()
-            expected = transformers_processors(len(row.prompt))(ids, scores)
-            np.testing.assert_allclose(ours, expected[0].numpy(), rtol=1e-5, atol=1e-5)
-
-
-def transformers_processors(num_prompt_tokens: int) -> LogitsProcessorList:
-    return LogitsProcessorList(
-        [
-            SequenceBiasLogitsProcessor([[[7], 1.5], [[7, 8], 4.0], [[3, 3, 7], -2.0]]),
-            RepetitionPenaltyLogitsProcessor(1.2),
-            NoRepeatNGramLogitsProcessor(3),
-            NoBadWordsLogitsProcessor([[7, 7, 1], [11]]),
-            SuppressTokensLogitsProcessor([4, 9]),
-            SuppressTokensAtBeginLogitsProcessor([5, 6], num_prompt_tokens),
-        ]
-    )
 
 
 def test_rows_with_and_without_rules_do_not_touch_each_other() -> None:
