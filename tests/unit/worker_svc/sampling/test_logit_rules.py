@@ -146,7 +146,8 @@ def test_a_rule_does_what_its_definition_says(rules: dict[str, Any]) -> None:
 
 
 def test_rows_with_and_without_rules_do_not_touch_each_other() -> None:
-    rows = [Row(PROMPT[:length], OUTPUT[: 5 - length], rules) for length in (1, 3, 5) for rules in [*RULES, {}]]
+    lengths = [(1, 4), (3, 2), (5, 0), (2, 1), (5, 5)]
+    rows = [Row(PROMPT[:prompt], OUTPUT[:output], rules) for prompt, output in lengths for rules in [*RULES, {}]]
     assert_as_the_oracle_says(rows)
 
 
