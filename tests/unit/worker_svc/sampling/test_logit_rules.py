@@ -121,11 +121,11 @@ RULES: list[dict[str, Any]] = [
     {"min_tokens": 6, "stop_token_ids": [0, 7]},
     {"first_excluded": [3, 7]},
     {"sequence_biases": [([7], 2.5), ([7], -1.0), ([2, 7, 11], -4.0), ([3, *OUTPUT, 20], -np.inf), ([9] * 40, 1.0)]},
-    {"bad_sequences": [[7, 12]], "sequence_biases": [([7, 12], 3.0), ([4, 3, *OUTPUT, 12], 1.0)]},
+    {"bad_sequences": [[7, 12]], "sequence_biases": [([7, 12], 3.0), ([4, 3, *OUTPUT, 12], 1.0), ([1, 2, 7, 9], 2.0)]},
     *({"no_repeat_ngram_size": size} for size in (1, 2, 3, 5, 9, 10, 11, 2**31)),
     {
         "first_excluded": [2],
-        "sequence_biases": [([2, 7, 9], 3.0), ([3, 7, 7, 10], -2.0)],
+        "sequence_biases": [([2, 7, 9], 3.0), ([2, 7, 7], 1.5), ([3, 7, 7, 10], -2.0)],
         "no_repeat_ngram_size": 2,
         "allowed_token_ids": [2, 3, 7, 8, 9, 10],
         "bias_token_ids": [2, 9],
