@@ -78,7 +78,9 @@ class PassTimes:
         assert self._costs is not None, "costs"
         return self._costs
 
-    def took(self, num_rows: int, seconds: float, num_drafts: NDArray[np.integer] = _NONE, *, is_first: bool) -> None:
+    def record_pass(
+        self, num_rows: int, seconds: float, num_drafts: NDArray[np.integer] = _NONE, *, is_first: bool
+    ) -> None:
         """Records that a pass with `num_rows` rows, some of them with drafts, took `seconds`."""
         self._latest_s = seconds
         if self._costs is None:

@@ -113,7 +113,7 @@ class RowLedger:
             column[rows] += max_drafts
         self._drafted.append(_Drafted(step.step_id, rows, self._sequences[rows], max_drafts))
 
-    def finished(self, output: StepOutput) -> None:
+    def record_output(self, output: StepOutput) -> None:
         """The lengths of rows are known better. To be called for each step, in order."""
         if not self._drafted or self._drafted[0].step_id != output.step_id:
             return
