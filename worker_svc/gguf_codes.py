@@ -1,4 +1,4 @@
-"""Encodes numbers as the codes of GGUF's types. The package `gguf` encodes the older types and decodes all; the
+"""Encodes weights in the quantized types of GGUF files. The package `gguf` encodes the older types and decodes all; the
 K-quants and IQ4 are encoded here, by a search for the scales that keep decoded numbers near the originals.
 
 A number of such a type is code * scale, or code * scale - minimum, and the scales of groups are codes too. For each

@@ -1,14 +1,17 @@
-"""Chooses the drafts that a pass verifies: the drafts that are expected to raise the tokens per second.
+"""Speculative decoding: chooses which guessed tokens (drafts) one run of the model (a pass) verifies.
 
-A pass of n rows gives n tokens, plus the correct drafts of each row. The k-th draft of a row is correct only if all
-drafts before it are. This has the probability p ** k, where p is the acceptance rate of the draft's kind, estimated
-from recent drafts of the row and from all rows. Each draft lengthens the pass, by a cost that the worker measured at
-its start. The most probable drafts are taken until a further one would lower the tokens per second.
+The chosen drafts give the most tokens per second:
+
+- A pass of n rows gives n tokens, plus the correct drafts of each row.
+- The k-th draft of a row is correct only if all drafts before it are. The probability is p ** k. The acceptance rate p
+  of the draft's kind is estimated from recent drafts of this row and of all rows.
+- Each draft lengthens the pass, by a cost that the worker measured at its start (`pass_times`).
+- Drafts are added, the most probable first, until a further draft would lower the tokens per second.
 
 A row whose drafts are not verified gives no new evidence. Therefore its next guess is compared with the token that it
 samples (a "look"). Looks become rarer while the row's drafts do not pay, and have a time budget: a small share of the
-time of passes, plus a part of the time that drafts saved lately. Any number of rows without paying drafts thus costs
-nearly as little as without speculation.
+time of passes, plus a part of the time that drafts saved lately. So speculation costs nearly nothing while no drafts
+pay, whatever the number of rows.
 
 All ranks choose alike, from sampled tokens and measurements: with several ranks a step is one pass, and the time of
 passes is measured at the start only.

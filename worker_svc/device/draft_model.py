@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary, which guesses the next tokens of the model.
+"""Speculative decoding: a small draft model of the same vocabulary guesses the next tokens of the served model.
 
 Its layers are further layers of the pool, under the same block ids, so that its keys and values go where the model's
 go: copies of blocks, swaps, seals, files and moves need no extra code. It computes prompts after the model, in the same

@@ -1,6 +1,8 @@
-"""Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
-table, so that each is computed bitwise as in a plain decode. The CPU library recognizes the rows of a sequence by their
-tables and lengths if they are consecutive in the batch, and reads keys and values once for all.
+"""Speculative decoding: verifies guessed tokens (drafts) of decoding rows, so that a step gives several tokens a row.
+
+Drafts are verified as further rows of one token over the same block table, so that each is computed bitwise as in a
+plain decode. The CPU library recognizes the rows of a sequence by their tables and lengths if they are consecutive in
+the batch, and reads keys and values once for all.
 
 At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
 to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that

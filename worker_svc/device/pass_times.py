@@ -1,4 +1,8 @@
-"""Predicts how long a pass takes, from measurements at the start and from the latest passes."""
+"""Predicts how long a pass (one run of the model) takes, with and without guessed tokens (drafts) to verify.
+
+The worker measures passes of 1, 2, 4 and more rows at its start (`PassCosts`). `PassTimes` multiplies these costs by
+factors that follow the latest passes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The content of the persistent batch's rows after the last accepted step; the event loop checks the next one by it.
+"""The ledger of the persistent batch: the content of each row after the last accepted step, to check the next step.
 
 It does not import torch: a worker listens, and refuses an address in use, before it imports that.
 """

@@ -1,4 +1,4 @@
-"""How the ranks of a model find each other by torch.distributed, and how each notices that another one ended.
+"""Ranks of a model find each other by torch.distributed, and each notices when another one ends.
 
 A rank that loses another one cannot go on, and its results cannot be trusted: it ends its process at once. The
 supervisor starts it again, and the ranks begin a new rendezvous.

@@ -1,4 +1,4 @@
-"""Drafters: guess the next tokens of a row, which a step then verifies.
+"""Speculative decoding: drafters guess the next tokens of a row, which a step then verifies.
 
 A drafter is a function of the row's tokens, so that all ranks draft alike. Its guesses change how many tokens a step
 gives, but never the tokens: a draft counts only if the row samples that very token.
