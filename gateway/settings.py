@@ -124,11 +124,11 @@ class ListenFlags(ServiceFlags):
                 "or leave batches out"
             )
         defaults = {each.name: each.default for each in dataclasses.fields(self)}
-        for front in FRONTS.keys() - set(self.fronts):
+        for front in (each for each in FRONTS if each not in self.fronts):
             for name in FRONTS[front]:
                 if name in defaults and getattr(self, name) != defaults[name]:
                     flag = f"--{name.replace('_', '-')}"
-                    fronts = ",".join(self.fronts)
+                    fronts = ",".join(self.fronts) or "empty"
                     raise ValueError(
                         f"{flag} is set, but --fronts is {fronts}, without {front}; add {front}, or leave {flag} out"
                     )
