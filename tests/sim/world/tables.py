@@ -21,7 +21,7 @@ KEPT: dict[str, str] = {
         ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
     "one entry for each replica or gateway that is known": """
         CacheFeed._watchers Members._fixed Members.links Offers._links ReplicaRecords._places ReplicaRecords._records
-        Replicas._hinted Replicas._placed Replicas._unended Replicas._work Replicas.links Requests._connections
+        Replicas._replicas Replicas.links Requests._connections
         SchedulerCalls._links""",
     "a counter for each of few kinds": """
         CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
