@@ -11,7 +11,7 @@ from gateway.replicas.link import Backoff, SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.request_messages import request_from_submit, submit_message
 from gateway.request.generation_config import ModelDefaults
-from gateway.request.prepare import resolve
+from gateway.request.parameters import resolve
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
