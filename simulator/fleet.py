@@ -17,6 +17,7 @@ from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy
 from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import EmittedSequence, Request
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.step import ClientEvents
 from simulator.engine import Arrivals, Device, Run, key_of
 from simulator.tokens import TOKEN_ID
@@ -115,7 +116,7 @@ class FleetRun(Run):
 
     def planned(self, device: Device) -> None:
         (place,) = (each for each in self._places.values() if each.device is device)
-        for key in device.scheduler.promises:
+        for key in device.scheduler.reservations.requests(Kind.PROMISE):
             offer = self._offers.get(key.handle - _OFFERS)
             if offer is not None and place.name not in offer.told:
                 offer.told.add(place.name)
@@ -212,22 +213,22 @@ class FleetRun(Run):
         if place.device.scheduler.hand_over(life.request.key, lease, self.now, _LEASE_S) is None:
             self._close_offer(index)
             return
-        self._leave(index)
+        self._remove(index)
         life.moved_at.append(num_tokens)
         source, replaces = KvSource("", (place.name,), lease), key_of(_OFFERS + index).handle
         moved = replace(self._moved(index, num_tokens), source=source, replaces=replaces)
-        self.at(self.now + self._fleet.latency_s, partial(self._come, index, moved))
+        self.at(self.now + self._fleet.latency_s, partial(self._arrive, index, moved))
 
-    def _come(self, index: int, moved: Request) -> None:
+    def _arrive(self, index: int, moved: Request) -> None:
         self.submit(moved)
         self._close_offer(index)
 
-    def end(self, index: int, *, failed: bool) -> None:
+    def end_request(self, index: int, *, failed: bool) -> None:
         self._close_offer(index)
-        self._leave(index)
-        super().end(index, failed=failed)
+        self._remove(index)
+        super().end_request(index, failed=failed)
 
-    def _leave(self, index: int) -> None:
+    def _remove(self, index: int) -> None:
         if (place := self._place_of.pop(index, None)) is not None:
             place.work.remove(index)
             place.num_live -= 1

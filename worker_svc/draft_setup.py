@@ -1,4 +1,4 @@
-"""What guesses the next tokens of a worker: the drafters and the draft model of its settings."""
+"""The drafters and the draft model of a worker, which guess the next tokens (speculative decoding), by its settings."""
 
 from dataclasses import dataclass
 

@@ -24,12 +24,12 @@ from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.moves import Leases
+from scheduler_svc.core.reservations import Reservations
 from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import replica, step_loop
 from scheduler_svc.service.app import serve
-from scheduler_svc.service.cache_digest import CacheDigest
+from scheduler_svc.service.cache_changes import CacheDigest
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
@@ -803,7 +803,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         patch.object(step_loop, "Replica", CheckedReplica),
         patch.object(step_loop, "Lifecycle", make_lifecycle),
         # Recordings use no test classes.
-        patch.object(Leases, "expire", expire_checked),
+        patch.object(Reservations, "expire_leases", expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
         patch.object(scheduler_app, "StepLoop", make_loop),
     ):
