@@ -206,7 +206,7 @@ class Gateway:
             for live in self._ledger:
                 live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
         # All further calls are rejected. The connections to schedulers close afterwards.
-        self._generator.take_nothing_more()
+        self._generator.refuse_all_calls()
         self._idle_calls.end()
         self._http.stop()
         await asyncio.gather(self._rpc.stop(_STOP_GRACE_S), self._http_task, return_exceptions=True)

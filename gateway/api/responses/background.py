@@ -40,7 +40,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.body_memory import count_answer, keep_memory
 from gateway.request.generator import Generator
-from gateway.request.prepare import CallParameters
+from gateway.request.parameters import CallParameters
 from gateway.request.violations import renaming
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage

@@ -784,7 +784,7 @@ class Watch:
     def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Keys whose limits count more requests than run; finished requests that wait for their client do not count."""
         for host, gateway in gateways.items():
-            keys, keeps = gateway.authenticator, gateway._generator.durable_reads.keeps
+            keys, keeps = gateway.authenticator, gateway._generator.durable_reads.reads_without_client
             assert isinstance(keys, KeyRing)
             running = Counter(live.request.tenant for live in gateway._ledger if not (live.is_over and keeps(live)))
             for caller in keys._callers.values():
