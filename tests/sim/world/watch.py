@@ -49,7 +49,7 @@ from tests.support.fake_pool import BlockError, Prefixes
 from worker_svc.device.seals import SealInventory
 from worker_svc.protocol.session import _VACANT_S, Session, Sessions
 from worker_svc.protocol.stream import Worker
-from worker_svc.protocol.transfers import Tell
+from worker_svc.protocol.transfers import OnFetched
 from worker_svc.step import SealedBlocks
 
 _LOOK_EVERY_S = 0.25
@@ -222,16 +222,19 @@ class CheckedWorker(Worker):
             watch_worker(self.transfers, report)
 
     def attach(
-        self, epoch: int, on_superseded: Callable[[QuireError], None], on_fetched: Tell = lambda lease, is_done: None
+        self,
+        epoch: int,
+        on_superseded: Callable[[QuireError], None],
+        on_fetched: OnFetched = lambda lease, is_done: None,
     ) -> Session:
         session = super().attach(epoch, on_superseded, on_fetched)
         if any(self._underway()[3:]):
             report(AssertionError("what a session that was superseded had underway goes on for the next one"))
         return session
 
-    def leave(self, session: Session) -> None:
+    def detach(self, session: Session) -> None:
         has_next, before = self._session is not session, self._underway()
-        super().leave(session)
+        super().detach(session)
         if has_next and self._underway() != before:
             report(AssertionError("the end of a session that was superseded ends what the next one has underway"))
 
@@ -239,7 +242,7 @@ class CheckedWorker(Worker):
         """The session and its callbacks, then its loads and moves, and the blocks that it offers."""
         moves = self.transfers
         moved = () if moves is None else ({*moves._moving}, {*moves._offers})
-        return self._session, self._supersede, moves and moves._tell, {**self._reads}, *moved
+        return self._session, self._supersede, moves and moves._on_fetched, {**self._reads}, *moved
 
 
 class RequestsViolationError(AssertionError):
