@@ -23,13 +23,13 @@ from scheduler_svc.core.moves import CommonTier, KvSource
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
-    Answer,
     Fetched,
     Prepared,
     RankPlace,
     ReplicaInfo,
     StepAnswer,
     TierChanged,
+    WorkerAnswer,
     answer_from,
     attach_message,
     prepare_message,
@@ -153,7 +153,7 @@ class Workers(ABC):
         """Sends a serialized message. Raises WorkerLostError."""
 
     @abstractmethod
-    async def receive(self) -> Answer | None:
+    async def receive(self) -> WorkerAnswer | None:
         """The next answer, or None for a heartbeat. Raises WorkerLostError."""
 
     @abstractmethod
@@ -213,7 +213,7 @@ class WorkerLink(Workers):
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> Answer | None:
+    async def receive(self) -> WorkerAnswer | None:
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -267,7 +267,7 @@ class WorkerGroup(Workers):
             tuple(endpoint for source in sources for endpoint in source.endpoints),
         )
         self.epoch = epoch
-        self._answers: asyncio.Queue[tuple[int, Answer | Exception | None]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, WorkerAnswer | Exception | None]] = asyncio.Queue()
         # For each rank, its answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
         # Ranks that have sent a heartbeat since the group's last one.
@@ -277,7 +277,7 @@ class WorkerGroup(Workers):
         self._tier = CommonTier(len(links))
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
-    async def receive(self) -> Answer | None:
+    async def receive(self) -> WorkerAnswer | None:
         """The next answer of rank 0, once all ranks have answered the step, or None once each rank has sent a heartbeat
         (so no step counts as late while one rank is silent). Fetches by other replicas are returned for each rank.
 

@@ -380,11 +380,11 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     )
 
 
-Answer = StepAnswer | Prepared | Fetched | TierChanged
+WorkerAnswer = StepAnswer | Prepared | Fetched | TierChanged
 """A message that an attached worker sends, except heartbeats."""
 
 
-def answer_from(message: worker_pb2.RunResponse, vocab_size: int) -> Answer | None:
+def answer_from(message: worker_pb2.RunResponse, vocab_size: int) -> WorkerAnswer | None:
     """A worker's answer from its message; None for a heartbeat. Raises InvalidArgument if an array is malformed."""
     match message.WhichOneof("message"):
         case "result":

@@ -10,7 +10,7 @@ import pytest
 from quire.runtime.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.service import scheduler_servicer as servicer
-from scheduler_svc.service import worker_link
+from scheduler_svc.service import worker_messages
 from scheduler_svc.service.worker_messages import StepAnswer, step_answer
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -34,7 +34,7 @@ async def test_a_worker_that_answers_for_other_rows_than_were_asked_is_lost(sche
         turned.append(dataclasses.replace(answer, rows=answer.rows[::-1]))
         return turned[0]
 
-    monkeypatch.setattr(worker_link, "step_answer", turn_one_around)
+    monkeypatch.setattr(worker_messages, "step_answer", turn_one_around)
     first_epoch = (await state_of(scheduler)).scheduler_epoch
     for handle in (1, 2):
         await stream.submit(make_submit(handle, max_tokens=60))
