@@ -180,8 +180,7 @@ class Arrivals:
     def complete_pin(self, group: SequenceGroup) -> None:
         """A group ended. If it computed a pin, its blocks are still cached, unless it failed."""
         pins = self._state.pins
-        pin = pins.of_key(group.request.key)
-        if pin is not None and not pins.hold(pin):
+        if (pin := pins.of_key(group.request.key)) is not None and not pins.hold(pin):
             pins.remove(pin)
 
     # Moves and needs

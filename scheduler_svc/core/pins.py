@@ -91,7 +91,7 @@ class Pins:
         self._of_tenant: dict[str, Counter[BlockHash]] = {}
         """The blocks of each tenant's pins, held or not yet, with the number of the tenant's pins that have each block.
         Tenants share no blocks. `_num_blocks` is the total number of blocks."""
-        self._changes: Earliest[RequestKey, float] = Earliest()
+        self._changes: Earliest[RequestKey] = Earliest()
         self._reservations: Reservations
 
     def __len__(self) -> int:

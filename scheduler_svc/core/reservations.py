@@ -7,6 +7,7 @@ host are no reservations: they are planned and finished within one plan (see `ho
 
 import enum
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -21,23 +22,21 @@ Owner = Lease | RequestKey | int
 
 
 class Kind(enum.Enum):
-    """The purpose of a reservation.
-
-    LEASE        sealed blocks that another replica may fetch, by their lease
-    PROMISE      blocks and rows for a request that runs at another replica, by the key of its offer
-    COMING       rows for a request that came for a promise, while it waits for its blocks
-    PIN          the blocks of a pinned prefix, by the key of the request that computes it
-    FETCH        blocks that workers fill with fetched content, by the number of the preparation
-    FETCH_START  cached blocks of the request that waits for a fetch: without them it could not use the fetched blocks,
-                 or would have them fetched next and lose the fetched ones meanwhile
-    """
+    """The purpose of a reservation."""
 
     LEASE = enum.auto()
+    """Sealed blocks that another replica may fetch, by their lease."""
     PROMISE = enum.auto()
+    """Blocks and rows for a request that runs at another replica, by the key of its offer."""
     COMING = enum.auto()
+    """Rows for a request that came for a promise, while it waits for its blocks."""
     PIN = enum.auto()
+    """The blocks of a pinned prefix, by the key of the request that computes it."""
     FETCH = enum.auto()
+    """Blocks that workers fill with fetched content, by the number of the preparation."""
     FETCH_START = enum.auto()
+    """Cached blocks of the request that waits for a fetch: without them it could not use the fetched blocks, or would
+    have them fetched next and lose the fetched ones meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +62,7 @@ class Reservations:
         self.pool = pool
         self.holders: dict[Kind, Counter[BlockId]] = {kind: Counter() for kind in Kind}
         self._by_kind: dict[Kind, dict[Owner, Reservation]] = {kind: {} for kind in Kind}
-        self._pin_ends: Earliest[Owner, float] = Earliest()
+        self._pin_ends: Earliest[Owner] = Earliest()
 
     def __getitem__(self, kind: Kind) -> Mapping[Owner, Reservation]:
         """The reservations of a kind by owner, the oldest first."""
@@ -123,12 +122,8 @@ class Reservations:
         would come last; or the pin with the earliest end. None if there is none. Fetches never give way: workers write
         to their blocks."""
         leases, promises = self._by_kind[Kind.LEASE], self._by_kind[Kind.PROMISE]
-        first: Reservation | None = None
-        if leases:
-            first = next(iter(leases.values()))
-        elif promises:
-            first = next(reversed(promises.values()))
-        elif may_end_pins and (pin := self._pin_ends.first()) is not None:
+        first = next(itertools.chain(leases.values(), reversed(promises.values())), None)
+        if first is None and may_end_pins and (pin := self._pin_ends.first()) is not None:
             first = self._by_kind[Kind.PIN][pin]
         if first is not None:
             self.end(first.kind, first.owner)
@@ -143,18 +138,17 @@ class Reservations:
 
 
 K = TypeVar("K")
-P = TypeVar("P")
 
 
-class Earliest(Generic[K, P]):
+class Earliest(Generic[K]):
     """Keys with a place each, the lowest place first. An operation costs O(log n)."""
 
     def __init__(self) -> None:
-        self._places: dict[K, P] = {}
+        self._places: dict[K, float] = {}
         # Entries whose key is gone or has another place are void.
-        self._heap: list[tuple[P, K]] = []
+        self._heap: list[tuple[float, K]] = []
 
-    def put(self, key: K, place: P) -> None:
+    def put(self, key: K, place: float) -> None:
         """Gives a key its place, which replaces an earlier one."""
         self._places[key] = place
         heapq.heappush(self._heap, (place, key))
@@ -169,7 +163,7 @@ class Earliest(Generic[K, P]):
         """The key with the lowest place; None if there is no key."""
         while self._heap:
             place, key = self._heap[0]
-            if key in self._places and self._places[key] == place:
+            if self._places.get(key) == place:
                 return key
             heapq.heappop(self._heap)
         return None

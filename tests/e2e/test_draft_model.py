@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
     settings = load_settings(WorkerSettings, [*FLAGS, *flags], {}, program="quire worker")
     if case == "two ranks":
         # Each would wait for the other one.
-        start = partial(startup._draft_directory, settings, ModelDirectory.open(tiny), torch.device("cpu"))
+        start = partial(draft_setup.draft_directory, settings, ModelDirectory.open(tiny), torch.device("cpu"))
     else:
         start = partial(build_worker, settings, DeviceLoop())
     with pytest.raises(ConfigurationError, match=message):

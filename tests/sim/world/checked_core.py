@@ -213,7 +213,7 @@ class CheckedScheduler(Scheduler):
             return does_fit
 
         def take(adapter: Adapter, kept: set[Adapter]) -> int | None:
-            before, owed = self.batch.adapters.num_rows(), {*self.preparations._owed.values()}
+            before, owed = self.batch.adapters.num_rows(), {*self.preparations.adapters.owed.values()}
             drained = self._adapter_use.drained()
             slot = take_slot(adapter, kept)
             if (wrong := self._adapter_use.wrong_choice(before, drained, kept)) is not None and adapter not in before:
@@ -486,7 +486,7 @@ class CheckedScheduler(Scheduler):
         waits, trials = self.preparations, self.trials
         kept = {
             "needs of requests": (*waits._need_of, *waits._held),
-            "adapters that requests are owed": waits._owed,
+            "adapters that requests are owed": waits.adapters.owed,
             "losses of requests": trials._losses,
             "room for requests": self.reservations.requests(Kind.PROMISE, Kind.COMING),
             "blocks that requests wait for": (*self.batch.underway.items(), *self.batch.underway.awaited()),
