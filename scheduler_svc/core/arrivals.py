@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.policy import check_queue
 from scheduler_svc.core.preparation import Preparation

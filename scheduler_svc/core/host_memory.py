@@ -2,15 +2,17 @@
 
 Swapped groups have their blocks here. If the workers support it, blocks that the pool evicts are first copied here and
 found here by their hashes until others need the room, least recently used first. Both kinds are blocks of one
-`BlockPool`: a sealed block of a swapped group can be hit, and a block that is here already is not copied again.
+`PrefixIndex`: a sealed block of a swapped group can be hit, and a block that is here already is not copied again.
 
 A step first copies blocks to the host, then from the host, and then writes other blocks. So a block that the next step
 copies to the pool is held until that step is planned: nothing may be copied to its place before.
 """
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.moves import MoveCounts
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 
 
 class HostMemory:
@@ -23,7 +25,7 @@ class HostMemory:
     """
 
     def __init__(self, num_blocks: int, counts: MoveCounts, *, caches: bool = False) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = PrefixIndex(num_blocks)
         self.caches = caches and num_blocks > 0
         self.log: CacheLog | None = None
         self.counts = counts

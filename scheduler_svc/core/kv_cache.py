@@ -12,11 +12,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart, OutOfBlocksError
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.moves import MoveCounts
+from scheduler_svc.core.paging.block_pool import BlockId, OutOfBlocksError
+from scheduler_svc.core.prefix_index import CachedStart, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
@@ -39,7 +41,7 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = PrefixIndex(num_blocks)
         self.host = HostMemory(0, MoveCounts())
         """Keeps blocks that the pool evicts."""
         self._watermark_blocks = math.ceil(watermark * num_blocks)
@@ -351,7 +353,7 @@ class BlockManager:
 class VictimTables:
     """Counts the blocks that become free if block tables are freed in turn. `taken` blocks do not become free."""
 
-    def __init__(self, pool: BlockPool, taken: Iterable[BlockId]) -> None:
+    def __init__(self, pool: PrefixIndex, taken: Iterable[BlockId]) -> None:
         self._pool = pool
         self._taken = set(taken)
         self._num_freed: Counter[BlockId] = Counter()

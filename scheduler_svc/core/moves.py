@@ -11,8 +11,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Generic, NewType, TypeVar
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheLog
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 
 Lease = NewType("Lease", bytes)
 """A random name. A process that knows it may fetch the blocks."""
@@ -81,17 +83,17 @@ class Leases(Generic[K]):
         leased.num_done += 1
         return leased.num_done
 
-    def end(self, lease: K, pool: BlockPool) -> None:
+    def end(self, lease: K, pool: PrefixIndex) -> None:
         """Ends a lease. Its blocks stay cached until they are evicted. Idempotent."""
         if (leased := self._leases.pop(lease, None)) is not None:
             pool.free(leased.blocks)
 
-    def expire(self, now: float, pool: BlockPool) -> None:
+    def expire(self, now: float, pool: PrefixIndex) -> None:
         """Ends leases that have expired."""
         for lease in [lease for lease, leased in self._leases.items() if leased.expires_at <= now]:
             self.end(lease, pool)
 
-    def give_way(self, pool: BlockPool) -> bool:
+    def give_way(self, pool: PrefixIndex) -> bool:
         """Ends the oldest lease. Returns whether there was one."""
         for lease in self._leases:
             self.end(lease, pool)

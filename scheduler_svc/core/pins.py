@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
 from scheduler_svc.core.request import (
     Adapter,
     ClientId,
@@ -133,7 +135,7 @@ class Pins:
         token_ids: list[int],
         expires_at: float,
         time_to_live: float,
-        pool: BlockPool,
+        pool: PrefixIndex,
     ) -> Pin:
         """The pin of the whole blocks of this prefix. Renews an existing pin that is still whole. Otherwise makes a new
         pin, which holds nothing yet, and replaces an old one that has given blocks back.
@@ -182,7 +184,7 @@ class Pins:
                 f"pin {self._max_pinned}"
             )
 
-    def hold(self, pin: Pin, pool: BlockPool) -> bool:
+    def hold(self, pin: Pin, pool: PrefixIndex) -> bool:
         """Adds a reference to each block that a pin still has. Returns whether all of its blocks were cached."""
         blocks = pool.hits(pin.hashes)
         if len(blocks) < len(pin.hashes):
@@ -195,12 +197,12 @@ class Pins:
         self._note_end(pin)
         return True
 
-    def remove(self, pin: Pin, pool: BlockPool) -> None:
+    def remove(self, pin: Pin, pool: PrefixIndex) -> None:
         """Removes a pin. Its blocks stay cached until they are evicted."""
         del self._pins[pin.pin_id], self._by_key[pin.key]
         self._cut(pin, 0, pool)
 
-    def decay(self, pin: Pin, now: float, pool: BlockPool) -> None:
+    def decay(self, pin: Pin, now: float, pool: PrefixIndex) -> None:
         """Gives back the parts of a pin whose time is over, the end of the prefix first."""
         while pin.next_change <= now and pin.num_parts > 1:
             pin.num_parts -= 1
@@ -213,7 +215,7 @@ class Pins:
         num_blocks = len(pin.token_ids) // self._block_size
         return -(-num_blocks * pin.num_parts // pin.max_parts)
 
-    def _cut(self, pin: Pin, num_left: int, pool: BlockPool) -> None:
+    def _cut(self, pin: Pin, num_left: int, pool: PrefixIndex) -> None:
         """Keeps the first `num_left` blocks of the pin, and gives back the others."""
         known = self._of_tenant[pin.tenant]
         for content in pin.hashes[num_left:]:
@@ -242,7 +244,7 @@ class Pins:
         pin = self._first(self._changes)
         return pin if pin is not None and pin.next_change <= now else None
 
-    def give_way(self, pool: BlockPool) -> bool:
+    def give_way(self, pool: PrefixIndex) -> bool:
         """Removes the pin with the earliest end that holds blocks. Returns whether there was one."""
         pin = self._first(self._held_ends)
         if pin is None:

@@ -19,10 +19,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.moves import Arriving
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, Request, RequestKey
 
 NUM_KEPT = 64

@@ -11,12 +11,13 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftBudget
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import Array, RowAssignment, StepPlan
 

@@ -16,12 +16,13 @@ finds requests that make steps fail.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.state import State
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from quire.messages.logprob_columns import LogprobLog
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
-from scheduler_svc.core.block_pool import BlockId, CachedStart, PrefixHashes
 from scheduler_svc.core.moves import KvSource
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import CachedStart, PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
 
 

@@ -4,8 +4,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.admission import Room, Stop, TokenShares
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftCounts
@@ -14,6 +14,7 @@ from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
 from scheduler_svc.core.moves import Arriving, KvSource, Lease, Leases, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, Queues, make_policy

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import Candidates
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from quire.messages.prefix_hashes import hashes_of
+from quire.messages.prefix_hashes import BlockHash, hashes_of
 from scheduler_svc.core import invariants
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease

@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.messages.logprob_columns import LogprobLog
-from quire.messages.prefix_hashes import SALT_BYTES
+from quire.messages.prefix_hashes import SALT_BYTES, BlockHash
 from quire.messages.replica_role import ReplicaRole
 from quire.model_files.adapter_files import DIGEST_BYTES
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
@@ -17,9 +17,9 @@ from quire.scheduler.v1 import scheduler_pb2
 from quire.service import compatibility
 from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus

@@ -12,7 +12,8 @@ from quire.rpc.errors import Unavailable, invalid_field
 from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.admission import Obstacle
-from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.step import StepPlan, Usage
@@ -129,7 +130,7 @@ def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
             yield Event(kind, plan.step_id, source, destination)
 
 
-def pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
+def pool_message(pool: PrefixIndex, num_pinned: int = 0) -> scheduler_pb2.PoolState:
     """The number of blocks of a pool in each state."""
     return scheduler_pb2.PoolState(
         total_blocks=pool.num_blocks,

@@ -13,9 +13,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
@@ -42,7 +44,7 @@ class Reservation(enum.Enum):
         return prompt + output
 
 
-class RegionPool(BlockPool):
+class RegionPool(PrefixIndex):
     """Blocks that are allocated in contiguous regions of power-of-two sizes. No block is ever shared or cached."""
 
     def __init__(self, num_blocks: int) -> None:

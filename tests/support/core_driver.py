@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
-from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
     Adapter,

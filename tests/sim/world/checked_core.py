@@ -16,15 +16,16 @@ from quire.runtime.clock import monotonic
 from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease, Leases
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
+from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
     Adapter,
@@ -176,7 +177,7 @@ class CheckedScheduler(Scheduler):
         """No pin ends while others give way."""
         pins_give_way = self.pins.give_way
 
-        def give_way(pool: BlockPool) -> bool:
+        def give_way(pool: PrefixIndex) -> bool:
             if len(self.leases) or len(self.promises):
                 self._report(AssertionError("a pin ends before leases and promises do"))
             if len(self.running) > 1:
@@ -1038,7 +1039,7 @@ def _adds_up(queue: GroupQueue) -> bool:
     return are_right and queue.num_tokens == tokens.total() and len(queue) == groups.total()
 
 
-def expire_checked(leases: Leases, now: float, pool: BlockPool) -> None:
+def expire_checked(leases: Leases, now: float, pool: PrefixIndex) -> None:
     """Leases last as long as they were promised to, unless they give way."""
     before = {lease: leased.expires_at for lease, leased in leases._leases.items()}
     _expire(leases, now, pool)

@@ -22,9 +22,9 @@ from quire.messages.prefix_hashes import short
 from quire.model_files.progress import READING, LoadProgress
 from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
-from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.moves import Leases
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import step_loop

@@ -24,10 +24,11 @@ from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime.clock import CLOCK
 from quire.service.compatibility import UNKNOWN_MODEL
-from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.request import Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Leases, Tier
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
@@ -122,7 +124,7 @@ def test_only_blocks_that_are_fetched_can_fail() -> None:
 
 
 def test_ranks_that_sent_their_parts_are_counted_as_long_as_their_lease_lasts() -> None:
-    leases, pool = Leases[Lease](), BlockPool(8)
+    leases, pool = Leases[Lease](), PrefixIndex(8)
     leases.add(LEASE, [], 1.0)
     assert [leases.count_done(LEASE), leases.count_done(LEASE), leases.count_done(Lease(b"other"))] == [1, 2, 0]
     leases.expire(1.0, pool)

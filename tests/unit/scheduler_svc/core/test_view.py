@@ -10,8 +10,8 @@ import pytest
 from scheduler_svc.core import view
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
-from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.request import RefusedError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceStatus
