@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
+from scheduler_svc.core.kv_cache import VictimTables
 from scheduler_svc.core.moves import Lease, Leases
+from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 
 _STEPS_AHEAD = 1
 """Number of steps after the one that admits a group for which every running group finds blocks to grow into. Otherwise
@@ -76,7 +77,7 @@ class Room:
     def __init__(
         self,
         batch: Batch,
-        swap_space: SwapSpace,
+        swap_space: SwapSpace[Sequence],
         queues: Queues,
         promises: Leases[RequestKey],
         coming: Collection[RequestKey],

@@ -8,6 +8,7 @@ from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.policy import check_queue
 from scheduler_svc.core.preparation import Preparation
@@ -22,7 +23,7 @@ from scheduler_svc.core.request import (
     RequestKey,
     check_request,
 )
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step import ClientEvents, RequestFailure
 

@@ -9,10 +9,11 @@ from itertools import chain
 
 from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import max_blocks
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 
 _MAX_STEPS_IN_FLIGHT = 4
 """More than any caller has."""

@@ -3,10 +3,11 @@ section 4.5). Other modules decide which groups move and when."""
 
 from scheduler_svc.core.admission import TokenShares
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.kv_cache import SwapSpace
+from scheduler_svc.core.paging.block_tables import SwapSpace
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import Milestone, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup
 
 
 class Placement:
@@ -15,7 +16,7 @@ class Placement:
     def __init__(
         self,
         batch: Batch,
-        swap_space: SwapSpace,
+        swap_space: SwapSpace[Sequence],
         shares: TokenShares,
         queues: Queues,
         config: SchedulerConfig,
@@ -34,7 +35,7 @@ class Placement:
         batch, computing = self._batch, group.computing
         rows: list[int] = []
         num_hits = 0
-        for sequence, num_cached in zip(computing, batch.blocks.allocate(computing), strict=True):
+        for sequence, num_cached in zip(computing, batch.blocks.allocate_slots(computing), strict=True):
             if group.cached_tokens is None:
                 # Output that an earlier scheduler produced may be cached, too.
                 group.cached_tokens = min(num_cached, len(group.request.prompt))

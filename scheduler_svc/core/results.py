@@ -10,12 +10,12 @@ import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.running_batch import Batch, RowTable
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step import (
-    Array,
     ClientEvents,
     RequestEnd,
     RequestFailure,

@@ -5,9 +5,9 @@ touch only these arrays; Python code looks at a single sequence only when it cha
 hundreds of sequences well under a millisecond.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from typing import Annotated
 
 import numpy as np
 
@@ -17,100 +17,75 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftBudget
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
+from scheduler_svc.core.paging import rows
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.step import Array, RowAssignment, StepPlan
+from scheduler_svc.core.paging.rows import Array, Flags, Numbers
+from scheduler_svc.core.paging.sequence import SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.step import RowAssignment, StepPlan
 
 
-class RowTable:
-    """One entry per row of the worker. Entries of rows that are not `active` mean nothing.
+class RowTable(rows.RowTable[Sequence]):
+    """The rows with what their requests want and may cost.
 
-    num_tokens    int64: tokens of the sequence, including the tokens that steps in flight may sample
-    num_unsure    int64: the part of `num_tokens` that may not come: drafts of steps in flight
-    num_known     int64: tokens of the sequence, counting only the results that came
-    num_entered   int64: tokens that the sequence had when it entered the batch
-    num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done, if all drafts
-                  are right: up to `num_unsure` fewer
-    num_slots     int64: slots of the sequence's block table
-    num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
-    seals_chunks  bool: each chunk of a prefill seals its blocks; False after a chunk that was not finite
-    max_len       int64: the sequence ends at this many tokens; the last one is never computed
-    order         int64: place of the group in queues
-    client, handle, index, num_prompt  int64: key of the request, index of the sequence in it, tokens of the prompt
-    tenant        str: of the request
-    num_emitted   int64: output tokens that the sequence had when it was submitted
-    is_plain      bool: each token is an event of its own at once; False if sequences are selected at the end
-    wants_logprobs  bool: the worker reports the log probability of each token
-    num_logprobs  int64: it also reports at most this many of the most likely tokens
-    prefills      bool: the row still computes, in chunks, the tokens that it entered with; the last chunk samples
-    shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
-    dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
-    incarnation   int64: rises whenever the row is released, so that results for its earlier sequences are dropped
-
+    `num_computed` counts drafts of steps in flight as if all were right: up to `num_unsure` fewer tokens are computed.
     `num_dependent` counts the rows that are occupied and `dependent`.
     """
 
-    def __init__(self, max_num_rows: int, adapters: AdapterSlots) -> None:
-        self._adapters = adapters
-        self.sequences: list[Sequence | None] = [None] * max_num_rows
-        numbers, flags = np.zeros((15, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
-        self.num_tokens, self.num_computed, self.num_slots, self.num_sealed, self.max_len, self.order = numbers[:6]
-        self.client, self.handle, self.index, self.num_prompt, self.num_emitted, self.num_logprobs = numbers[6:12]
-        self.num_entered, self.num_unsure, self.num_known = numbers[12:]
-        self.active, self.seals_chunks, self.is_plain, self.wants_logprobs = flags[:4]
-        self.prefills, self.shares_tail, self.dependent = flags[4:]
-        self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
-        self.tenant = np.full(max_num_rows, "", dtype=object)
-        self.num_dependent = 0
-        self._free = list(range(max_num_rows))
+    num_unsure: Numbers
+    """The part of `num_tokens` that may not come: drafts of steps in flight."""
+    num_entered: Numbers
+    """Tokens that the sequence had when it entered the batch."""
+    num_sealed: Numbers
+    """Blocks at the start of the block table that are sealed, or need not be."""
+    seals_chunks: Flags
+    """Each chunk of a prefill seals its blocks; False after a chunk that was not finite."""
+    client: Numbers
+    handle: Numbers
+    index: Numbers
+    """Index of the sequence in its request, whose key has `client` and `handle`."""
+    tenant: Annotated[Array, np.object_]
+    num_prompt: Numbers
+    num_emitted: Numbers
+    """Output tokens that the sequence had when it was submitted."""
+    is_plain: Flags
+    """Each token is an event of its own at once; False if sequences are selected at the end."""
+    wants_logprobs: Flags
+    """The worker reports the log probability of each token."""
+    num_logprobs: Numbers
+    """It also reports at most this many of the most likely tokens."""
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def __init__(self, max_num_rows: int, adapters: AdapterSlots) -> None:
+        super().__init__(max_num_rows)
+        self._adapters = adapters
+        self.tenant[:] = ""
+        self.num_dependent = 0
 
     def occupy(self, sequence: Sequence, order: int) -> int:
-        """Gives a sequence the lowest free row, which is not active yet. Returns the row."""
-        row = heapq.heappop(self._free)
-        request = sequence.request
-        self.sequences[row] = sequence
-        self.max_len[row] = request.max_len
-        self.order[row] = order
+        row, request = super().occupy(sequence, order), sequence.request
         self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
         self.tenant[row], self.num_prompt[row] = request.tenant, len(request.prompt)
         self.num_emitted[row] = sequence.num_emitted_tokens
         self.is_plain[row] = not request.selects
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
         self.num_logprobs[row] = request.sampling.logprobs or 0
-        self.shares_tail[row] = False
         self.dependent[row] = request.beam is not None
         self.num_dependent += request.beam is not None
         if request.adapter is not None:
             self._adapters.enter(request.adapter)
-        sequence.row = row
         return row
 
-    def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int, num_sealed: int) -> None:
-        """Starts the row's computation. The first `num_computed` tokens of its sequence are computed already."""
-        self.active[row] = True
-        self.num_tokens[row] = self.num_known[row] = self.num_entered[row] = sequence.num_tokens
+    def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int) -> None:
+        super().activate(row, sequence, block_size, num_computed)
+        self.num_entered[row] = sequence.num_tokens
         self.num_unsure[row] = 0
-        self.num_computed[row] = num_computed
-        self.num_slots[row] = len(sequence.block_table) * block_size
-        self.num_sealed[row] = num_sealed
         self.seals_chunks[row] = True
-        self.prefills[row] = True
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
-        """Continues the row `child`, which no step in flight samples, after all of the parent's tokens, which the
-        planned steps compute."""
-        self.active[child] = True
-        self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
-        self.num_known[child], self.num_unsure[child] = self.num_known[parent], 0
+        super().fork(parent, child, block_size)
+        self.num_unsure[child] = 0
         self.num_entered[child] = self.num_entered[parent]
-        self.num_slots[child] = self.num_slots[parent]
         self.num_sealed[child] = self.num_sealed[parent]
-        self.prefills[child] = False
-        self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
 
     def grow(self, rows: Array, max_drafts: Array) -> None:
         """A planned step may extend each row by one token and up to `max_drafts` further tokens."""
@@ -124,59 +99,12 @@ class RowTable:
             column[rows] -= num_missing
 
     def release(self, rows: SequenceOf[int]) -> None:
-        """Takes the sequences out of these rows, which are distinct."""
-        for row in rows:
-            sequence = self.sequences[row]
-            assert sequence is not None, f"row {row} is free"
-            sequence.row = None
-            self.sequences[row] = None
+        for sequence in (self.sequences[row] for row in rows):
+            assert sequence is not None, "a free row is released"
             self.num_dependent -= sequence.request.beam is not None
             if sequence.request.adapter is not None:
                 self._adapters.leave(sequence.request.adapter)
-            heapq.heappush(self._free, row)
-        if rows:
-            self.active[rows] = False
-            self.incarnation[rows] += 1
-
-    def sequences_in(self, rows: Array) -> list[Sequence | None]:
-        """The sequence of each row, None if it is free."""
-        indices: list[int] = rows.tolist()
-        return [self.sequences[row] for row in indices]
-
-    def is_prefilling(self, row: int) -> bool:
-        """Whether the row still has chunks to compute of the tokens that it entered with."""
-        return bool(self.active[row] and self.prefills[row])
-
-    def decoding(self) -> Array:
-        """Rows whose input is their own last sample, int64[n], rising."""
-        # A sequence that reaches its end with the steps in flight needs no further step.
-        num_tokens = self.num_tokens
-        can_compute = (num_tokens < self.max_len) & (self.num_computed < num_tokens)
-        return (self.active & ~self.prefills & can_compute).nonzero()[0]
-
-    def prefilling(self) -> Array:
-        """Rows that compute the tokens that they entered with, int64[n], in queue order. Rows of one group are in
-        rising order, so that the row that computes a shared block comes before the rows that read it."""
-        rows = self._that_can_compute((self.active & self.prefills).nonzero()[0])
-        return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
-
-    def sharing_tail(self) -> Array:
-        """Decoding rows whose next token may go to a shared block, int64[n], rising."""
-        return self._that_can_compute((self.active & ~self.prefills & self.shares_tail).nonzero()[0])
-
-    def without_slot(self, rows: Array) -> Array:
-        """The rows whose next token has no slot in a block yet."""
-        return rows[self.num_slots[rows] <= self.num_computed[rows]]
-
-    def num_uncomputed(self, row: int) -> int:
-        """Tokens of the row that no planned step computes."""
-        return int(self.num_tokens[row] - self.num_computed[row])
-
-    def _that_can_compute(self, rows: Array) -> Array:
-        if not len(rows):
-            return rows
-        num_tokens = self.num_tokens[rows]
-        return rows[(num_tokens < self.max_len[rows]) & (self.num_computed[rows] < num_tokens)]
+        super().release(rows)
 
 
 class StepDraft:
@@ -343,7 +271,8 @@ class Batch:
     def enter(self, sequence: Sequence, order: int, num_computed: int, num_sealed: int) -> int:
         """Puts a sequence that has its blocks into a row. Returns the row."""
         row = self.rows.occupy(sequence, order)
-        self.rows.activate(row, sequence, self._block_size, num_computed, num_sealed)
+        self.rows.activate(row, sequence, self._block_size, num_computed)
+        self.rows.num_sealed[row] = num_sealed
         sequence.status = SequenceStatus.RUNNING
         self.drafts.enter(row)
         if self.underway.is_worth_it(self._num_full(row) - num_sealed):
@@ -436,7 +365,7 @@ class Batch:
     def seal(self, row: int, num_full: int) -> None:
         """The first `num_full` blocks of the row can be shared from now on."""
         first, sequence = int(self.rows.num_sealed[row]), self.sequence(row)
-        self.draft.sealed += self.blocks.seal(sequence, first, num_full)
+        self.draft.sealed += self.blocks.cache_full_blocks(sequence, first, num_full)
         self.rows.num_sealed[row] = num_full
         if self.underway.computes(row):
             self._begin(row, num_full)
@@ -496,7 +425,7 @@ class Batch:
 
     def _append_block(self, row: int) -> None:
         sequence = self.sequence(row)
-        block = self.blocks.append(sequence)
+        block = self.blocks.append_slot(sequence)
         self.draft.blocks[row, len(sequence.block_table) - 1] = block
         self.rows.num_slots[row] += self._block_size
 

@@ -11,17 +11,19 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.host_memory import HostMemory
-from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, Lease, Leases, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import SwapSpace
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepInFlight
 
 
@@ -77,7 +79,7 @@ class State:
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.set_cache_log(self._cache_log)
-        self.swap_space = SwapSpace(self.batch.blocks)
+        self.swap_space = SwapSpace[Sequence](self.batch.blocks)
         self.room = Room(
             self.batch,
             self.swap_space,

@@ -3,19 +3,17 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)

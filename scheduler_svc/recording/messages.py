@@ -20,8 +20,9 @@ from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStop
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.step import SampleLogprobs, StepInFlight, StepPlan, StepResult
 
 Header = recording_pb2.RecordingHeader
 Operation = recording_pb2.RecordedOperation

@@ -285,7 +285,7 @@ class RecordedScheduler:
 
     def _has(self, content: BlockHash) -> bool:
         """Whether a block with this name is anywhere."""
-        pools = self._core.batch.blocks.pool, self._core.swap_space.pool
+        pools = self._core.batch.blocks.pool, self._core.batch.blocks.host.pool
         return content in self._core.tier or any(pool.hits([content]) for pool in pools)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:

@@ -187,7 +187,7 @@ class Replayer:
 
 
 def _rename(core: Scheduler, rename: Any, now: float) -> None:
-    for named in (core.batch.blocks.pool, core.swap_space.pool, core.tier):
+    for named in (core.batch.blocks.pool, core.batch.blocks.host.pool, core.tier):
         named.rename(BlockHash(rename.name), BlockHash(rename.hash))
 
 

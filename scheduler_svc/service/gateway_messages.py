@@ -20,9 +20,10 @@ from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
+from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.metrics import Served
 from scheduler_svc.service.outbox import Outgoing
@@ -356,7 +357,7 @@ async def state_message(
     message.swapped_requests = len(scheduler.swapped)
     message.waiting_tokens = scheduler.waiting.num_tokens
     message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
+    message.host_pool.CopyFrom(pool_message(scheduler.batch.blocks.host.pool))
     if is_of_gateway is not None:
         message.gateway.CopyFrom(_load_message(scheduler, is_of_gateway))
         tokens = loop.step_tokens
@@ -403,7 +404,7 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
         return message
     pool = scheduler.batch.blocks.pool
     message.gpu_pool.CopyFrom(pool_message(pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
+    message.host_pool.CopyFrom(pool_message(scheduler.batch.blocks.host.pool))
     groups = [each for each in scheduler.groups() if request_id is None or each.request.request_id == request_id]
     snapshots = [_Snapshot.of(scheduler, sequence) for group in groups for sequence in group.unfinished]
     free = pool.free_blocks()
@@ -444,7 +445,7 @@ class _Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
         is_swapped = sequence.status is SequenceStatus.SWAPPED
-        pool = scheduler.swap_space.pool if is_swapped else scheduler.batch.blocks.pool
+        pool = scheduler.batch.blocks.host.pool if is_swapped else scheduler.batch.blocks.pool
         state = scheduler_pb2.SequenceState(
             request_id=sequence.request.request_id,
             sequence_index=sequence.index,

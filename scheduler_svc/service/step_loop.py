@@ -24,11 +24,12 @@ from quire.service.histograms import Distribution
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.awaited import Awaited

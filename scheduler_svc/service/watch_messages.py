@@ -13,9 +13,10 @@ from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import StepPlan, Usage
 from scheduler_svc.core.view import Changes, Preempted, SequenceNumber, owners, waiting
 
@@ -179,7 +180,7 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.running_sequences = int(np.count_nonzero(scheduler.batch.rows.active))
     message.waiting_tokens = scheduler.waiting.num_tokens
     message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
+    message.host_pool.CopyFrom(pool_message(scheduler.batch.blocks.host.pool))
     message.preemptions, message.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
     drafts = scheduler.draft_counts
     message.draft_tokens, message.accepted_draft_tokens = drafts.num_drafts, sum(drafts.right_at)
@@ -297,7 +298,7 @@ def block_message(
     """One block with its owners and the tokens that they have there. Raises QuireError."""
     if scheduler is None:
         raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
-    pool = scheduler.swap_space.pool if request.is_host else scheduler.batch.blocks.pool
+    pool = scheduler.batch.blocks.host.pool if request.is_host else scheduler.batch.blocks.pool
     if request.block_id >= pool.num_blocks:
         raise invalid_field("block_id", f"is {request.block_id}; the pool has {pool.num_blocks} blocks")
     block = BlockId(request.block_id)

@@ -149,7 +149,7 @@ class ContiguousBlocks(BlockManager):
 
     # Regions
 
-    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
         request = sequences[0].request
         if request.key not in self._of_request:
             pieces = self._reserve(request)
@@ -206,7 +206,7 @@ class ContiguousBlocks(BlockManager):
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         return 0, []
 
-    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+    def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         return []
 
     def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:

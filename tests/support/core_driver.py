@@ -662,7 +662,7 @@ class Driver:
                 assert self.samples[request.key.handle, index] == expected_output(request, index)
         assert self.scheduler.batch.blocks.pool.num_used == self.scheduler.pins.num_pinned
         assert self.scheduler.batch.rows.num_free == self.scheduler.config.max_num_seqs
-        assert self.scheduler.swap_space.pool.num_used == 0
+        assert self.scheduler.batch.blocks.host.pool.num_used == 0
 
     def crash(
         self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None

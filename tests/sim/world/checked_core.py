@@ -22,6 +22,7 @@ from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease, Leases
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
@@ -40,7 +41,7 @@ from scheduler_svc.core.request import (
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
 from tests.sim.world.durations import Times, misread_pin
 from tests.sim.world.fairness import Bills, Shares
 from tests.sim.world.http_calls import salt_of

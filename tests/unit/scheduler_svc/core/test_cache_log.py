@@ -3,9 +3,10 @@
 from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.host_memory import HostMemory
-from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.sequence import Sequence
 from tests.support.cache_mirror import CacheMirror
@@ -106,9 +107,9 @@ def test_blocks_that_came_are_told_with_their_tokens_when_a_request_that_was_swa
     blocks, log = BlockManager(8, 4, 0.0), CacheLog()
     blocks.host, blocks.pool.log = HostMemory(8, MoveCounts()), log
     space, pool = SwapSpace(blocks), blocks.pool
-    sequence = Sequence(make_request(1, prompt=PROMPT), 0, list(PROMPT), PrefixHashes(root_hash(""), 4))
-    blocks.allocate([sequence])
-    blocks.seal(sequence, 0, 3)
+    sequence = Sequence.of(make_request(1, prompt=PROMPT), 0, list(PROMPT), 4)
+    blocks.allocate_slots([sequence])
+    blocks.cache_full_blocks(sequence, 0, 3)
     sequence.num_swapped_tokens = 12
     space.swap_out([sequence])
     pool.free(pool.allocate(8))
