@@ -99,6 +99,19 @@ class PrefixIndex(BlockPool):
         """The number of blocks without a holder that can still be hit."""
         return len(self._by_hash) - self._num_held_sealed
 
+    def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
+        """`ref_count` of each."""
+        return [self._ref_counts[block] for block in blocks]
+
+    def num_held_alone(self, table: Sequence[BlockId]) -> int:
+        """Blocks of a table that no other table holds."""
+        counts = self._ref_counts
+        return sum(counts[block] == 1 for block in table)
+
+    def free_blocks(self) -> tuple[BlockId, ...]:
+        """The free blocks in the order in which they will be handed out."""
+        return tuple(self._free)
+
     def hash_of(self, block: BlockId) -> BlockHash | None:
         """The hash under which the block is sealed."""
         return self._hashes[block]

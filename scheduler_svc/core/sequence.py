@@ -58,6 +58,7 @@ class Sequence(paging.Sequence):
             num_prompt_tokens=len(request.prompt),
             max_len=request.max_len,
             stop_token_ids=request.stop_token_ids,
+            is_dependent=request.beam is not None,
             request=request,
             prefix_hashes=PrefixHashes(request.cache_root, block_size),
         )

@@ -91,7 +91,7 @@ class State:
             self.preparations,
         )
         self.shares = TokenShares(self.batch, self.queues, config.max_prefill_share)
-        self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config)
+        self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config.swaps_from)
         self.pace = Pace()
         self.last_step_id = 0
 

@@ -1,4 +1,4 @@
-"""The running batch and the step that is built from it: what is sent to the workers (the paper's sections 4.3, 4.4)."""
+"""The running batch, and the steps that are sent to the workers (the paper's sections 4.3 and 4.4)."""
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
@@ -24,54 +24,36 @@ class RowAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step of all workers. Arrays are int64; rows of the batch are distinct.
-
-    swap_out                 [o, 2]  GPU block, host block: before all else
-    swap_in                  [i, 2]  host block, GPU block: after swap_out
-    copies                   [c, 2]  source block, destination block: copy-on-write, after swap_in
-    release                  [r]     rows that hold nothing any more, before `assign`
-    forks                    [f, 2]  parent row, child row: the child gets all that the parent held before this step
-    set_tokens               [t, 3]  row, position, token id that was chosen for it there (beam search)
-    block_table_deltas       [d, 3]  row, logical index, block id
-    rows, num_new_tokens, num_computed_tokens  [b]  the batch
-    samples                  [s, 2]  row that samples, row of the batch whose last token's logits it samples from
-    """
+    """One step of all workers. Arrays are int64; `num_new_tokens` and `num_computed_tokens` are those of `rows`."""
 
     step_id: int
-    swap_out: Array
-    swap_in: Array
-    copies: Array
-    release: Array
+    swap_out: Array  # [o, 2] GPU block, host block: before all else
+    swap_in: Array  # [i, 2] host block, GPU block: after swap_out
+    copies: Array  # [c, 2] source block, destination block: copy-on-write, after swap_in
+    release: Array  # [r] rows that hold nothing any more, before `assign`
     assign: SequenceOf[RowAssignment]
-    forks: Array
-    set_tokens: Array
-    block_table_deltas: Array
-    rows: Array
+    forks: Array  # [f, 2] parent row, child row: the child gets all that the parent held before this step
+    set_tokens: Array  # [t, 3] row, position, token id that was chosen for it there (beam search)
+    block_table_deltas: Array  # [d, 3] row, logical index, block id
+    rows: Array  # [b] the batch; each row once
     num_new_tokens: Array
     num_computed_tokens: Array
-    samples: Array
+    samples: Array  # [s, 2] row that samples, row of the batch whose last token's logits it samples from
 
 
 class StepDraft:
-    """The next step while it is built: all changes for the worker since the last step.
-
-    Changes between two plans (released rows, forked beams) are kept here too, so that none is lost when there is
-    nothing to compute. `budget` is the number of further tokens that the batch may have.
-    """
+    """The next step while it is built: all changes for the worker since the last step, also those between two plans.
+    `budget` is the number of further tokens that the batch may have."""
 
     def __init__(self, token_budget: int) -> None:
         self.budget = token_budget
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.assign: dict[int, RowAssignment] = {}
-        self.parents: dict[int, int] = {}
-        """The parent of each child row, which starts as a copy of the parent's row before this step."""
-        self.tokens: dict[int, tuple[int, int]] = {}
-        """Position and id of the token that was chosen, by dependent row."""
-        self.blocks: dict[tuple[int, int], BlockId] = {}
-        """Block ids by row and logical index."""
+        self.parents: dict[int, int] = {}  # parent by child row
+        self.tokens: dict[int, tuple[int, int]] = {}  # position and id of the chosen token, by dependent row
+        self.blocks: dict[tuple[int, int], BlockId] = {}  # by row and logical index
         self._release: dict[int, None] = {}
-        # Decoding rows and their computed tokens, as arrays; after them chunks of single rows, as
-        # (row, new tokens, computed tokens).
+        # Decoding rows and their computed tokens; after them chunks, as (row, new tokens, computed tokens).
         self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._chunks: list[tuple[int, int, int]] = []
         self._chunk_samples: list[tuple[int, int]] = []
@@ -93,13 +75,13 @@ class StepDraft:
         self._release.update(dict.fromkeys(rows))
 
     def decode(self, rows: Array, num_computed: Array) -> None:
-        """Adds rows that compute one token each and sample. int64[n] each. Called once, before the chunks."""
+        """Adds rows that compute one token each and sample, int64[n]. Called once, before the chunks."""
         assert self.is_empty, "decodes come once, and first"
         self._spend(len(rows))
         self._rows, self._num_computed = rows, num_computed
 
     def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
-        """Adds a chunk of one row. The row samples with the chunk if `samples`."""
+        """Adds a chunk of one row, which samples with it if `samples`."""
         self._spend(num_new)
         self._chunks.append((row, num_new, num_computed))
         if samples:
@@ -192,16 +174,10 @@ class Batch(Generic[S]):
         sequence.token_ids.append(token_id)
 
     def release_rows(self, sequences: SequenceOf[S]) -> None:
-        """Frees the rows of the sequences that have one. Steps in flight may still write to their blocks, but every
-        later step runs after them."""
+        """Frees the sequences' rows. Steps in flight may still write to their blocks; later steps run after them."""
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         self.draft.release(rows)
         self.rows.release(rows)
-
-    def release(self, sequences: SequenceOf[S]) -> None:
-        """Frees the rows and blocks of the sequences."""
-        self.release_rows(sequences)
-        self.blocks.free(*sequences)
 
     def end(self, sequences: SequenceOf[S]) -> None:
         """The sequences are finished: frees their rows now, and their blocks now or soon."""
@@ -258,9 +234,8 @@ class Batch(Generic[S]):
         self.rows.shares_tail[row] = False
 
     def add_chunk(self, row: int, group: SequenceGroup[S]) -> None:
-        """Adds the row's uncomputed tokens to the step, up to the budget. The last chunk samples for all sequences of
-        the group that start from one prompt: each sequence that waits for the chunk shares its blocks and samples from
-        its logits (the paper's figure 8). A sequence with output forks no others."""
+        """Adds the row's uncomputed tokens to the step, up to the budget. With the last chunk, each sequence of the
+        group that waits for it shares its blocks and samples from its logits (the paper's figure 8)."""
         remaining = self.rows.num_uncomputed(row)
         chunk = min(remaining, self.draft.budget)
         self.draft.add_chunk(row, chunk, int(self.rows.num_computed[row]), samples=chunk == remaining)
@@ -269,9 +244,12 @@ class Batch(Generic[S]):
             return
         for child in group.unfinished:
             if child is not parent and child.status is SequenceStatus.WAITING:
-                assert child.row is not None
                 self.fork(parent, child)
-                self.draft.sample_from(row, child.row)
+                self._sample_from(row, child)
+
+    def _sample_from(self, row: int, child: S) -> None:
+        assert child.row is not None
+        self.draft.sample_from(row, child.row)
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""

@@ -1,7 +1,6 @@
-"""Physical blocks of one pool (the paper's section 4.3, block allocator).
+"""Physical blocks of one pool, as numbers with reference counts (the paper's section 4.3, block allocator).
 
-The tensors live in the worker; here a block is a number with a reference count. What stands on a pool, such as an index
-of the content of its blocks, overrides `_give_back` and `_take_back`, and so decides which free blocks go first.
+An index of the blocks' content overrides `_give_back` and `_take_back`, and so decides which free blocks go first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +11,8 @@ BlockId = NewType("BlockId", int)
 
 
 class FreeQueue:
-    """The blocks without a holder, in the order of their allocation.
-
-    A doubly linked list through arrays: adding or removing a block costs O(1), in the middle too. `_next[b]` and
-    `_previous[b]` are the neighbours of block b; the entry behind the last block is the ring's anchor.
-    """
+    """The blocks without a holder, in the order of their allocation: a doubly linked list through arrays, in which
+    adding or removing a block costs O(1). The entry behind the last block is the ring's anchor."""
 
     def __init__(self, num_blocks: int) -> None:
         self._anchor = BlockId(num_blocks)
@@ -72,7 +68,7 @@ class FreeQueue:
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were requested than are free. Callers check first, so this is a defect of the caller."""
+    """More blocks were requested than are free, which is a defect of the caller."""
 
 
 class BlockPool:
@@ -87,7 +83,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without a holder."""
         return len(self._free)
 
     @property
@@ -98,27 +93,12 @@ class BlockPool:
         """How many block tables hold this block."""
         return self._ref_counts[block]
 
-    def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
-        """`ref_count` of each."""
-        return [self._ref_counts[block] for block in blocks]
-
-    def num_held_alone(self, table: Sequence[BlockId]) -> int:
-        """Blocks of a table that no other table holds."""
-        counts = self._ref_counts
-        return sum(counts[block] == 1 for block in table)
-
     def num_free_of(self, blocks: Sequence[BlockId]) -> int:
         """The number of these blocks that have no holder."""
-        counts = self._ref_counts
-        return sum(counts[block] == 0 for block in blocks)
-
-    def free_blocks(self) -> tuple[BlockId, ...]:
-        """The free blocks in the order in which they will be handed out."""
-        return tuple(self._free)
+        return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and then changes
-        nothing."""
+        """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} blocks requested, {len(self._free)} of {self.num_blocks} are free")
         blocks = self._free.pop(count)
@@ -139,8 +119,7 @@ class BlockPool:
             self._take_back(free)
 
     def free(self, *tables: Sequence[BlockId]) -> None:
-        """Drops one reference of each block of the tables. Each table is in logical order; the first is freed first,
-        and of each table the last block."""
+        """Drops one reference of each block of the tables, of each table the last block first."""
         self.num_releases += 1
         counts = self._ref_counts
         free: list[BlockId] = []

@@ -1,5 +1,4 @@
-"""Block tables: blocks for tokens as they come, sharing with copy-on-write, and swapping (the paper's sections 4.2 to
-4.5). This is bookkeeping only; workers move tensors before they run the step whose plan names the pairs."""
+"""Block tables: blocks for tokens as they come, copy-on-write, and swapping (the paper's sections 4.2 to 4.5)."""
 
 import math
 from collections import Counter
@@ -13,7 +12,7 @@ from scheduler_svc.core.paging.sequence import S
 
 
 class LayerGroup(Protocol):
-    """What layers of one kind need of a sequence's blocks. A sequence has a block table for each group of layers."""
+    """What layers of one kind need of a sequence's block table."""
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks of a table for this many tokens."""
@@ -24,14 +23,13 @@ class LayerGroup(Protocol):
         ...
 
     def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
-        """The largest number of blocks at the start of a sequence that it need not compute. `cached` has the cached
-        block of each logical index, None if there is none."""
+        """Blocks at the start of a sequence that need no computation, given the cached block of each logical index."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Layers in which each token reads the keys and values of all tokens before it."""
+    """Layers in which each token reads all tokens before it."""
 
     block_size: int
 
@@ -46,8 +44,7 @@ class FullAttention:
 
 
 class HostBlocks:
-    """Host memory below the pool, and the copies that the next step makes between both. A step first copies blocks to
-    the host, then from the host, and then writes other blocks."""
+    """Host memory below the pool, and the copies of the next step: first to the host, then back, before it writes."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -62,11 +59,11 @@ class HostBlocks:
 
     @property
     def loading(self) -> list[BlockId]:
-        """The host blocks that the next step copies to the pool, each with a reference for that."""
+        """The host blocks that the next step copies back, each with a reference for that."""
         return list(self._in.values())
 
     def copy_out(self, block: BlockId) -> BlockId:
-        """Copies a block of the pool. Returns the host block, with a reference. Raises OutOfBlocksError."""
+        """Copies a block of the pool. Returns the host block, with a reference."""
         (host,) = self._allocate()
         # The host block may have a planned copy and have been freed since, before any plan: this content replaces it.
         self._out[host] = block
@@ -93,11 +90,9 @@ class HostBlocks:
 
 
 class BlockTables(Generic[S]):
-    """Allocates blocks to sequences as their tokens come, never earlier, and lets forks share them.
-
-    `watermark` is the share of the pool that admission leaves free, so that a newly admitted sequence is not preempted
-    at once for want of a block. A prefix cache overrides `cached` and `reuse`.
-    """
+    """Allocates blocks to sequences as their tokens come, never earlier, and lets forks share them. A prefix cache
+    overrides `cached` and `reuse`. `watermark` is the share of the pool that admission leaves free, so that a newly
+    admitted sequence is not preempted at once for want of a block."""
 
     def __init__(self, pool: BlockPool, host: HostBlocks, block_size: int, watermark: float) -> None:
         self.pool = pool
@@ -111,8 +106,8 @@ class BlockTables(Generic[S]):
         return self.layers.blocks_needed(num_tokens)
 
     def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
-        """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and at least
-        the watermark, unless it would run `alone`: then they protect no other group."""
+        """Whether a group that takes this many free blocks may start and leave `reserve` free, or at least the
+        watermark. If it would run `alone`, these protect no other group."""
         return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
 
     def cached(self, sequence: S) -> list[BlockId]:
@@ -128,11 +123,11 @@ class BlockTables(Generic[S]):
         return shared
 
     def take(self, count: int) -> list[BlockId]:
-        """Takes blocks that the next step, or a later one, writes. Raises OutOfBlocksError."""
+        """Takes blocks that the next step, or a later one, writes."""
         return self.pool.allocate(count)
 
     def save(self, block: BlockId) -> BlockId:
-        """Copies a block to host memory. Returns the host block, with a reference. Raises OutOfBlocksError."""
+        """`HostBlocks.copy_out`, unless the host has its content."""
         return self.host.copy_out(block)
 
     def blocks_to_allocate(self, sequences: SequenceOf[S]) -> int:
@@ -140,8 +135,7 @@ class BlockTables(Generic[S]):
         return sum(self.blocks_for(sequence.num_tokens) for sequence in sequences)
 
     def allocate_slots(self, sequences: SequenceOf[S]) -> list[int]:
-        """Gives sequences without blocks the blocks for all their tokens. Returns for each sequence the number of
-        tokens that it need not compute. Raises OutOfBlocksError."""
+        """Gives sequences blocks for all their tokens. Returns how many tokens each need not compute."""
         return [self._allocate_one(sequence, self.cached(sequence)) for sequence in sequences]
 
     def _allocate_one(self, sequence: S, shared: list[BlockId]) -> int:
@@ -153,7 +147,7 @@ class BlockTables(Generic[S]):
         return len(shared) * self.block_size
 
     def append_slot(self, sequence: S) -> BlockId:
-        """Adds one block to the end of a sequence's table. Raises OutOfBlocksError."""
+        """Adds one block to the end of a sequence's table."""
         (block,) = self.take(1)
         sequence.block_table.append(block)
         return block
@@ -166,7 +160,7 @@ class BlockTables(Generic[S]):
 
     def make_writable(self, sequence: S, index: int) -> tuple[BlockId, BlockId] | None:
         """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None if
-        no other sequence holds the block: then it is written in place. Raises OutOfBlocksError."""
+        no other sequence holds the block: then it is written in place."""
         shared = sequence.block_table[index]
         if self.pool.ref_count(shared) == 1:
             return None
@@ -188,7 +182,7 @@ class BlockTables(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """The table of one sequence after its swap in: cached blocks of the GPU pool, copies of host blocks, new blocks."""
+    """The table of one sequence after its swap in: cached blocks, copies of host blocks, new blocks."""
 
     hits: list[BlockId]
     from_host: list[BlockId]
@@ -196,8 +190,8 @@ class _Return:
 
 
 class SwapSpace(Generic[S]):
-    """Groups whose blocks are in host memory (the paper's section 4.5). All sequences of a group move together; a block
-    that several of them share moves once, and they share it again when they are back."""
+    """Groups whose blocks are in host memory (the paper's section 4.5). A block that several sequences of a group share
+    moves once, and they share it again when they are back."""
 
     def __init__(self, blocks: BlockTables[S]) -> None:
         self._blocks = blocks
@@ -207,8 +201,7 @@ class SwapSpace(Generic[S]):
         return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self._blocks.host.pool.num_free
 
     def swap_out(self, sequences: SequenceOf[S]) -> None:
-        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. Raises
-        OutOfBlocksError."""
+        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks."""
         host_of: dict[BlockId, BlockId] = {}
         for sequence in sequences:
             kept = self._kept(sequence)
@@ -220,16 +213,15 @@ class SwapSpace(Generic[S]):
             sequence.block_table = [host_of[block] for block in kept]
 
     def blocks_needed(self, sequences: SequenceOf[S]) -> int:
-        """Free blocks of the GPU pool that `swap_in` takes, including cached ones, plus the blocks that the sequences
-        then copy before they write again."""
+        """Free blocks that `swap_in` takes, and blocks that the sequences then copy before they write again."""
         returns = [self._return(sequence) for sequence in sequences]
         free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
         taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
         return free_hits + taken + self._num_copies(returns, sequences)
 
     def swap_in(self, sequences: SequenceOf[S]) -> list[tuple[int, int]]:
-        """Gives the sequences GPU blocks for all their tokens. Returns for each how many of its tokens are computed and
-        how many of its first blocks are cached ones. Raises OutOfBlocksError."""
+        """Gives the sequences GPU blocks for all their tokens. Returns how many tokens of each are computed, and how
+        many of its first blocks are cached ones."""
         returns = [self._return(sequence) for sequence in sequences]
         for sequence, each in zip(sequences, returns, strict=True):
             self._blocks.reuse(sequence, each.hits)

@@ -15,31 +15,20 @@ Flags = Annotated[Array, np.bool_]
 
 
 class RowTable(Generic[S]):
-    """One entry per row of the worker. Entries of rows that are not `active` mean nothing. Each attribute that is
-    declared `Numbers` or `Flags`, here or in a derived table, is a column: an array of one entry per row."""
+    """Each attribute that is declared `Numbers` or `Flags`, here or in a derived table, is a column: an array of one
+    entry per row of the worker. Entries of rows that are not `active` mean nothing."""
 
-    active: Flags
-    """The row computes; otherwise it is free, or its sequence waits there to be forked."""
-    num_tokens: Numbers
-    """Tokens of the sequence, including the tokens that steps in flight may sample."""
-    num_known: Numbers
-    """Tokens of the sequence, counting only the results that came."""
-    num_computed: Numbers
-    """Tokens whose keys and values are in the pool once all steps in flight are done."""
-    num_slots: Numbers
-    """Slots of the sequence's block table."""
-    max_len: Numbers
-    """The sequence ends at this many tokens; the last one is never computed."""
-    order: Numbers
-    """Place of the group in queues."""
-    prefills: Flags
-    """The row still computes, in chunks, the tokens that it entered with; the last chunk samples."""
-    shares_tail: Flags
-    """The block that the next token goes to may be shared with a sequence that forked."""
-    dependent: Flags
-    """The worker draws no token: the scheduler chooses it from the step's result, as in beam search."""
-    incarnation: Numbers
-    """Rises whenever the row is released, so that results for its earlier sequences are dropped."""
+    active: Flags  # the row computes; otherwise it is free, or its sequence waits there to be forked
+    num_tokens: Numbers  # tokens of the sequence, including the tokens that steps in flight may sample
+    num_known: Numbers  # tokens of the sequence, counting only the results that came
+    num_computed: Numbers  # tokens whose keys and values are in the pool once all steps in flight are done
+    num_slots: Numbers  # slots of the sequence's block table
+    max_len: Numbers  # the sequence ends at this many tokens; the last one is never computed
+    order: Numbers  # place of the group in queues
+    prefills: Flags  # the row still computes, in chunks, the tokens that it entered with; the last chunk samples
+    shares_tail: Flags  # the block that the next token goes to may be shared with a sequence that forked
+    dependent: Flags  # the worker draws no token: the scheduler chooses it from the step's result, as in beam search
+    incarnation: Numbers  # rises whenever the row is released, so that results for its earlier sequences are dropped
 
     def __init__(self, max_num_rows: int) -> None:
         self.sequences: list[S | None] = [None] * max_num_rows
@@ -56,7 +45,7 @@ class RowTable(Generic[S]):
         row = heapq.heappop(self._free)
         self.sequences[row] = sequence
         self.max_len[row], self.order[row] = sequence.max_len, order
-        self.shares_tail[row] = self.dependent[row] = False
+        self.shares_tail[row], self.dependent[row] = False, sequence.is_dependent
         sequence.row = row
         return row
 
@@ -68,8 +57,7 @@ class RowTable(Generic[S]):
         self.num_slots[row] = len(sequence.block_table) * block_size
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
-        """Continues the row `child`, which no step in flight samples, after all of the parent's tokens, which the
-        planned steps compute."""
+        """Continues the row `child`, which no step in flight samples, after all tokens of the parent."""
         self.active[child] = True
         self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
         self.num_known[child] = self.num_known[parent]
@@ -91,12 +79,7 @@ class RowTable(Generic[S]):
 
     def sequences_in(self, rows: Array) -> list[S | None]:
         """The sequence of each row, None if it is free."""
-        indices: list[int] = rows.tolist()
-        return [self.sequences[row] for row in indices]
-
-    def is_prefilling(self, row: int) -> bool:
-        """Whether the row still has chunks to compute of the tokens that it entered with."""
-        return bool(self.active[row] and self.prefills[row])
+        return [self.sequences[row] for row in rows.tolist()]
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
@@ -106,8 +89,8 @@ class RowTable(Generic[S]):
         return (self.active & ~self.prefills & can_compute).nonzero()[0]
 
     def prefilling(self) -> Array:
-        """Rows that compute the tokens that they entered with, int64[n], in queue order. Rows of one group are in
-        rising order, so that the row that computes a shared block comes before the rows that read it."""
+        """Rows that compute the tokens that they entered with, int64[n], in queue order, and within a group in rising
+        order: the row that computes a shared block comes before the rows that read it."""
         rows = self._that_can_compute((self.active & self.prefills).nonzero()[0])
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 

@@ -1,51 +1,40 @@
 """Continuous batching: plans steps, applies their results, and preempts by swap or recompute (the paper's section 4.5).
 
-Several steps may be in flight: planning counts tokens that are still to come, and a sequence that turns out to have
-ended costs one wasted row-step. `Planner` calls its own methods for all decisions, so a subclass may decide otherwise.
+Several steps may be in flight: planning counts tokens that are still to come. `Planner` makes each decision in a method
+of its own, so that a subclass may decide otherwise.
 """
 
-import enum
+import sys
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
 from scheduler_svc.core.paging.batch import Batch, StepDraft, StepPlan
-from scheduler_svc.core.paging.block_pool import BlockPool
-from scheduler_svc.core.paging.block_tables import BlockTables, HostBlocks, SwapSpace
+from scheduler_svc.core.paging.block_tables import BlockTables, SwapSpace
 from scheduler_svc.core.paging.rows import Array, RowTable
 from scheduler_svc.core.paging.sequence import G, GroupQueue, S, Sequence, SequenceGroup, SequenceStatus
 
-
-class PreemptionMode(enum.Enum):
-    """How a preempted group gives its blocks back.
-
-    AUTO       one sequence is computed again, which costs little; several share blocks, which a swap keeps
-    SWAP       to host memory wherever there is room
-    RECOMPUTE  never to host memory
-    """
-
-    AUTO = "auto"
-    SWAP = "swap"
-    RECOMPUTE = "recompute"
+NEVER = sys.maxsize
+"""More sequences than any group has."""
+Queues = tuple[GroupQueue[G], GroupQueue[G], GroupQueue[G]]
 
 
 class Placement(Generic[S, G]):
     """Moves groups between the three queues, with the rows and blocks that they need."""
 
-    def __init__(
-        self,
-        batch: Batch[S],
-        swap_space: SwapSpace[S],
-        queues: tuple[GroupQueue[G], GroupQueue[G], GroupQueue[G]],
-        mode: PreemptionMode,
-    ) -> None:
-        """`queues` has the waiting, the swapped and the running groups."""
-        self._batch = batch
-        self._swap_space = swap_space
+    def __init__(self, batch: Batch[S], swap_space: SwapSpace[S], queues: Queues[G], swaps_from: int) -> None:
+        """`queues` has the waiting, the swapped and the running groups. Groups of at least `swaps_from` unfinished
+        sequences are preempted by swap, which keeps what these share; others are computed again, which costs little."""
+        self._batch, self._swap_space, self._swaps_from = batch, swap_space, swaps_from
         self._waiting, self._swapped, self._running = queues
-        self._mode = mode
+
+    def blocks_needed(self, group: G) -> int:
+        """Free blocks that a waiting or swapped group takes as it enters."""
+        is_swapped = group.key in self._swapped
+        count = self._swap_space.blocks_needed if is_swapped else self._batch.blocks.blocks_to_allocate
+        return count(group.computing)
 
     def start(self, group: G, now: float) -> list[int]:
         """Gives a waiting group blocks and rows, and adds its first chunks to the step. There must be room for it.
@@ -53,36 +42,39 @@ class Placement(Generic[S, G]):
         self._running.add(self._waiting.remove(group.key))
         batch, computing = self._batch, group.computing
         num_cached = batch.blocks.allocate_slots(computing)
-        rows = [batch.enter(each, group.order, count) for each, count in zip(computing, num_cached, strict=True)]
+        rows = [
+            self._enter(sequence, group, count, count // batch.blocks.block_size)
+            for sequence, count in zip(computing, num_cached, strict=True)
+        ]
         self._park_others(group)
         for row in rows:
             if batch.draft.budget:
                 self._add_chunk(row, group)
         return num_cached
 
+    def _enter(self, sequence: S, group: G, num_computed: int, num_cached_blocks: int) -> int:
+        return self._batch.enter(sequence, group.order, num_computed)
+
     def _add_chunk(self, row: int, group: G) -> None:
         self._batch.add_chunk(row, group)
 
-    def swap_in(self, group: G, now: float) -> list[tuple[int, int]]:
-        """Gives a swapped group GPU blocks and rows. There must be room for it. Returns what `SwapSpace.swap_in`
-        does."""
+    def swap_in(self, group: G, now: float) -> None:
+        """Gives a swapped group GPU blocks and rows. There must be room for it."""
         self._running.add(self._swapped.remove(group.key))
         batch, computing = self._batch, group.computing
         swapped_in = self._swap_space.swap_in(computing)
-        for sequence, (num_computed, _) in zip(computing, swapped_in, strict=True):
-            row = batch.enter(sequence, group.order, num_computed)
+        for sequence, (num_computed, num_cached_blocks) in zip(computing, swapped_in, strict=True):
+            row = self._enter(sequence, group, num_computed, num_cached_blocks)
             batch.rows.shares_tail[row] = len(computing) > 1
             # A sequence that lacks only its newest token, and forks no others, continues as a decode.
             is_decode = sequence.num_output_tokens > 0 and num_computed == sequence.num_tokens - 1
             batch.rows.prefills[row] = not is_decode
         self._park_others(group)
-        return swapped_in
 
     def preempt(self, group: G, now: float) -> bool:
         """Takes all sequences of a running group out of the batch. Returns whether it was swapped; otherwise it is
         computed again."""
-        swaps = self._mode is PreemptionMode.SWAP or (self._mode is PreemptionMode.AUTO and len(group.unfinished) > 1)
-        is_swapped = swaps and self._swap_out(group)
+        is_swapped = len(group.unfinished) >= self._swaps_from and self._swap_out(group)
         if not is_swapped:
             self.requeue(group)
         group.preemptions += 1
@@ -91,17 +83,16 @@ class Placement(Generic[S, G]):
     def requeue(self, group: G) -> None:
         """Recompute: a running group waits again. Its prompt and output so far are then computed as its prompt."""
         self._running.remove(group.key)
-        self._batch.release(group.unfinished)
+        self._batch.release_rows(group.unfinished)
+        self._batch.blocks.free(*group.unfinished)
         group.restart()
         self._waiting.add(group)
 
     def _swap_out(self, group: G) -> bool:
-        """Moves a running group's blocks to host memory. Returns whether it could.
+        """Moves a running group's blocks to host memory. Returns whether it could. The newest token is computed again.
 
-        The newest token is computed again, to sample after it: samples of steps in flight for a released row are
-        dropped. Sequences that are prefilled together do not move, since they read blocks that one of them has yet to
-        compute. Several sequences do not move if one has no output: it may find fewer cached blocks than the others
-        when they come back, and together they would hold more than before.
+        Sequences that are prefilled together do not move, since they read blocks that one of them has yet to compute;
+        nor do several of which one has no output: it may find fewer cached blocks than the others when they come back.
         """
         batch, computing = self._batch, group.computing
         for sequence in computing:
@@ -147,11 +138,7 @@ class PagedState(Protocol[S, G]):
     @property
     def placement(self) -> Placement[S, G]: ...
     @property
-    def waiting(self) -> GroupQueue[G]: ...
-    @property
-    def swapped(self) -> GroupQueue[G]: ...
-    @property
-    def running(self) -> GroupQueue[G]: ...
+    def queues(self) -> Queues[G]: ...
 
 
 class Planner(Generic[S, G]):
@@ -171,8 +158,9 @@ class Planner(Generic[S, G]):
         self._front = self._find_next()
 
     def _find_next(self) -> G | None:
+        waiting, swapped, _ = self._state.queues
         # While anything is swapped, nothing new is admitted.
-        queue = self._state.swapped if self._state.swapped.has_next else self._state.waiting
+        queue = swapped if swapped.has_next else waiting
         return queue.first() if queue.has_next else None
 
     def _plan(self, now: float) -> bool:
@@ -204,8 +192,9 @@ class Planner(Generic[S, G]):
 
     def _victims(self) -> Iterator[G]:
         """The groups to preempt. Each must leave the queue before the next is requested."""
-        while len(self._state.running):
-            yield self._state.running.last()
+        _, _, running = self._state.queues
+        while len(running):
+            yield running.last()
 
     def _give_way(self) -> bool:
         """Frees blocks that no running group holds, before a group is preempted. Returns whether there were any."""
@@ -217,20 +206,27 @@ class Planner(Generic[S, G]):
 
     def _swap_in(self, now: float) -> None:
         """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
-        state = self._state
-        while (group := self.peek()) is not None and group.key in state.swapped and self._make_way(group):
-            state.placement.swap_in(group, now)
+        _, swapped, _ = self._state.queues
+        while (group := self.peek()) is not None and group.key in swapped and self._make_way(group):
+            self._state.placement.swap_in(group, now)
             self.advance_queue()
 
     def _make_way(self, group: G) -> bool:
         """Whether there is room for a group that is next, now that blocks which may give way are free."""
-        raise NotImplementedError
+        _, swapped, running = self._state.queues
+        batch, is_swapped = self._state.batch, group.key in swapped
+        needed = self._state.placement.blocks_needed(group) + (batch.blocks_for_decodes() if is_swapped else 0)
+        has_rows = len(group.unfinished) <= batch.rows.num_free
+        return has_rows and batch.blocks.has_room(needed, reserve=0, alone=not len(running))
 
     def _add_decodes(self) -> None:
         self._state.batch.add_decodes()
 
     def _add_prefills(self) -> None:
-        raise NotImplementedError
+        batch, (_, _, running) = self._state.batch, self._state.queues
+        for row in batch.rows.prefilling().tolist():
+            if batch.draft.budget:
+                batch.add_chunk(row, running.get(batch.sequence(row).key))
 
 
 class Results(Generic[S, G]):
@@ -266,52 +262,23 @@ class Results(Generic[S, G]):
         self.ended += groups
 
 
-class Scheduler(Planner[Sequence, SequenceGroup[Sequence]]):
-    """A whole scheduler, with nothing but this package: parallel samples, and rows whose tokens the caller chooses."""
+Group = SequenceGroup[Sequence]
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        num_host_blocks: int = 0,
-        preemption_mode: PreemptionMode = PreemptionMode.AUTO,
-    ) -> None:
-        blocks = BlockTables[Sequence](BlockPool(num_blocks), HostBlocks(BlockPool(num_host_blocks)), block_size, 0.0)
-        self.batch = Batch(blocks, RowTable[Sequence](max_num_seqs), StepDraft(max_num_batched_tokens))
-        self.swap_space = SwapSpace(blocks)
-        self.waiting, self.swapped, self.running = (GroupQueue[SequenceGroup[Sequence]]() for _ in range(3))
-        queues = self.waiting, self.swapped, self.running
-        self.placement = Placement(self.batch, self.swap_space, queues, preemption_mode)
+
+class Scheduler(Planner[Sequence, Group]):
+    """A whole scheduler, with nothing but this package: parallel samples, and beams whose tokens the caller chooses.
+
+    `swaps_from`: see `Placement`. A group in the queue `waiting` must fit into the pool by itself.
+    """
+
+    def __init__(self, blocks: BlockTables[Sequence], max_num_seqs: int, token_budget: int, swaps_from: int) -> None:
+        self.batch = Batch(blocks, RowTable[Sequence](max_num_seqs), StepDraft(token_budget))
+        self.queues = GroupQueue[Group](), GroupQueue[Group](), GroupQueue[Group]()
+        self.waiting, _, self.running = self.queues
+        self.placement = Placement(self.batch, SwapSpace(blocks), self.queues, swaps_from)
         self.in_flight = deque[StepInFlight]()
-        self._num_steps = self._num_arrivals = 0
+        self._num_steps = 0
         super().__init__(self)
-
-    def add_request(
-        self,
-        key: Hashable,
-        prompt: list[int],
-        max_tokens: int,
-        num_sequences: int = 1,
-        stop: frozenset[int] = frozenset(),
-    ) -> SequenceGroup[Sequence]:
-        """Queues a request for this number of samples. It must fit into the pool by itself."""
-        sequences = [
-            Sequence(
-                key=key,
-                index=index,
-                token_ids=list(prompt),
-                num_prompt_tokens=len(prompt),
-                max_len=len(prompt) + max_tokens,
-                stop_token_ids=stop,
-            )
-            for index in range(num_sequences)
-        ]
-        self._num_arrivals += 1
-        group = SequenceGroup(key=key, order=self._num_arrivals, sequences=sequences)
-        self.waiting.add(group)
-        return group
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plans the next step; None if there is nothing to compute until a result or a request comes."""
@@ -333,19 +300,7 @@ class Scheduler(Planner[Sequence, SequenceGroup[Sequence]]):
             self.placement.start(group, now)
             self.advance_queue()
 
-    def _make_way(self, group: SequenceGroup[Sequence]) -> bool:
-        blocks, computing = self.batch.blocks, group.computing
-        count = self.swap_space.blocks_needed if group.key in self.swapped else blocks.blocks_to_allocate
-        needed = count(computing) + (self.batch.blocks_for_decodes() if group.key in self.swapped else 0)
-        has_rows = len(group.unfinished) <= self.batch.rows.num_free
-        return has_rows and blocks.has_room(needed, reserve=0, alone=not len(self.running))
-
-    def _add_prefills(self) -> None:
-        for row in self.batch.rows.prefilling().tolist():
-            if self.batch.draft.budget:
-                self.batch.add_chunk(row, self.running.get(self.batch.sequence(row).key))
-
-    def apply(self, step_id: int, token_ids: Array) -> list[SequenceGroup[Sequence]]:
+    def apply(self, step_id: int, token_ids: Array) -> list[Group]:
         """Applies the oldest step's result: int64[samples], in the order of `StepPlan.samples`. Tokens of `dependent`
         rows mean nothing. Returns the groups that ended."""
         step = self.in_flight.popleft()

@@ -23,6 +23,7 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """One line of text that is being generated for the request `key`, up to `max_len` tokens or a stop token.
 
+    The worker draws its tokens; if it `is_dependent`, as a beam of a search is, they are chosen from a step's result.
     `token_ids` are the prompt and the output of all results so far, without tokens that steps in flight will sample.
     `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
     `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
@@ -34,6 +35,7 @@ class Sequence:
     num_prompt_tokens: int
     max_len: int
     stop_token_ids: frozenset[int] = frozenset()
+    is_dependent: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[BlockId] = field(default_factory=list[BlockId])
     num_swapped_tokens: int = 0
@@ -59,9 +61,7 @@ S = TypeVar("S", bound=Sequence)
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceGroup(Generic[S]):
     """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
-
-    `order` is its place in queues: unique, the lowest goes first.
-    """
+    `order` is its place in queues: unique, the lowest goes first."""
 
     key: Hashable
     order: int
@@ -75,8 +75,8 @@ class SequenceGroup(Generic[S]):
 
     @property
     def computing(self) -> list[S]:
-        """The sequences that need blocks of their own to continue. One sequence without output computes the prompt, and
-        all others without output fork from it. It comes first, so that sequences with output can share its blocks."""
+        """The sequences that need blocks of their own to continue: one without output, from which all others without
+        output fork, and then those with output, which can share its blocks."""
         unfinished = self.unfinished
         if len(unfinished) == 1:
             return unfinished
