@@ -79,7 +79,7 @@ class State:
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.set_cache_log(self._cache_log)
-        self.swap_space = SwapSpace[Sequence](self.batch.blocks)
+        self.swap_space = SwapSpace(self.batch.blocks)
         self.room = Room(
             self.batch,
             self.swap_space,
