@@ -92,7 +92,7 @@ class Placement(Generic[S, G]):
         """Moves a running group's blocks to host memory. Returns whether it could. The newest token is computed again.
 
         Sequences that are prefilled together do not move, since they read blocks that one of them has yet to compute;
-        nor do several of which one has no output: it may find fewer cached blocks than the others when they come back.
+        nor do several sequences if one has no output, since it may find fewer cached blocks than the others later.
         """
         batch, computing = self._batch, group.computing
         for sequence in computing:
@@ -131,7 +131,7 @@ class StepInFlight:
 
 
 class PagedState(Protocol[S, G]):
-    """What a planner works on. It may be exchanged as a whole when a worker is lost."""
+    """The queues and the batch of a planner. All may be exchanged when a worker is lost."""
 
     @property
     def batch(self) -> Batch[S]: ...

@@ -76,7 +76,7 @@ class SequenceGroup(Generic[S]):
     @property
     def computing(self) -> list[S]:
         """The sequences that need blocks of their own to continue: one without output, from which all others without
-        output fork, and then those with output, which can share its blocks."""
+        output fork, and then the sequences with output, which can share its blocks."""
         unfinished = self.unfinished
         if len(unfinished) == 1:
             return unfinished
